@@ -1,0 +1,51 @@
+# Every target that needs it sets up .venv by itself: python3 (3.11 or newer) and make are enough.
+# The stamp makes that free until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+ARGS ?=
+ONLY ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench sweep docs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP) ## Run the demo
+	@$(BIN)/shardwise demo
+
+test: $(STAMP) ## Run the tests (ARGS="-k name" is passed to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ONLY)
+
+sweep: $(STAMP) ## Run the long tests of tests/sweep
+	@if [ -d tests/sweep ]; then $(BIN)/python -m pytest tests/sweep $(ARGS); \
+	else echo "sweep: nothing yet, there is no tests/sweep"; fi
+
+docs: $(STAMP) ## Build the documentation
+	@echo "docs: nothing yet"
+
+clean: ## Remove .venv, caches and build products
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools goes first and the package is built with it, without build isolation: so the
+# pinned one is used, and no build environment resolves anything (torch!) outside the constraints.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("shardwise needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.11" % sys.version_info[:2])'
+	@echo "setting up $(VENV) (a minute or so, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --constraint constraints.txt setuptools
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@

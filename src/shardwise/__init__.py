@@ -1,0 +1,43 @@
+"""shardwise: distributed tensors for PyTorch in which the tensor *is* the local shard."""
+
+from shardwise.box import Box
+from shardwise.comm import Communicator, Event, Pending, communicator, listen
+from shardwise.errors import (
+    CollectiveError,
+    LaunchError,
+    LayoutError,
+    MeshError,
+    MismatchError,
+    RankError,
+    ShardwiseError,
+)
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, init_device_mesh
+from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.sim import simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Box",
+    "CollectiveError",
+    "Communicator",
+    "DeviceMesh",
+    "Event",
+    "LaunchError",
+    "Layout",
+    "LayoutError",
+    "MeshError",
+    "MismatchError",
+    "Partial",
+    "Pending",
+    "Placement",
+    "RankError",
+    "Replicate",
+    "Shard",
+    "ShardwiseError",
+    "communicator",
+    "init_device_mesh",
+    "listen",
+    "simulate",
+]

@@ -1,0 +1,63 @@
+"""Index arithmetic: how a length is cut into chunks, and boxes of indices.
+
+`chunk` is the only place in shardwise where a shard's boundaries are computed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """The `index`-th of `parts` chunks of `[start, stop)`, as `torch.chunk` cuts it.
+
+    Chunks have the length of the quotient, rounded up; the last ones may be short or empty.
+    """
+    step = -((start - stop) // parts)
+    first = min(start + index * step, stop)
+    return first, min(first + step, stop)
+
+
+def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """The lengths of all chunks of a dim of `size`: `chunk_sizes(5, 4) == (2, 2, 1, 0)`."""
+    bounds = (chunk(0, size, parts, index) for index in range(parts))
+    return tuple(stop - start for start, stop in bounds)
+
+
+class Box(NamedTuple):
+    """Half-open index ranges `[start, stop)`, one pair per dim of the tensor."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the ranges."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index a global tensor with to get this piece of it."""
+        return tuple(map(slice, self.start, self.stop))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the box holds no element."""
+        return any(start >= stop for start, stop in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box:
+        """The indices in both; possibly empty, never negative in length."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, tuple(map(max, start, stop)))
+
+    def within(self, outer: Box) -> Box:
+        """The same indices counted from the corner of `outer`."""
+        return Box(
+            tuple(a - b for a, b in zip(self.start, outer.start, strict=True)),
+            tuple(a - b for a, b in zip(self.stop, outer.start, strict=True)),
+        )
+
+    def __repr__(self) -> str:
+        ranges = zip(self.start, self.stop, strict=True)
+        return f"Box[{', '.join(f'{start}:{stop}' for start, stop in ranges)}]"

@@ -1,0 +1,72 @@
+"""How ranks talk: one interface, and an engine for each kind of rank.
+
+`interface` says what there is. `c10d` is for real ranks (torch.distributed), `threads` for
+simulated ones, `abstract` for none at all, `alone` for groups of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardwise import world
+from shardwise.comm.abstract import AbstractCommunicator
+from shardwise.comm.alone import AloneCommunicator
+from shardwise.comm.groups import process_world
+from shardwise.comm.interface import Communicator
+from shardwise.comm.pending import Pending
+from shardwise.comm.trace import Event, listen
+from shardwise.errors import MeshError
+from shardwise.mesh import Axis, DeviceMesh, as_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+__all__ = ["Communicator", "Event", "Pending", "communicator", "listen"]
+
+world.provide(process_world)
+
+
+def communicator(
+    mesh: DeviceMesh | TorchMesh,
+    axes: Axis | Sequence[Axis] | None = None,
+    *,
+    rank: int | None = None,
+) -> Communicator:
+    """The collectives of the calling rank along one axis of a mesh, or several merged.
+
+    The first call on real ranks makes their process group, so all of its members must make it.
+
+    Arguments:
+        mesh: where the ranks stand.
+        axes: by name or position, the first varying slowest; all by default.
+        rank: on an abstract mesh, the rank to look with the eyes of (default 0).
+
+    Example:
+        >>> communicator(mesh, "tp").all_reduce(x)
+        >>> communicator(mesh, ("dp", "tp")).all_gather(x, dim=1)
+    """
+    mesh = as_mesh(mesh)
+    if axes is None:
+        axes = range(mesh.ndim)
+    elif isinstance(axes, int | str):
+        axes = (axes,)
+    positions = tuple(map(mesh.axis, axes))
+    if mesh.is_abstract:
+        return _abstract(mesh, positions, rank or 0)
+    if rank is not None:
+        raise MeshError(f"rank: expected None, as {mesh!r} has real ranks; got {rank}")
+    here = world.current()
+    found = here.communicators.get((mesh, positions))
+    if found is None:
+        names = tuple(map(mesh.axis_name, positions))
+        found = here.communicator(mesh.ranks_along(positions), names)
+        here.communicators[mesh, positions] = found
+    return found
+
+
+def _abstract(mesh: DeviceMesh, positions: tuple[int, ...], rank: int) -> Communicator:
+    ranks = mesh.ranks_along(positions, mesh.coordinate_of(rank))
+    names = tuple(map(mesh.axis_name, positions))
+    engine = AloneCommunicator if len(ranks) == 1 else AbstractCommunicator
+    return engine(ranks, ranks.index(rank), names)

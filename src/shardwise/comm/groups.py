@@ -1,0 +1,144 @@
+"""torch process groups: the world of a process, and the groups in it, made on demand."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from datetime import timedelta
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from shardwise.comm.alone import AloneCommunicator, AloneWorld
+from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.interface import Communicator
+from shardwise.errors import MeshError
+from shardwise.mesh import DeviceMesh
+from shardwise.world import World
+
+
+class C10dWorld(World):
+    """The ranks of torch's default process group.
+
+    Groups are held by weak references: torch owns them, so `destroy_process_group` frees them.
+    """
+
+    def __init__(self, default: dist.ProcessGroup) -> None:
+        super().__init__(default.rank(), default.size())
+        self._groups: dict[tuple[int, ...], ReferenceType[dist.ProcessGroup]] = {
+            tuple(range(self.size)): ref(default)
+        }
+
+    def describe(self) -> str:
+        """What kind of ranks these are."""
+        return f"torch.distributed was started with {self.size} ranks"
+
+    def communicator(self, ranks: tuple[int, ...], axes: tuple[str, ...]) -> Communicator:
+        """The way these ranks talk; its group is made here, which all of them must do."""
+        if len(ranks) == 1:
+            return AloneCommunicator(ranks, 0, axes)
+        return C10dCommunicator(self.process_group(ranks), ranks, ranks.index(self.rank), axes)
+
+    def process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of exactly these ranks, in this order, made on demand by its members."""
+        known = self._groups.get(ranks)
+        group = None if known is None else known()
+        if group is None:
+            group = _new_group(ranks, self.rank)
+            self._groups[ranks] = ref(group)
+        return group
+
+    def adopt(self, group: Any) -> tuple[int, ...]:
+        """Use a group the user made; returns its global ranks."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._groups.setdefault(ranks, ref(group))
+        return ranks
+
+    def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
+        """The torch DeviceMesh of the same ranks, over the same process groups."""
+        if mesh.is_abstract:
+            raise MeshError(f"to_torch: {mesh!r} has no ranks behind it")
+        groups = mesh.get_all_groups()
+        names = mesh.mesh_dim_names
+        if len(groups) == 1:
+            return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+        return TorchMesh.from_group(
+            groups, mesh.device_type, mesh=mesh.mesh.int(), mesh_dim_names=names
+        )
+
+
+_worlds: WeakKeyDictionary[dist.ProcessGroup, C10dWorld] = WeakKeyDictionary()
+_alone = AloneWorld()
+
+
+def process_world(start: bool) -> World:
+    """The world of this process; joins the ranks that torchrun started if it may."""
+    if not dist.is_available():
+        return _alone
+    if not dist.is_initialized():
+        if not (
+            start and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        ):
+            return _alone
+        _join()
+    default = c10d._get_default_group()
+    if default not in _worlds:
+        _worlds[default] = C10dWorld(default)
+    return _worlds[default]
+
+
+def _join() -> None:
+    """Start the default process group as torchrun describes it, and end it with the process."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group()
+    atexit.register(_leave, ref(c10d._get_default_group()))
+
+
+def _leave(joined: ReferenceType[dist.ProcessGroup]) -> None:
+    if dist.is_initialized() and c10d._get_default_group() is joined():
+        dist.destroy_process_group()
+
+
+def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+    """Make a group with the help of its members only.
+
+    torch's `new_group(use_local_synchronization=True)` names a group by its ranks and by how many
+    groups *this* rank has made so far. Ranks that belong to different numbers of groups then wait
+    for each other under different names, for ever. So the name here is made of the ranks alone.
+    """
+    if rank not in ranks:
+        raise MeshError(f"group: expected ranks that include this one, got {ranks}")
+    default = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
+    digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:  # with a bound device torch would split the default group, which takes all of its ranks
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            list(ranks),
+            backend,
+            store,
+            c10d.GroupName(f"shardwise_{digest}"),
+            timeout=_timeout(default),
+            group_desc=f"shardwise ranks {ranks}",
+        )
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    device = torch.device(c10d._get_object_coll_device(group))
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

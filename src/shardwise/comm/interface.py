@@ -1,0 +1,394 @@
+"""Communicator: the collectives, as every engine offers them.
+
+The public methods are here, once: they check arguments, tell the trace and hand over to the
+engine's `_start_...`. Every collective has two forms, `name` and `name_async`; the second returns a
+`Pending`. Results are new tensors that own their memory; inputs are never written to.
+Peers are given by their *index* in the communicator, not by global rank.
+
+None of these is differentiable: gradients are the business of `shardwise.redistribute`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.comm import trace
+from shardwise.comm.pending import Pending
+from shardwise.comm.reduction import check_reduction
+from shardwise.errors import CollectiveError
+
+Shape = tuple[int, ...]
+T = TypeVar("T")
+
+
+class Communicator(ABC):
+    """A way for some ranks to talk, seen by one of them.
+
+    Arguments:
+        ranks: the global ranks, in order.
+        index: where the calling rank stands among them.
+        axes: the names of the mesh axes they lie along, for messages and traces.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...] = ()) -> None:
+        self.ranks = ranks
+        self.index = index
+        self.axes = axes
+        self.size = len(ranks)
+
+    def __repr__(self) -> str:
+        over = f" over {'.'.join(self.axes)}" if self.axes else ""
+        return f"{type(self).__name__}(rank {self.ranks[self.index]} of {self.ranks}{over})"
+
+    # ---- reductions
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Every rank gets the reduction of all ranks' `x` (equal shapes).
+
+        `op` is sum, avg, max, min or product. On bool, sum means any and product means all.
+        """
+        return self.all_reduce_async(x, op).wait()
+
+    def all_reduce_async(self, x: torch.Tensor, op: str = "sum") -> Pending[torch.Tensor]:
+        """`all_reduce`, under way."""
+        check_reduction(op, x.dtype)
+        received = 2 * _bytes(x) * (self.size - 1) // self.size
+        return self._traced("all_reduce", x, received, lambda: self._start_all_reduce(x, op))
+
+    def reduce_scatter(
+        self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum"
+    ) -> torch.Tensor:
+        """Each rank gets its piece, along `dim`, of the reduction of all ranks' `x`.
+
+        Arguments:
+            sizes: the length of each rank's piece along `dim`; equal ones by default.
+        """
+        return self.reduce_scatter_async(x, dim, sizes, op).wait()
+
+    def reduce_scatter_async(
+        self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum"
+    ) -> Pending[torch.Tensor]:
+        """`reduce_scatter`, under way."""
+        check_reduction(op, x.dtype)
+        dim = self._dim(x, dim)
+        if sizes is None:
+            if x.shape[dim] % self.size:
+                raise CollectiveError(
+                    f"reduce_scatter(sizes): expected the lengths of the {self.size} pieces, as "
+                    f"dim {dim} of {tuple(x.shape)} does not divide evenly; got None"
+                )
+            sizes = [x.shape[dim] // self.size] * self.size
+        self._check_sizes("reduce_scatter", sizes)
+        if sum(sizes) != x.shape[dim]:
+            raise CollectiveError(
+                f"reduce_scatter(sizes): expected a sum of {x.shape[dim]}, the length of dim {dim} "
+                f"of {tuple(x.shape)}; got {tuple(sizes)}"
+            )
+        own = _row_bytes(x, dim) * sizes[self.index]
+        return self._traced(
+            "reduce_scatter",
+            x,
+            own * (self.size - 1),
+            lambda: self._start_reduce_scatter(x, dim, tuple(sizes), op),
+        )
+
+    # ---- moves
+
+    def all_gather(
+        self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Every rank gets all ranks' `x`, joined along `dim` in order.
+
+        Arguments:
+            sizes: the length of each rank's piece along `dim`; all equal to `x`'s by default.
+        """
+        return self.all_gather_async(x, dim, sizes).wait()
+
+    def all_gather_async(
+        self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> Pending[torch.Tensor]:
+        """`all_gather`, under way."""
+        dim = self._dim(x, dim)
+        if sizes is None:
+            sizes = [x.shape[dim]] * self.size
+        self._check_sizes("all_gather", sizes)
+        if sizes[self.index] != x.shape[dim]:
+            raise CollectiveError(
+                f"all_gather(sizes): expected sizes[{self.index}] to be {x.shape[dim]}, the length "
+                f"of dim {dim} of this rank's {tuple(x.shape)}; got {tuple(sizes)}"
+            )
+        row = _row_bytes(x, dim)
+        return self._traced(
+            "all_gather",
+            x,
+            row * (sum(sizes) - x.shape[dim]),
+            lambda: self._start_all_gather(x, dim, tuple(sizes)),
+        )
+
+    def all_to_all(
+        self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
+    ) -> list[torch.Tensor]:
+        """Rank i gets `pieces[i]` of every rank, as a list in rank order.
+
+        Arguments:
+            pieces: one tensor for each rank; all of one dtype, of any shapes.
+            shapes: the shapes of the tensors to come; by default those of `pieces`.
+        """
+        return self.all_to_all_async(pieces, shapes).wait()
+
+    def all_to_all_async(
+        self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
+    ) -> Pending[list[torch.Tensor]]:
+        """`all_to_all`, under way."""
+        self._check_pieces("all_to_all", pieces)
+        if shapes is None:
+            shapes = [tuple(piece.shape) for piece in pieces]
+        if len(shapes) != self.size:
+            raise CollectiveError(
+                f"all_to_all(shapes): expected {self.size}, one per rank; got {len(shapes)}"
+            )
+        shapes = [tuple(shape) for shape in shapes]
+        if shapes[self.index] != tuple(pieces[self.index].shape):
+            raise CollectiveError(
+                f"all_to_all(shapes): expected shapes[{self.index}] to be "
+                f"{tuple(pieces[self.index].shape)}, what this rank sends itself; "
+                f"got {shapes[self.index]}"
+            )
+        others = sum(torch.Size(shape).numel() for shape in shapes)
+        others -= pieces[self.index].numel()
+        return self._traced(
+            "all_to_all",
+            pieces[0],
+            others * pieces[0].itemsize,
+            lambda: self._start_all_to_all(list(pieces), shapes),
+        )
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Every rank gets `x` of rank `source`. Elsewhere `x` only tells shape and dtype."""
+        return self.broadcast_async(x, source).wait()
+
+    def broadcast_async(self, x: torch.Tensor, source: int = 0) -> Pending[torch.Tensor]:
+        """`broadcast`, under way."""
+        self._check_peer("broadcast(source)", source)
+        received = 0 if source == self.index else _bytes(x)
+        return self._traced("broadcast", x, received, lambda: self._start_broadcast(x, source))
+
+    def scatter(
+        self, like: torch.Tensor, pieces: Sequence[torch.Tensor] | None, source: int = 0
+    ) -> torch.Tensor:
+        """Rank i gets `pieces[i]` of rank `source`.
+
+        Arguments:
+            like: a tensor of the shape and dtype that this rank is to get.
+            pieces: one tensor for each rank, of any shapes; looked at only on rank `source`.
+        """
+        return self.scatter_async(like, pieces, source).wait()
+
+    def scatter_async(
+        self, like: torch.Tensor, pieces: Sequence[torch.Tensor] | None, source: int = 0
+    ) -> Pending[torch.Tensor]:
+        """`scatter`, under way."""
+        self._check_peer("scatter(source)", source)
+        if source != self.index:
+            pieces = None
+        elif pieces is None:
+            raise CollectiveError("scatter(pieces): expected tensors on the source rank, got None")
+        else:
+            self._check_pieces("scatter", pieces)
+            mine = pieces[self.index]
+            if mine.shape != like.shape or mine.dtype != like.dtype:
+                raise CollectiveError(
+                    f"scatter(like): expected {_shown(mine)}, the piece for this rank; "
+                    f"got {_shown(like)}"
+                )
+        received = 0 if source == self.index else _bytes(like)
+        sent = None if pieces is None else list(pieces)
+        return self._traced(
+            "scatter", like, received, lambda: self._start_scatter(like, sent, source)
+        )
+
+    def gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape] | None = None, destination: int = 0
+    ) -> list[torch.Tensor] | None:
+        """Rank `destination` gets the list of all ranks' `x`; the others get None.
+
+        Arguments:
+            shapes: the shape of each rank's `x`; by default all equal to this rank's.
+        """
+        return self.gather_async(x, shapes, destination).wait()
+
+    def gather_async(
+        self, x: torch.Tensor, shapes: Sequence[Shape] | None = None, destination: int = 0
+    ) -> Pending[list[torch.Tensor] | None]:
+        """`gather`, under way."""
+        self._check_peer("gather(destination)", destination)
+        if shapes is None:
+            shapes = [tuple(x.shape)] * self.size
+        shapes = [tuple(shape) for shape in shapes]
+        if len(shapes) != self.size or shapes[self.index] != tuple(x.shape):
+            raise CollectiveError(
+                f"gather(shapes): expected {self.size}, one per rank, with {tuple(x.shape)} "
+                f"at {self.index}; got {shapes}"
+            )
+        total = sum(torch.Size(shape).numel() for shape in shapes) - x.numel()
+        received = total * x.itemsize if destination == self.index else 0
+        return self._traced(
+            "gather", x, received, lambda: self._start_gather(x, shapes, destination)
+        )
+
+    def send(self, x: torch.Tensor, destination: int) -> None:
+        """Send `x` to one rank, which must `recv` it."""
+        self.send_async(x, destination).wait()
+
+    def send_async(self, x: torch.Tensor, destination: int) -> Pending[None]:
+        """`send`, under way."""
+        self._check_peer("send(destination)", destination, other=True)
+        return self._traced("send", x, 0, lambda: self._start_send(x, destination))
+
+    def recv(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        """A tensor that rank `source` sends; `like` tells its shape and dtype."""
+        return self.recv_async(like, source).wait()
+
+    def recv_async(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:
+        """`recv`, under way."""
+        self._check_peer("recv(source)", source, other=True)
+        return self._traced("recv", like, _bytes(like), lambda: self._start_recv(like, source))
+
+    # ---- without tensors
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.barrier_async().wait()
+
+    def barrier_async(self) -> Pending[None]:
+        """`barrier`, under way."""
+        return self._traced("barrier", None, 0, self._start_barrier)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank gets the list of all ranks' `value`, which must be picklable."""
+        return self.gather_objects_async(value).wait()
+
+    def gather_objects_async(self, value: Any) -> Pending[list[Any]]:
+        """`gather_objects`, under way."""
+        return self._traced("gather_objects", None, 0, lambda: self._start_gather_objects(value))
+
+    # ---- what an engine does
+
+    @abstractmethod
+    def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _start_reduce_scatter(
+        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...], op: str
+    ) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _start_all_gather(
+        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
+    ) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _start_all_to_all(
+        self, pieces: list[torch.Tensor], shapes: list[Shape]
+    ) -> Pending[list[torch.Tensor]]: ...
+
+    @abstractmethod
+    def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _start_scatter(
+        self, like: torch.Tensor, pieces: list[torch.Tensor] | None, source: int
+    ) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _start_gather(
+        self, x: torch.Tensor, shapes: list[Shape], destination: int
+    ) -> Pending[list[torch.Tensor] | None]: ...
+
+    @abstractmethod
+    def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]: ...
+
+    @abstractmethod
+    def _start_recv(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _start_barrier(self) -> Pending[None]: ...
+
+    @abstractmethod
+    def _start_gather_objects(self, value: Any) -> Pending[list[Any]]: ...
+
+    # ---- inside
+
+    def _traced(
+        self,
+        kind: str,
+        x: torch.Tensor | None,
+        received: int,
+        start: Callable[[], Pending[T]],
+    ) -> Pending[T]:
+        if not trace.listeners:
+            return start()
+        event = trace.Event(
+            rank=self.ranks[self.index],
+            kind=kind,
+            axes=self.axes,
+            ranks=self.ranks,
+            shape=() if x is None else tuple(x.shape),
+            dtype=None if x is None else x.dtype,
+            bytes=received,
+        )
+        trace.tell(event)
+
+        def ended(result: T) -> T:
+            event.ended = time.perf_counter()
+            return result
+
+        return start().then(ended)
+
+    def _dim(self, x: torch.Tensor, dim: int) -> int:
+        if not -x.ndim <= dim < x.ndim:
+            raise CollectiveError(
+                f"dim: expected one of a {x.ndim}-d tensor, -{x.ndim} <= dim < {x.ndim}; got {dim}"
+            )
+        return dim % x.ndim
+
+    def _check_sizes(self, name: str, sizes: Sequence[int]) -> None:
+        if len(sizes) != self.size or min(sizes) < 0:
+            raise CollectiveError(
+                f"{name}(sizes): expected {self.size} lengths, one per rank; got {tuple(sizes)}"
+            )
+
+    def _check_pieces(self, name: str, pieces: Sequence[torch.Tensor]) -> None:
+        if len(pieces) != self.size:
+            raise CollectiveError(
+                f"{name}(pieces): expected {self.size}, one per rank; got {len(pieces)}"
+            )
+        dtypes = {piece.dtype for piece in pieces}
+        if len(dtypes) != 1:
+            shown = ", ".join(sorted(map(str, dtypes)))
+            raise CollectiveError(f"{name}(pieces): expected one dtype, got {shown}")
+
+    def _check_peer(self, argument: str, peer: int, other: bool = False) -> None:
+        if not 0 <= peer < self.size or (other and peer == self.index):
+            besides = f" besides {self.index}, which is this rank" if other else ""
+            raise CollectiveError(
+                f"{argument}: expected an index from 0 to {self.size - 1}{besides}; got {peer}"
+            )
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.itemsize
+
+
+def _row_bytes(x: torch.Tensor, dim: int) -> int:
+    """The bytes of a slice of length one along `dim`, also if `x` is empty there."""
+    return torch.Size((*x.shape[:dim], *x.shape[dim + 1 :])).numel() * x.itemsize
+
+
+def _shown(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"

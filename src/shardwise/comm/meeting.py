@@ -1,0 +1,272 @@
+"""Where simulated ranks meet: threads of one process that take turns.
+
+One rank runs at a time. It runs until it has to wait in a collective; then the lowest rank that can
+go on does. So a run is deterministic, prints come in rank order, and a debugger stops in one rank.
+The default random state of torch goes with the turn, as if each rank were a process of its own.
+With `parallel` there are no turns and no random state is kept apart.
+
+Everything is guarded by one lock; each rank sleeps on a condition of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import MismatchError
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+class Stopped(BaseException):
+    """Ends a rank because another has failed. Not an Exception: user code must not catch it."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One rank's part in a collective."""
+
+    rank: int
+    kind: str
+    axes: tuple[str, ...]
+    agreed: dict[str, Any]
+    """What all ranks must agree on."""
+    tensors: Sequence[torch.Tensor]
+    """The inputs, which nobody may write to until the collective is done."""
+    payload: Any
+    site: str
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = _versions(self.tensors)
+
+    def __str__(self) -> str:
+        over = f" over {'.'.join(self.axes)}" if self.axes else ""
+        details = ", ".join(f"{name}={value}" for name, value in self.agreed.items())
+        return f"{self.kind}({details}){over} at {self.site}"
+
+
+class Meeting:
+    """One collective of some ranks: their calls, and their results once all have come."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members = members
+        self.calls: dict[int, Call] = {}
+        self.results: dict[int, Any] | None = None
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank in self.members if rank not in self.calls]
+
+
+@dataclass(slots=True)
+class _Rank:
+    wake: threading.Condition
+    random_state: torch.Tensor
+    thread: threading.Thread | None = None
+    waits_in: Meeting | None = None
+    """What it cannot go on without; None while it can."""
+    finished: bool = False
+
+
+Combine = Callable[[list[Any]], list[Any]]
+
+
+class MeetingPlace:
+    """The meetings and turns of one simulation."""
+
+    def __init__(self, size: int, parallel: bool) -> None:
+        self.lock = threading.Lock()
+        self.parallel = parallel
+        self.failure: BaseException | None = None
+        start = torch.get_rng_state()
+        self._ranks = [_Rank(threading.Condition(self.lock), start) for _ in range(size)]
+        self._turn = 0
+        self._drawing = 0
+        """Whose random state torch has now."""
+        self._meetings: dict[Hashable, Meeting] = {}
+        self._counts: dict[tuple[int, Hashable], int] = {}
+
+    # ---- the life of a rank, called on its own thread
+
+    def enter(self, rank: int) -> None:
+        """The first turn of a rank."""
+        with self.lock:
+            self._ranks[rank].thread = threading.current_thread()
+            self._sleep(rank)
+
+    def leave(self, rank: int) -> None:
+        """The last turn of a rank."""
+        with self.lock:
+            self._ranks[rank].finished = True
+            self._hand_over(rank)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop all ranks; the first error is the one the caller sees."""
+        with self.lock:
+            self._fail(error)
+
+    # ---- collectives
+
+    def join(
+        self, place: Hashable, members: tuple[int, ...], call: Call, combine: Combine
+    ) -> Meeting:
+        """Come to the next meeting of `members` at `place`; does not wait.
+
+        The last to come computes all results, so that nobody's input is read after it goes on.
+        """
+        with self.lock:
+            self._check_running()
+            turn = self._counts.get((call.rank, place), 0)
+            self._counts[call.rank, place] = turn + 1
+            meeting = self._meetings.setdefault((place, turn), Meeting(members))
+            meeting.calls[call.rank] = call
+            first = meeting.calls[next(iter(meeting.calls))]
+            if (call.kind, call.agreed) != (first.kind, first.agreed):
+                self._stop_with(
+                    "ranks met in different collectives:\n"
+                    f"  rank {first.rank}: {first}\n  rank {call.rank}: {call}\n"
+                    "All ranks of a group must call the same collectives in the same order"
+                )
+            if not meeting.absent:
+                del self._meetings[place, turn]
+                self._complete(meeting, combine)
+            return meeting
+
+    def wait(self, rank: int, meeting: Meeting) -> Any:
+        """This rank's result of a meeting; other ranks run until it is there."""
+        with self.lock:
+            self._check_running()
+            if meeting.results is None:
+                self._ranks[rank].waits_in = meeting
+            self._hand_over(rank)
+            self._sleep(rank)
+            assert meeting.results is not None, "woken only when the meeting is complete"
+            return meeting.results[rank]
+
+    def unmet(self) -> str:
+        """What was started and never completed, in words; nothing if all is well."""
+        return "\n".join(
+            f"  rank {call.rank}: {call}, not joined by {_ranks_shown(meeting.absent)}"
+            for meeting in self._meetings.values()
+            for call in meeting.calls.values()
+        )
+
+    # ---- inside; the lock is held
+
+    def _complete(self, meeting: Meeting, combine: Combine) -> None:
+        calls = [meeting.calls[rank] for rank in meeting.members]
+        for call in calls:
+            if _versions(call.tensors) != call.versions:
+                self._stop_with(
+                    f"rank {call.rank} wrote to an input of a collective under way: {call}; "
+                    "call wait() first"
+                )
+        try:
+            results = combine([call.payload for call in calls])
+        except MismatchError as error:
+            met = "\n".join(f"  rank {call.rank}: {call}" for call in calls)
+            self._stop_with(f"{error}\n{met}")
+        meeting.results = dict(zip(meeting.members, results, strict=True))
+        for rank in meeting.members:
+            if self._ranks[rank].waits_in is meeting:
+                self._ranks[rank].waits_in = None
+                if self.parallel:
+                    self._ranks[rank].wake.notify()
+
+    def _hand_over(self, rank: int) -> None:
+        """Give the turn to the lowest rank that can go on; find out if none can."""
+        if self.failure is not None:
+            return
+        able = [
+            other
+            for other, state in enumerate(self._ranks)
+            if not state.finished and state.waits_in is None
+        ]
+        if not able:
+            if not all(state.finished for state in self._ranks):
+                self._fail(MismatchError(self._stall_shown()))
+            return
+        if not self.parallel and able[0] != rank:
+            self._ranks[rank].random_state = torch.get_rng_state()
+            self._turn = able[0]
+            self._ranks[able[0]].wake.notify()
+
+    def _sleep(self, rank: int) -> None:
+        """Wait until this rank has the turn and can go on."""
+        state = self._ranks[rank]
+        while self.failure is None and (
+            state.waits_in is not None or (not self.parallel and self._turn != rank)
+        ):
+            state.wake.wait()
+        self._check_running()
+        if not self.parallel and self._drawing != rank:
+            self._drawing = rank
+            torch.set_rng_state(state.random_state)
+
+    def _check_running(self) -> None:
+        if self.failure is not None:
+            raise Stopped
+
+    def _stop_with(self, message: str) -> None:
+        self._fail(MismatchError(message))
+        raise Stopped
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        for state in self._ranks:
+            state.wake.notify()
+            # A rank that computes will not look here for long; end it at its next Python step.
+            thread = state.thread
+            if thread is not None and thread is not threading.current_thread():
+                busy = state.waits_in is None and not state.finished
+                if busy and (self.parallel or isinstance(error, KeyboardInterrupt)):
+                    _interrupt(thread)
+
+    def _stall_shown(self) -> str:
+        lines = []
+        for rank, state in enumerate(self._ranks):
+            if state.waits_in is not None:
+                absent = _ranks_shown(state.waits_in.absent)
+                lines.append(f"  rank {rank} waits in {state.waits_in.calls[rank]} for {absent}")
+        returned = [rank for rank, state in enumerate(self._ranks) if state.finished]
+        if returned:
+            lines.append(f"  {_ranks_shown(returned)} returned")
+        return "no rank can go on:\n" + "\n".join(lines)
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
+        )
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def user_line() -> str:
+    """Where the code outside this package called in."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _ranks_shown(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,179 @@
+"""The engine of `simulate`: ranks are threads; the last to come computes a collective."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.alone import AloneCommunicator
+from shardwise.comm.interface import Communicator, Shape
+from shardwise.comm.meeting import Call, Combine, MeetingPlace, user_line
+from shardwise.comm.pending import Pending
+from shardwise.comm.reduction import reduce_contributions
+from shardwise.errors import MismatchError
+from shardwise.world import World
+
+
+class ThreadsCommunicator(Communicator):
+    """Collectives between threads that take turns in a `MeetingPlace`."""
+
+    def __init__(
+        self, place: MeetingPlace, ranks: tuple[int, ...], index: int, axes: tuple[str, ...]
+    ) -> None:
+        super().__init__(ranks, index, axes)
+        self._place = place
+
+    def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+        def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            return _copies(reduce_contributions(inputs, op), self.size)
+
+        agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "op": op}
+        return self._meet("all_reduce", agreed, [x], x.detach(), combine)
+
+    def _start_reduce_scatter(
+        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...], op: str
+    ) -> Pending[torch.Tensor]:
+        def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            total = reduce_contributions(inputs, op)
+            return [piece.clone() for piece in total.split_with_sizes(sizes, dim)]
+
+        agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "dim": dim, "sizes": sizes, "op": op}
+        return self._meet("reduce_scatter", agreed, [x], x.detach(), combine)
+
+    def _start_all_gather(
+        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
+    ) -> Pending[torch.Tensor]:
+        def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            return _copies(torch.cat(inputs, dim), self.size)
+
+        whole = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+        agreed = {"whole": whole, "dtype": x.dtype, "dim": dim, "sizes": sizes}
+        return self._meet("all_gather", agreed, [x], x.detach(), combine)
+
+    def _start_all_to_all(
+        self, pieces: list[torch.Tensor], shapes: list[Shape]
+    ) -> Pending[list[torch.Tensor]]:
+        def combine(
+            inputs: list[tuple[list[torch.Tensor], list[Shape]]],
+        ) -> list[list[torch.Tensor]]:
+            for sender, (sent, _) in enumerate(inputs):
+                for receiver, (_, expected) in enumerate(inputs):
+                    if tuple(sent[receiver].shape) != expected[sender]:
+                        raise MismatchError(
+                            f"all_to_all: rank {self.ranks[sender]} sends a piece of shape "
+                            f"{tuple(sent[receiver].shape)} to rank {self.ranks[receiver]}, "
+                            f"which expects {expected[sender]}"
+                        )
+            columns = zip(*(sent for sent, _ in inputs), strict=True)
+            return [[piece.clone() for piece in column] for column in columns]
+
+        payload = ([piece.detach() for piece in pieces], shapes)
+        return self._meet("all_to_all", {"dtype": pieces[0].dtype}, pieces, payload, combine)
+
+    def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
+        def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [inputs[source].clone() for _ in inputs]
+
+        agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "source": source}
+        return self._meet("broadcast", agreed, [x], x.detach(), combine)
+
+    def _start_scatter(
+        self, like: torch.Tensor, pieces: list[torch.Tensor] | None, source: int
+    ) -> Pending[torch.Tensor]:
+        def combine(
+            inputs: list[tuple[Shape, list[torch.Tensor] | None]],
+        ) -> list[torch.Tensor]:
+            sent = inputs[source][1]
+            assert sent is not None, "checked on the source rank"
+            for receiver, (shape, _) in enumerate(inputs):
+                if tuple(sent[receiver].shape) != shape:
+                    raise MismatchError(
+                        f"scatter: rank {self.ranks[source]} sends a piece of shape "
+                        f"{tuple(sent[receiver].shape)} to rank {self.ranks[receiver]}, "
+                        f"which expects {shape}"
+                    )
+            return [piece.detach().clone() for piece in sent]
+
+        agreed = {"dtype": like.dtype, "source": source}
+        payload = (tuple(like.shape), pieces)
+        return self._meet("scatter", agreed, pieces or [], payload, combine)
+
+    def _start_gather(
+        self, x: torch.Tensor, shapes: list[Shape], destination: int
+    ) -> Pending[list[torch.Tensor] | None]:
+        def combine(inputs: list[torch.Tensor]) -> list[list[torch.Tensor] | None]:
+            results: list[list[torch.Tensor] | None] = [None] * self.size
+            results[destination] = [x.clone() for x in inputs]
+            return results
+
+        agreed = {"dtype": x.dtype, "shapes": shapes, "destination": destination}
+        return self._meet("gather", agreed, [x], x.detach(), combine)
+
+    def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
+        # Buffered, as on gloo: the sender goes on before the receiver comes.
+        self._join_pair(self.index, destination, x, x.detach().clone())
+        return Pending.done(None)
+
+    def _start_recv(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:
+        meeting = self._join_pair(source, self.index, like, None)
+        return Pending(lambda: self._place.wait(self._rank, meeting))
+
+    def _start_barrier(self) -> Pending[None]:
+        return self._meet("barrier", {}, [], None, lambda inputs: [None for _ in inputs])
+
+    def _start_gather_objects(self, value: Any) -> Pending[list[Any]]:
+        # Pickled, as between processes: every rank gets objects of its own.
+        def combine(inputs: list[bytes]) -> list[list[Any]]:
+            return [[pickle.loads(each) for each in inputs] for _ in inputs]
+
+        return self._meet("gather_objects", {}, [], pickle.dumps(value), combine)
+
+    # ---- inside
+
+    @property
+    def _rank(self) -> int:
+        return self.ranks[self.index]
+
+    def _meet(
+        self,
+        kind: str,
+        agreed: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        payload: Any,
+        combine: Combine,
+    ) -> Pending[Any]:
+        call = Call(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
+        meeting = self._place.join(self.ranks, self.ranks, call, combine)
+        return Pending(lambda: self._place.wait(self._rank, meeting))
+
+    def _join_pair(self, source: int, destination: int, x: torch.Tensor, payload: Any) -> Any:
+        members = (self.ranks[source], self.ranks[destination])
+        agreed = {"from": members[0], "to": members[1], "shape": tuple(x.shape), "dtype": x.dtype}
+        call = Call(self._rank, "send/recv", self.axes, agreed, [], payload, user_line())
+        place = ("pair", self.ranks, source, destination)
+        return self._place.join(place, members, call, lambda inputs: [None, inputs[0]])
+
+
+class ThreadsWorld(World):
+    """The world of one simulated rank."""
+
+    def __init__(self, place: MeetingPlace, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._place = place
+
+    def describe(self) -> str:
+        """What kind of ranks these are."""
+        return f"sw.simulate runs {self.size} ranks here, as threads"
+
+    def communicator(self, ranks: tuple[int, ...], axes: tuple[str, ...]) -> Communicator:
+        """The way these ranks talk."""
+        if len(ranks) == 1:
+            return AloneCommunicator(ranks, 0, axes)
+        return ThreadsCommunicator(self._place, ranks, ranks.index(self.rank), axes)
+
+
+def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return [x, *(x.clone() for _ in range(count - 1))]

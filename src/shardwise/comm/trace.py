@@ -1,0 +1,70 @@
+"""The one point that every collective passes: who, what, over which axes, how many bytes, when.
+
+Nothing is built while nobody listens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(slots=True)
+class Event:
+    """One collective, as one rank sees it."""
+
+    rank: int
+    """Who: the global rank that called it."""
+    kind: str
+    """What: `all_reduce`, `all_gather`, ..."""
+    axes: tuple[str, ...]
+    """Over which axes of the mesh; empty for ranks that were named one by one."""
+    ranks: tuple[int, ...]
+    """The global ranks that take part, in order."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """What this rank puts in; None where that is no tensor."""
+    bytes: int
+    """What this rank must receive from others, at the least."""
+    started: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+    """When its result was waited for; None while it is under way."""
+
+
+Listener = Callable[[Event], None]
+
+listeners: tuple[Listener, ...] = ()
+_changing = threading.Lock()
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Call `listener` with the `Event` of every collective that starts, on any rank in here.
+
+    A simulation's ranks are threads of one process: the listener hears all of them.
+
+    Example:
+        >>> events = []
+        >>> with listen(events.append):
+        ...     pass
+    """
+    global listeners
+    with _changing:
+        listeners = (*listeners, listener)
+    try:
+        yield
+    finally:
+        with _changing:
+            at = len(listeners) - 1 - listeners[::-1].index(listener)
+            listeners = listeners[:at] + listeners[at + 1 :]
+
+
+def tell(event: Event) -> None:
+    """Pass an event to everybody who listens."""
+    for listener in listeners:
+        listener(event)

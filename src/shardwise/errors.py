@@ -1,0 +1,58 @@
+"""The exceptions of shardwise: one base, a few meaningful children.
+
+Every message says what was expected, what came and what to do. The rank it happened on is added
+here, so that no caller has to remember it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+whereabouts: Callable[[], str] = str
+"""Says which rank this is, or nothing. `shardwise.world` fills it in."""
+
+
+class ShardwiseError(Exception):
+    """Base of every error that shardwise raises on purpose."""
+
+    names_rank = True
+    """Whether the message ends with the rank it was raised on."""
+
+    def __init__(self, message: str) -> None:
+        here = whereabouts() if self.names_rank else ""
+        super().__init__(f"{message} [{here}]" if here else message)
+
+
+class MeshError(ShardwiseError, ValueError):
+    """A device mesh that cannot be, or a question it cannot answer."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A placement or layout that does not fit its mesh or its tensor."""
+
+
+class CollectiveError(ShardwiseError, RuntimeError):
+    """A collective with unfit arguments, or one that failed under way."""
+
+
+class MismatchError(CollectiveError):
+    """Ranks that do not meet in the same collective. The message names them all."""
+
+    names_rank = False
+
+
+class LaunchError(ShardwiseError, RuntimeError):
+    """Ranks could not be started, or had to be stopped."""
+
+
+class RankError(LaunchError):
+    """A rank failed. `rank` says which; its traceback is in the message."""
+
+    names_rank = False
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, int]]:
+        return RankError, (str(self), self.rank)

@@ -1,0 +1,476 @@
+"""DeviceMesh: the ranks of a program, arranged in a grid with named axes.
+
+A mesh is a value: immutable, interned (equal meshes are one object) and free to make. Nothing is
+communicated by making one; process groups appear when a collective first needs them. Only the
+questions "which rank am I?" and "which process group is this?" look at the calling rank's world.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from shardwise import world
+from shardwise.errors import MeshError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+Axis = int | str
+"""An axis of a mesh, by position or by name."""
+
+_interned: WeakValueDictionary[tuple[Any, ...], DeviceMesh] = WeakValueDictionary()
+_interning = threading.Lock()
+
+
+class DeviceMesh:
+    """Ranks in a grid.
+
+    Arguments:
+        device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
+        mesh: the global ranks: a tensor, array or nested list with one dimension per axis.
+        mesh_dim_names: one name per axis.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        >>> mesh["tp"].size()
+        2
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_coordinates",
+        "_ranks",
+        "_root",
+        "device_type",
+        "is_abstract",
+        "mesh_dim_names",
+        "shape",
+    )
+
+    device_type: str
+    mesh_dim_names: tuple[str, ...] | None
+    shape: tuple[int, ...]
+    is_abstract: bool
+    _ranks: NDArray[np.int64]
+    _root: DeviceMesh | None
+    _coordinates: dict[int, tuple[int, ...] | None]
+
+    def __new__(
+        cls,
+        device_type: str,
+        mesh: torch.Tensor | Sequence[Any] | NDArray[Any],
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        ranks = _as_ranks(mesh)
+        here = world.current()
+        if ranks.max() >= here.size or ranks.min() < 0:
+            raise MeshError(
+                f"mesh: expected ranks 0 to {here.size - 1}, "
+                f"got {int(ranks.min())} to {int(ranks.max())}; {here.describe()}"
+            )
+        return _intern(device_type, ranks, mesh_dim_names)
+
+    @staticmethod
+    def abstract(
+        shape: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu"
+    ) -> DeviceMesh:
+        """A mesh with no ranks behind it: enough to lay out, plan, cost and dry-run.
+
+        Asked for "its" rank, it answers 0; `shardwise.communicator(mesh, axes, rank=r)` looks at
+        it with the eyes of another.
+        """
+        size = math.prod(_as_shape(shape))
+        ranks = np.arange(size, dtype=np.int64).reshape(shape)
+        return _intern(device_type, ranks, names, is_abstract=True)
+
+    # ---- what it is
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The global ranks as a tensor with one dimension per axis."""
+        return torch.from_numpy(self._ranks.copy())
+
+    @property
+    def root(self) -> DeviceMesh:
+        """The mesh this one was cut from, or itself."""
+        return self if self._root is None else self._root
+
+    def size(self, mesh_dim: Axis | None = None) -> int:
+        """The number of ranks, of the whole mesh or along one axis."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
+
+    def axis(self, axis: Axis) -> int:
+        """The position of an axis given by name or position."""
+        if isinstance(axis, str):
+            if self.mesh_dim_names is not None and axis in self.mesh_dim_names:
+                return self.mesh_dim_names.index(axis)
+        elif -self.ndim <= axis < self.ndim:
+            return axis % self.ndim
+        raise MeshError(f"axis: expected one of {self._axes_shown()}, got {axis!r}")
+
+    def axis_name(self, axis: int) -> str:
+        """The name of an axis; its position in digits if the mesh has no names."""
+        return str(axis) if self.mesh_dim_names is None else self.mesh_dim_names[axis]
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """Where a global rank stands in the mesh, or None if it is not in it."""
+        if self._root is None and self._ranks.flat[0] == 0 and self._is_counted():
+            inside = 0 <= rank < self._ranks.size
+            return tuple(map(int, np.unravel_index(rank, self.shape))) if inside else None
+        found = np.argwhere(self._ranks == rank)
+        return tuple(map(int, found[0])) if len(found) else None
+
+    def ranks_along(
+        self, axes: Sequence[Axis], coordinate: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """The ranks that differ from `coordinate` (default: this rank) only along `axes`.
+
+        They are ordered with the first of `axes` varying slowest.
+        """
+        positions = [self.axis(axis) for axis in axes]
+        if len(set(positions)) != len(positions):
+            raise MeshError(f"axes: expected each axis once, got {tuple(axes)}")
+        if coordinate is None:
+            coordinate = self._own_coordinate()
+        index = tuple(
+            slice(None) if axis in positions else place for axis, place in enumerate(coordinate)
+        )
+        block = self._ranks[index]
+        ascending = sorted(positions)
+        order = [ascending.index(axis) for axis in positions]
+        return tuple(map(int, block.transpose(order).flat))
+
+    # ---- the calling rank
+
+    def get_rank(self) -> int:
+        """The global rank of the caller (0 on an abstract mesh)."""
+        return 0 if self.is_abstract else world.current().rank
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Where the caller stands, or None if it is not in the mesh."""
+        rank = self.get_rank()
+        if rank not in self._coordinates:
+            self._coordinates[rank] = self.coordinate_of(rank)
+        return self._coordinates[rank]
+
+    def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
+        """The caller's position along one axis (which a 1-d mesh need not name)."""
+        return self._own_coordinate()[self._one_axis(mesh_dim, "get_local_rank")]
+
+    def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
+        """The torch process group of the caller along one axis (which a 1-d mesh need not name).
+
+        Made on demand by its members only; all of them must ask.
+        """
+        axis = self._one_axis(mesh_dim, "get_group")
+        return self._group((axis,))
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """The torch process groups of the caller, one per axis."""
+        return [self._group((axis,)) for axis in range(self.ndim)]
+
+    # ---- other meshes from this one
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """The sub-mesh along the named axes that contains the caller.
+
+        A name given to `flatten` earlier is understood too.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if self.mesh_dim_names is None:
+            raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
+        if len(wanted) == 1 and wanted[0] not in self.mesh_dim_names:
+            merged = world.current().flattened.get((self.root, wanted[0]))
+            if merged is not None:
+                return self.root[merged].flatten(name=wanted[0])
+        if not wanted or len(set(wanted)) != len(wanted):
+            raise MeshError(f"mesh[{wanted}]: expected each axis name once")
+        axes = [self.axis(name) for name in wanted]
+        if axes == list(range(self.ndim)):
+            return self
+        ranks = np.array(self.ranks_along(axes), dtype=np.int64)
+        return self._derive(ranks.reshape([self.shape[axis] for axis in axes]), wanted)
+
+    def flatten(self, *axes: Axis, name: str | None = None) -> DeviceMesh:
+        """Merge several adjacent axes (default: all) into one, the first varying slowest.
+
+        Arguments:
+            axes: which to merge, in the order of the mesh.
+            name: the merged axis (default: their names joined by `_`). `root[name]` finds it again.
+        """
+        merged = [self.axis(axis) for axis in axes] or list(range(self.ndim))
+        if any(after != before + 1 for before, after in pairwise(merged)):
+            shown = ", ".join(map(repr, axes))
+            raise MeshError(
+                f"flatten({shown}): expected adjacent axes in mesh order, of {self._axes_shown()};"
+                " bring them together first, with mesh[names]"
+            )
+        first, end = merged[0], merged[-1] + 1
+        shape = (*self.shape[:first], math.prod(self.shape[first:end]), *self.shape[end:])
+        names = self.mesh_dim_names
+        if names is None:
+            if name is not None:
+                raise MeshError(f"flatten(name={name!r}): this mesh has no mesh_dim_names")
+            return self._derive(self._ranks.reshape(shape), None)
+        name = name or "_".join(names[first:end])
+        if len(shape) == 1 and not self.is_abstract:
+            self._remember(name, names)
+        return self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
+
+    def unflatten(
+        self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        """Cut one axis into several of the given sizes, the first varying slowest."""
+        position = self.axis(axis)
+        if math.prod(_as_shape(sizes)) != self.shape[position]:
+            raise MeshError(
+                f"unflatten(sizes): expected a product of {self.shape[position]}, the size of axis "
+                f"{axis!r}; got {tuple(sizes)}"
+            )
+        if (names is None) != (self.mesh_dim_names is None):
+            raise MeshError("unflatten(names): expected names exactly if the mesh has names")
+        shape = (*self.shape[:position], *sizes, *self.shape[position + 1 :])
+        if self.mesh_dim_names is None or names is None:
+            return self._derive(self._ranks.reshape(shape), None)
+        old = self.mesh_dim_names
+        return self._derive(
+            self._ranks.reshape(shape), (*old[:position], *names, *old[position + 1 :])
+        )
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """torch's name for `flatten` of all axes."""
+        return self.flatten(name=mesh_dim_name)
+
+    def _unflatten(
+        self, dim: Axis, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
+    ) -> DeviceMesh:
+        """torch's name for `unflatten`."""
+        return self.unflatten(dim, mesh_sizes, mesh_dim_names)
+
+    # ---- torch's meshes and groups
+
+    @staticmethod
+    def from_group(
+        group: ProcessGroup | Sequence[ProcessGroup],
+        device_type: str,
+        mesh: torch.Tensor | Sequence[Any] | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh over process groups that exist already, one group per axis.
+
+        Arguments:
+            mesh: the global ranks; needed for more than one group.
+        """
+        groups = list(group) if isinstance(group, Sequence) else [group]
+        here = world.current()
+        members = [here.adopt(each) for each in groups]
+        if mesh is None:
+            if len(groups) != 1:
+                raise MeshError(
+                    f"mesh: expected the ranks' grid, as there are {len(groups)} groups"
+                )
+            mesh = list(members[0])
+        result = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        if result.ndim != len(groups):
+            raise MeshError(
+                f"group: expected one per axis, {result.ndim}; got {len(groups)} groups"
+            )
+        for axis, ranks in enumerate(members):
+            if result.ranks_along([axis]) != ranks:
+                raise MeshError(
+                    f"group: expected ranks {result.ranks_along([axis])} along axis "
+                    f"{result.axis_name(axis)}, got a group of ranks {ranks}"
+                )
+        return result
+
+    @staticmethod
+    def from_torch(mesh: TorchMesh) -> DeviceMesh:
+        """The same mesh as a shardwise value, over the process groups that torch made for it."""
+        result = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        if result.get_coordinate() is not None:
+            for group in mesh.get_all_groups():
+                world.current().adopt(group)
+        return result
+
+    def to_torch(self) -> TorchMesh:
+        """The same mesh as torch's, over the same process groups; every member must call it."""
+        result: TorchMesh = world.current().torch_mesh(self)
+        return result
+
+    # ---- as a value
+
+    def __repr__(self) -> str:
+        names = "" if self.mesh_dim_names is None else f", {self.mesh_dim_names}"
+        if self.is_abstract:
+            return f"DeviceMesh.abstract({self.shape}{names})"
+        if self._root is None and self._is_counted() and self._ranks.flat[0] == 0:
+            return f"init_device_mesh({self.device_type!r}, {self.shape}{names})"
+        named = names and f", mesh_dim_names={self.mesh_dim_names}"
+        ranks = self._ranks.tolist() if self._ranks.size <= 64 else "..."
+        return f"DeviceMesh({self.device_type!r}, {ranks}{named})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = self.mesh_dim_names
+        return _intern, (self.device_type, self._ranks, names, self.is_abstract, self._root)
+
+    def __copy__(self) -> DeviceMesh:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self
+
+    # ---- inside
+
+    def _derive(self, ranks: NDArray[np.int64], names: Sequence[str] | None) -> DeviceMesh:
+        return _intern(self.device_type, ranks, names, self.is_abstract, self.root)
+
+    def _is_counted(self) -> bool:
+        flat = self._ranks.reshape(-1)
+        return bool((np.diff(flat) == 1).all())
+
+    def _axes_shown(self) -> str:
+        names = self.mesh_dim_names or range(self.ndim)
+        pairs = zip(names, self.shape, strict=True)
+        return f"({', '.join(f'{name}={size}' for name, size in pairs)})"
+
+    def _own_coordinate(self) -> tuple[int, ...]:
+        coordinate = self.get_coordinate()
+        if coordinate is None:
+            raise MeshError(f"rank {self.get_rank()} is not part of {self!r}")
+        return coordinate
+
+    def _one_axis(self, axis: Axis | None, method: str) -> int:
+        if axis is not None:
+            return self.axis(axis)
+        if self.ndim != 1:
+            raise MeshError(f"{method}(mesh_dim): expected one of {self._axes_shown()}, got None")
+        return 0
+
+    def _group(self, axes: tuple[int, ...]) -> ProcessGroup:
+        group: ProcessGroup = world.current().process_group(self.ranks_along(axes))
+        return group
+
+    def _remember(self, name: str, names: tuple[str, ...]) -> None:
+        """Let `root[name]` find a flattened axis, as torch does."""
+        if self.root.mesh_dim_names is not None and name in self.root.mesh_dim_names:
+            if names == (name,):
+                return
+            raise MeshError(f"flatten(name): {name!r} is an axis of {self.root!r} already")
+        table = world.current().flattened
+        if table.setdefault((self.root, name), names) != names:
+            raise MeshError(
+                f"flatten(name): {name!r} already stands for {table[self.root, name]}, got {names}"
+            )
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """A mesh of all ranks of the world, in order.
+
+    Under torchrun this joins the ranks if nothing has done so before.
+
+    Arguments:
+        device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
+        mesh_shape: the size of each axis; the product must be the number of ranks.
+        mesh_dim_names: one name per axis.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 4), ("dp", "tp"))
+    """
+    size = math.prod(_as_shape(mesh_shape))
+    here = world.current()
+    if size != here.size:
+        raise MeshError(
+            f"mesh_shape: expected a product of {here.size}, the number of ranks; "
+            f"got {tuple(mesh_shape)} = {size}; {here.describe()}"
+        )
+    ranks = np.arange(size, dtype=np.int64).reshape(mesh_shape)
+    return _intern(device_type, ranks, mesh_dim_names)
+
+
+def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
+    """What every function that takes a mesh calls first: torch's meshes are welcome too."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if type(mesh).__name__ == "DeviceMesh" and type(mesh).__module__.startswith("torch."):
+        return DeviceMesh.from_torch(mesh)
+    raise MeshError(f"mesh: expected a DeviceMesh, got {mesh!r} ({type(mesh).__name__})")
+
+
+def _intern(
+    device_type: str,
+    ranks: NDArray[np.int64],
+    names: Sequence[str] | None,
+    is_abstract: bool = False,
+    root: DeviceMesh | None = None,
+) -> DeviceMesh:
+    """The one mesh with these properties. Checks all that does not depend on the world."""
+    named = None if names is None else tuple(names)
+    key = (_as_device_type(device_type), ranks.shape, ranks.tobytes(), named, is_abstract, root)
+    with _interning:
+        found = _interned.get(key)
+        if found is None:
+            _check_names(named, ranks.ndim)
+            found = object.__new__(DeviceMesh)
+            found.device_type, found.mesh_dim_names, found.is_abstract = key[0], named, is_abstract
+            found.shape = ranks.shape
+            found._ranks = ranks
+            found._root = root
+            found._coordinates = {}
+            _interned[key] = found
+    return found
+
+
+def _check_names(names: tuple[str, ...] | None, ndim: int) -> None:
+    if names is None:
+        return
+    if not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise MeshError(f"mesh_dim_names: expected identifiers such as 'tp', got {names}")
+    if len(names) != ndim:
+        raise MeshError(f"mesh_dim_names: expected {ndim} names, one per axis; got {names}")
+    if len(set(names)) != len(names):
+        raise MeshError(f"mesh_dim_names: expected different names, got {names}")
+
+
+def _as_device_type(device_type: str) -> str:
+    try:
+        device = torch.device(device_type)
+    except (RuntimeError, TypeError) as error:
+        raise MeshError(f"device_type: expected 'cpu', 'cuda' or alike; {error}") from None
+    if device.index is not None:
+        raise MeshError(f"device_type: expected no device index, got {device_type!r}")
+    return device.type
+
+
+def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise MeshError(f"mesh_shape: expected positive sizes, one per axis; got {shape!r}")
+    return tuple(shape)
+
+
+def _as_ranks(mesh: torch.Tensor | Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
+    array = mesh.detach().cpu().numpy() if isinstance(mesh, torch.Tensor) else np.asarray(mesh)
+    if array.size == 0 or array.ndim == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise MeshError(f"mesh: expected a grid of ranks such as [[0, 1], [2, 3]], got {mesh!r}")
+    ranks = array.astype(np.int64)
+    if len(np.unique(ranks)) != ranks.size:
+        raise MeshError(f"mesh: expected each rank once, got {ranks.tolist()}")
+    return ranks

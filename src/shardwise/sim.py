@@ -1,0 +1,96 @@
+"""simulate: run a function on N ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise import world
+from shardwise.comm.meeting import MeetingPlace, Stopped
+from shardwise.comm.threads import ThreadsWorld
+from shardwise.errors import LaunchError, MismatchError, RankError
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 1.0
+
+
+def simulate(
+    fn: Callable[..., T], world_size: int, *args: Any, parallel: bool = False, **kwargs: Any
+) -> list[T]:
+    """Run `fn(*args, **kwargs)` on `world_size` simulated ranks; returns their results in order.
+
+    The ranks are threads that take turns: one runs until it waits in a collective, then the lowest
+    that can go on does. A run is deterministic, and a debugger stops in one rank. Each rank starts
+    with the caller's state of torch's default generator and then draws as a process of its own
+    would; the caller's state is untouched. The arguments are shared by all ranks, not copied.
+
+    Arguments:
+        fn: what each rank runs.
+        world_size: how many ranks.
+        parallel: let the ranks run freely. Faster where they compute much, but they share one
+            random state and their order is no longer fixed.
+
+    Raises:
+        RankError: a rank raised; the error names it and is caused by the original.
+        MismatchError: the ranks do not meet in the same collectives.
+
+    Example:
+        >>> def rank_sum():
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     return communicator(mesh).all_reduce(torch.tensor(mesh.get_rank())).item()
+        >>> simulate(rank_sum, 4)
+        [6, 6, 6, 6]
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise LaunchError(f"world_size: expected a positive int, got {world_size!r}")
+    place = MeetingPlace(world_size, parallel)
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            with world.use(ThreadsWorld(place, rank, world_size)):
+                place.enter(rank)
+                results[rank] = fn(*args, **kwargs)
+                place.leave(rank)
+        except Stopped:
+            pass
+        except BaseException as error:
+            place.fail(_rank_error(rank, error))
+
+    random_state = torch.get_rng_state()
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and place.failure is None:
+                thread.join(0.1)
+    except BaseException as interruption:  # Ctrl-C: no rank may outlive the call
+        place.fail(interruption)
+        raise
+    finally:
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        torch.set_rng_state(random_state)
+    if place.failure is not None:
+        raise place.failure
+    if unmet := place.unmet():
+        raise MismatchError(f"all ranks returned, but some collectives were not met:\n{unmet}")
+    return results
+
+
+def _rank_error(rank: int, error: BaseException) -> RankError:
+    trace = "".join(traceback.format_exception(error))
+    wrapped = RankError(f"rank {rank} raised {type(error).__name__}: {error}\n\n{trace}", rank)
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,101 @@
+"""Who this rank is, and who else is there.
+
+Values such as a mesh need to know the rank they are asked on, but must not know how ranks talk. So
+this module only holds the answer; an engine (`shardwise.comm`) fills it in. A *simulated* rank is a
+thread and has a world of its own; everywhere else the world belongs to the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shardwise import errors
+
+if TYPE_CHECKING:
+    from shardwise.comm.interface import Communicator
+    from shardwise.mesh import DeviceMesh
+
+
+class World(ABC):
+    """The ranks of a program, seen by one of them. Engines derive from it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.flattened: dict[tuple[DeviceMesh, str], tuple[str, ...]] = {}
+        """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh and name."""
+        self.communicators: dict[tuple[DeviceMesh, tuple[int, ...]], Communicator] = {}
+        """Those made so far, by mesh and axes."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A few words on what kind of ranks these are and how to get others."""
+
+    @abstractmethod
+    def communicator(self, ranks: tuple[int, ...], axes: tuple[str, ...]) -> Communicator:
+        """The way these ranks talk; `axes` are the names of the mesh axes they lie along."""
+
+    def process_group(self, ranks: tuple[int, ...]) -> Any:
+        """The torch process group of exactly these ranks, made on demand by its members."""
+        raise self._refusal("process group")
+
+    def adopt(self, group: Any) -> tuple[int, ...]:
+        """Use a torch process group the user made; returns its global ranks."""
+        raise self._refusal("process group")
+
+    def torch_mesh(self, mesh: DeviceMesh) -> Any:
+        """The torch DeviceMesh of the same ranks, over the same process groups."""
+        raise self._refusal("DeviceMesh")
+
+    def _refusal(self, what: str) -> errors.MeshError:
+        return errors.MeshError(
+            f"there is no torch {what} here: {self.describe()}. "
+            "sw.communicator(mesh, axes) talks on every kind of ranks"
+        )
+
+
+class _Here(threading.local):
+    world: World | None = None
+
+
+_here = _Here()
+
+
+def _no_engine(start: bool) -> World:
+    raise AssertionError("shardwise.comm provides the world of a process")
+
+
+_process_world: Callable[[bool], World] = _no_engine
+
+
+def current() -> World:
+    """The world of the calling rank; joins the one that torchrun describes if need be."""
+    return _here.world or _process_world(True)
+
+
+def provide(process_world: Callable[[bool], World]) -> None:
+    """Set how the world of a process is found; its argument says whether one may be started."""
+    global _process_world
+    _process_world = process_world
+
+
+@contextmanager
+def use(world: World) -> Iterator[None]:
+    """Make `world` the world of the calling thread."""
+    before, _here.world = _here.world, world
+    try:
+        yield
+    finally:
+        _here.world = before
+
+
+def _whereabouts() -> str:
+    here = _here.world or _process_world(False)
+    return f"rank {here.rank} of {here.size}" if here.size > 1 else ""
+
+
+errors.whereabouts = _whereabouts
