@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"redistribute"},
     {"tensor", "dispatch", "rules", "random"},
     {"parallel", "fsdp", "export", "sharded", "checkpoint", "debug"},
-    {"sim", "launch", "interop", "testing", "demo"},
+    {"pickling", "worker", "sim", "launch", "interop", "testing", "demo"},
     {"cli", "__init__"},
 ]
 LAYER_OF = {module: level for level, modules in enumerate(LAYERS) for module in modules}

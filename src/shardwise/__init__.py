@@ -11,6 +11,7 @@ from shardwise.errors import (
     RankError,
     ShardwiseError,
 )
+from shardwise.launch import Workers, launch
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, init_device_mesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
@@ -36,8 +37,10 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardwiseError",
+    "Workers",
     "communicator",
     "init_device_mesh",
+    "launch",
     "listen",
     "simulate",
 ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _interned: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 _interning = threading.Lock()
+_FIELDS = ("mesh", "shape", "shard_order", "partial", "placements")
 
 
 class Layout:
@@ -46,7 +47,7 @@ class Layout:
         (1, 6)
     """
 
-    __slots__ = ("__weakref__", "mesh", "partial", "placements", "shape", "shard_order")
+    __slots__ = ("__weakref__", *_FIELDS)
 
     mesh: DeviceMesh
     shape: tuple[int, ...]
@@ -71,9 +72,10 @@ class Layout:
         with _interning:
             found = _interned.get(key)
             if found is None:
+                values = (*key, _placements(mesh, order, pending))
                 found = object.__new__(cls)
-                found.mesh, found.shape, found.shard_order, found.partial = key
-                found.placements = _placements(mesh, order, pending)
+                for field, value in zip(_FIELDS, values, strict=True):
+                    object.__setattr__(found, field, value)
                 _interned[key] = found
         return found
 
@@ -91,7 +93,7 @@ class Layout:
                 By default in the order of the mesh, as torch has it.
         """
         mesh, shape = as_mesh(mesh), _as_shape(shape)
-        if isinstance(placements, Placement) or len(placements) != mesh.ndim:
+        if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
             raise LayoutError(
                 f"placements: expected {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
             )
@@ -100,7 +102,8 @@ class Layout:
         for axis, placement in enumerate(placements):
             match placement:
                 case Shard(dim):
-                    split.setdefault(_as_dim(dim, len(shape), placements), []).append(axis)
+                    dim = _as_dim(dim, len(shape), f"placements[{axis}] = {placement}")
+                    split.setdefault(dim, []).append(axis)
                 case Partial(reduce_op):
                     partial[axis] = reduce_op
                 case Replicate():
@@ -197,6 +200,9 @@ class Layout:
             f" +{op}@{'.'.join(names)}" for op, names in pending.items()
         )
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a Layout cannot be changed; make another")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout, (self.mesh, self.shape, self.shard_order, dict(self.partial))
 
@@ -209,15 +215,14 @@ class Layout:
     # ---- inside
 
     def _place(self, coordinate: Sequence[int] | None) -> Sequence[int]:
-        sizes = self.mesh.shape
         if coordinate is None:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
                 raise LayoutError(f"coordinate: rank {self.mesh.get_rank()} is not in {self.mesh}")
-        elif len(coordinate) != len(sizes) or not all(
-            0 <= place < size for place, size in zip(coordinate, sizes, strict=True)
-        ):
-            raise LayoutError(f"coordinate: expected one within {sizes}, got {tuple(coordinate)}")
+        elif not self.mesh.has(coordinate):
+            raise LayoutError(
+                f"coordinate: expected one within {self.mesh.shape}, got {coordinate!r}"
+            )
         return coordinate
 
 
@@ -229,7 +234,7 @@ _PENDING = re.compile(r"\+(\w+)@([\w.]+)")
 
 
 def _parse_axis(text: str) -> Axis:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 def _placements(
@@ -250,17 +255,16 @@ def _placements(
 
 
 def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
+    if not isinstance(shape, Sequence) or not all(
+        isinstance(size, int) and size >= 0 for size in shape
+    ):
         raise LayoutError(f"shape: expected sizes of at least 0, got {shape!r}")
     return tuple(map(int, shape))
 
 
-def _as_dim(dim: int, ndim: int, placements: object) -> int:
-    if not -ndim <= dim < ndim:
-        raise LayoutError(
-            f"placements: expected Shard(dim) of a {ndim}-d tensor, "
-            f"-{ndim} <= dim < {ndim}; got Shard({dim}) in {placements!r}"
-        )
+def _as_dim(dim: int, ndim: int, argument: str) -> int:
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        raise LayoutError(f"{argument}: expected a dim of a {ndim}-d tensor, got {dim!r}")
     return dim % ndim
 
 
@@ -280,6 +284,6 @@ def _as_order(
     for dim, axes in order.items():
         if isinstance(axes, str | int):
             raise LayoutError(f"shard_order[{dim}]: expected a list of axes, got {axes!r}")
-        position = _as_dim(dim, len(shape), order)
+        position = _as_dim(dim, len(shape), "shard_order")
         result[position] += tuple(mesh.axis(axis) for axis in axes)
     return tuple(result)

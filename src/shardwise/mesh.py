@@ -90,8 +90,8 @@ class DeviceMesh:
         Asked for "its" rank, it answers 0; `shardwise.communicator(mesh, axes, rank=r)` looks at
         it with the eyes of another.
         """
-        size = math.prod(_as_shape(shape))
-        ranks = np.arange(size, dtype=np.int64).reshape(shape)
+        sizes = _as_shape(shape, "shape")
+        ranks = np.arange(math.prod(sizes), dtype=np.int64).reshape(sizes)
         return _intern(device_type, ranks, names, is_abstract=True)
 
     # ---- what it is
@@ -120,13 +120,19 @@ class DeviceMesh:
         if isinstance(axis, str):
             if self.mesh_dim_names is not None and axis in self.mesh_dim_names:
                 return self.mesh_dim_names.index(axis)
-        elif -self.ndim <= axis < self.ndim:
+        elif isinstance(axis, int) and -self.ndim <= axis < self.ndim:
             return axis % self.ndim
         raise MeshError(f"axis: expected one of {self._axes_shown()}, got {axis!r}")
 
     def axis_name(self, axis: int) -> str:
         """The name of an axis; its position in digits if the mesh has no names."""
         return str(axis) if self.mesh_dim_names is None else self.mesh_dim_names[axis]
+
+    def has(self, coordinate: Sequence[int]) -> bool:
+        """Whether this is a coordinate of the mesh: one position per axis, counted from 0."""
+        if not isinstance(coordinate, Sequence) or len(coordinate) != self.ndim:
+            return False
+        return all(place in range(size) for place, size in zip(coordinate, self.shape, strict=True))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """Where a global rank stands in the mesh, or None if it is not in it."""
@@ -148,6 +154,8 @@ class DeviceMesh:
             raise MeshError(f"axes: expected each axis once, got {tuple(axes)}")
         if coordinate is None:
             coordinate = self._own_coordinate()
+        elif not self.has(coordinate):
+            raise MeshError(f"coordinate: expected one within {self.shape}, got {coordinate!r}")
         index = tuple(
             slice(None) if axis in positions else place for axis, place in enumerate(coordinate)
         )
@@ -192,7 +200,7 @@ class DeviceMesh:
 
         A name given to `flatten` earlier is understood too.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = tuple(names) if isinstance(names, tuple | list) else (names,)
         if self.mesh_dim_names is None:
             raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
         if len(wanted) == 1 and wanted[0] not in self.mesh_dim_names:
@@ -238,7 +246,7 @@ class DeviceMesh:
     ) -> DeviceMesh:
         """Cut one axis into several of the given sizes, the first varying slowest."""
         position = self.axis(axis)
-        if math.prod(_as_shape(sizes)) != self.shape[position]:
+        if math.prod(_as_shape(sizes, "unflatten(sizes)")) != self.shape[position]:
             raise MeshError(
                 f"unflatten(sizes): expected a product of {self.shape[position]}, the size of axis "
                 f"{axis!r}; got {tuple(sizes)}"
@@ -318,13 +326,18 @@ class DeviceMesh:
 
     def __repr__(self) -> str:
         names = "" if self.mesh_dim_names is None else f", {self.mesh_dim_names}"
-        if self.is_abstract:
-            return f"DeviceMesh.abstract({self.shape}{names})"
-        if self._root is None and self._is_counted() and self._ranks.flat[0] == 0:
-            return f"init_device_mesh({self.device_type!r}, {self.shape}{names})"
         named = names and f", mesh_dim_names={self.mesh_dim_names}"
+        if self.is_abstract:
+            device = "" if self.device_type == "cpu" else f", device_type={self.device_type!r}"
+            return f"DeviceMesh.abstract({self.shape}{names}{device})"
+        everyone = np.arange(world.current(start=False).size)
+        if self._root is None and np.array_equal(self._ranks.reshape(-1), everyone):
+            return f"init_device_mesh({self.device_type!r}, {self.shape}{names})"
         ranks = self._ranks.tolist() if self._ranks.size <= 64 else "..."
         return f"DeviceMesh({self.device_type!r}, {ranks}{named})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a DeviceMesh cannot be changed; make another")
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = self.mesh_dim_names
@@ -395,14 +408,15 @@ def init_device_mesh(
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 4), ("dp", "tp"))
     """
-    size = math.prod(_as_shape(mesh_shape))
+    sizes = _as_shape(mesh_shape, "mesh_shape")
+    size = math.prod(sizes)
     here = world.current()
     if size != here.size:
         raise MeshError(
             f"mesh_shape: expected a product of {here.size}, the number of ranks; "
-            f"got {tuple(mesh_shape)} = {size}; {here.describe()}"
+            f"got {sizes} = {size}; {here.describe()}"
         )
-    ranks = np.arange(size, dtype=np.int64).reshape(mesh_shape)
+    ranks = np.arange(size, dtype=np.int64).reshape(sizes)
     return _intern(device_type, ranks, mesh_dim_names)
 
 
@@ -430,11 +444,17 @@ def _intern(
         if found is None:
             _check_names(named, ranks.ndim)
             found = object.__new__(DeviceMesh)
-            found.device_type, found.mesh_dim_names, found.is_abstract = key[0], named, is_abstract
-            found.shape = ranks.shape
-            found._ranks = ranks
-            found._root = root
-            found._coordinates = {}
+            fields: dict[str, Any] = {
+                "device_type": key[0],
+                "mesh_dim_names": named,
+                "shape": ranks.shape,
+                "is_abstract": is_abstract,
+                "_ranks": ranks,
+                "_root": root,
+                "_coordinates": {},
+            }
+            for field, value in fields.items():
+                object.__setattr__(found, field, value)
             _interned[key] = found
     return found
 
@@ -460,14 +480,18 @@ def _as_device_type(device_type: str) -> str:
     return device.type
 
 
-def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
-        raise MeshError(f"mesh_shape: expected positive sizes, one per axis; got {shape!r}")
-    return tuple(shape)
+def _as_shape(shape: Sequence[int], argument: str) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise MeshError(f"{argument}: expected positive sizes, one per axis; got {shape!r}")
+    return tuple(map(int, sizes))
 
 
 def _as_ranks(mesh: torch.Tensor | Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
-    array = mesh.detach().cpu().numpy() if isinstance(mesh, torch.Tensor) else np.asarray(mesh)
+    try:
+        array = mesh.detach().cpu().numpy() if isinstance(mesh, torch.Tensor) else np.asarray(mesh)
+    except ValueError:  # rows of different lengths
+        array = np.empty(0)
     if array.size == 0 or array.ndim == 0 or not np.issubdtype(array.dtype, np.integer):
         raise MeshError(f"mesh: expected a grid of ranks such as [[0, 1], [2, 3]], got {mesh!r}")
     ranks = array.astype(np.int64)

@@ -61,6 +61,7 @@ def simulate(
         except Stopped:
             pass
         except BaseException as error:
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             place.fail(_rank_error(rank, error))
 
     random_state = torch.get_rng_state()

@@ -72,9 +72,9 @@ def _no_engine(start: bool) -> World:
 _process_world: Callable[[bool], World] = _no_engine
 
 
-def current() -> World:
-    """The world of the calling rank; joins the one that torchrun describes if need be."""
-    return _here.world or _process_world(True)
+def current(start: bool = True) -> World:
+    """The world of the calling rank; joins the one that torchrun describes if it may `start`."""
+    return _here.world or _process_world(start)
 
 
 def provide(process_world: Callable[[bool], World]) -> None:
@@ -94,7 +94,7 @@ def use(world: World) -> Iterator[None]:
 
 
 def _whereabouts() -> str:
-    here = _here.world or _process_world(False)
+    here = current(start=False)
     return f"rank {here.rank} of {here.size}" if here.size > 1 else ""
 
 

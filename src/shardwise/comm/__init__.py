@@ -66,7 +66,10 @@ def communicator(
 
 
 def _abstract(mesh: DeviceMesh, positions: tuple[int, ...], rank: int) -> Communicator:
-    ranks = mesh.ranks_along(positions, mesh.coordinate_of(rank))
+    coordinate = mesh.coordinate_of(rank)
+    if coordinate is None:
+        raise MeshError(f"rank: expected one of {mesh!r}, got {rank}")
+    ranks = mesh.ranks_along(positions, coordinate)
     names = tuple(map(mesh.axis_name, positions))
     engine = AloneCommunicator if len(ranks) == 1 else AbstractCommunicator
     return engine(ranks, ranks.index(rank), names)

@@ -1,0 +1,306 @@
+"""launch: run a function on N local processes over real process groups.
+
+`Workers` keeps the processes for several runs. The parent never takes part in a collective: it only
+watches, so it can always say which rank failed and end the others.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from shardwise import worker
+from shardwise.errors import LaunchError, RankError
+from shardwise.pickling import dumps, main_file
+
+T = TypeVar("T")
+
+_START_SECONDS = 120.0
+_SETTLE_SECONDS = 0.5
+"""How long to listen on after a failure: what the others report next may be its cause."""
+_END_SECONDS = 2.0
+
+
+def launch(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> list[T]:
+    """Run `fn(*args, **kwargs)` on `world_size` local processes; returns their results in order.
+
+    The processes are joined by torch's default process group, over loopback. A script must call
+    this under `if __name__ == "__main__":`, because each process imports the script.
+
+    Arguments:
+        fn: what each rank runs. A function of a module or script is found by name; one made in a
+            notebook, a lambda or a closure needs the package `cloudpickle`.
+        world_size: how many processes.
+        backend: what `torch.distributed.init_process_group` takes.
+        timeout: seconds the run may take. After that every rank is ended, and the error says
+            where each of them was. None: no limit.
+
+    Raises:
+        RankError: a rank raised, exited or was killed; the error names it.
+        LaunchError: the ranks could not be started, or did not end in time.
+
+    Example:
+        >>> launch(train, 4, steps=100)
+    """
+    with Workers(world_size, backend=backend, timeout=timeout) as workers:
+        return workers.run(fn, *args, **kwargs)
+
+
+@dataclass
+class _Rank:
+    """A process, and the parent's ends of its two pipes."""
+
+    process: SpawnProcess
+    tasks: Connection
+    control: Connection
+
+
+@dataclass
+class _Run:
+    """What the ranks have reported so far."""
+
+    waiting: set[int]
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: list[worker.Failure] = field(default_factory=list)
+    died: list[int] = field(default_factory=list)
+
+
+class Workers:
+    """Local processes that wait for functions to run: `launch`, several times over.
+
+    Starting a process takes seconds; use this in a notebook or a test suite to pay once. After a
+    failure the processes are gone, as nobody knows what they still wait for.
+
+    Example:
+        >>> with Workers(4) as workers:
+        ...     workers.run(first)
+        ...     workers.run(second, 42)
+    """
+
+    def __init__(
+        self, world_size: int, *, backend: str = "gloo", timeout: float | None = None
+    ) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise LaunchError(f"world_size: expected a positive int, got {world_size!r}")
+        if timeout is not None and timeout <= 0:
+            raise LaunchError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise LaunchError(
+                "launch was called while a rank was importing the main script; "
+                'call it under `if __name__ == "__main__":`'
+            )
+        self.world_size = world_size
+        self.timeout = timeout
+        self._ended_because = ""
+        self._store = _loopback_store()
+        self._ranks: list[_Rank] = []
+        self.close = weakref.finalize(self, _end, self._ranks)
+        """End the processes. Also happens when the interpreter exits."""
+        try:
+            with _importable_main():
+                for rank in range(world_size):
+                    place = worker.Place(rank, world_size, self._store.port, backend, timeout)
+                    self._ranks.append(_start(place))
+            self._collect(time.monotonic() + _START_SECONDS, starting=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Run `fn(*args, **kwargs)` on every rank; returns their results in order."""
+        if not self.close.alive:
+            reason = self._ended_because or "they were closed"
+            raise LaunchError(f"these workers have ended, because {reason}; start new ones")
+        task = dumps((fn, args, kwargs), f"launch: {getattr(fn, '__qualname__', fn)!r}")
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        try:
+            for rank in self._ranks:
+                with suppress(OSError):  # that rank has died: `_collect` finds out
+                    rank.tasks.send_bytes(task)
+            return self._collect(deadline)
+        except BaseException as error:
+            self._ended_because = str(error).partition("\n")[0] or type(error).__name__
+            self.close()
+            raise
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _collect(self, deadline: float | None, starting: bool = False) -> list[Any]:
+        """Each rank's answer; raises as soon as it is clear which rank failed."""
+        run = _Run(set(range(self.world_size)))
+        while run.waiting:
+            if not self._listen(run, deadline):
+                raise self._overdue(run, starting)
+            if run.failures or run.died:
+                settled = time.monotonic() + _SETTLE_SECONDS
+                while run.waiting and self._listen(run, settled):
+                    pass
+                raise self._failure(run, starting)
+        return [run.results[rank] for rank in range(self.world_size)]
+
+    def _listen(self, run: _Run, deadline: float | None) -> bool:
+        """Take in what ranks report next; False if nothing comes in time."""
+        pipes: dict[object, int] = {self._ranks[rank].tasks: rank for rank in run.waiting}
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait([self._ranks[r].tasks for r in run.waiting], left)
+        for pipe in ready:
+            self._take(run, pipes[pipe])
+        return bool(ready)
+
+    def _take(self, run: _Run, rank: int) -> None:
+        run.waiting.discard(rank)
+        try:
+            answer = pickle.loads(self._ranks[rank].tasks.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            run.died.append(rank)
+        else:
+            if isinstance(answer, worker.Failure):
+                run.failures.append(answer)
+            else:
+                run.results[rank] = answer.result
+
+    def _failure(self, run: _Run, starting: bool) -> RankError:
+        """The error of the rank that failed first. A process that died beats what the others say
+        of it: they only lost their peer."""
+        if run.died:
+            rank = run.died[0]
+            how = _how_it_died(self._ranks[rank].process)
+            hint = ""
+            if starting:
+                hint = (
+                    "\nIt ended while it started; see its output above. A script must call launch "
+                    'under `if __name__ == "__main__":`'
+                )
+            return RankError(f"rank {rank} {how}{_also(run, rank)}{hint}", rank)
+        first = min(run.failures, key=lambda failure: failure.moment)
+        error = RankError(
+            f"rank {first.rank} raised {first.summary}{_also(run, first.rank)}\n\n{first.trace}",
+            first.rank,
+        )
+        error.__cause__ = first.error
+        return error
+
+    def _overdue(self, run: _Run, starting: bool) -> LaunchError:
+        limit = _START_SECONDS if starting else self.timeout
+        what = "the ranks did not start" if starting else "the ranks did not end"
+        lines = [f"timeout: {what} within {limit:g} s"]
+        for rank in sorted(run.waiting):
+            lines.append(f"rank {rank} was here:\n{_stack_of(self._ranks[rank])}")
+        if run.results:
+            lines.append(f"returned: ranks {sorted(run.results)}")
+        return LaunchError("\n".join(lines))
+
+
+def _start(place: worker.Place) -> _Rank:
+    context = multiprocessing.get_context("spawn")
+    tasks, tasks_child = context.Pipe()
+    control, control_child = context.Pipe()
+    process = context.Process(
+        target=worker.work,
+        args=(place, tasks_child, control_child),
+        name=f"shardwise rank {place.rank}",
+    )
+    process.start()
+    # The child holds the only other ends now, so that its death closes them.
+    tasks_child.close()
+    control_child.close()
+    return _Rank(process, tasks, control)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Let the processes go: asked, then terminated, then killed."""
+    for rank in ranks:
+        with suppress(OSError):
+            rank.tasks.send_bytes(worker.GOODBYE)
+    deadline = time.monotonic() + _END_SECONDS
+    idle = [rank for rank in ranks if rank.process.is_alive()]
+    for end in (lambda process: None, SpawnProcess.terminate, SpawnProcess.kill):
+        for rank in idle:
+            end(rank.process)
+        for rank in idle:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        idle = [rank for rank in idle if rank.process.is_alive()]
+        deadline = time.monotonic() + _END_SECONDS
+    for rank in ranks:
+        rank.tasks.close()
+        rank.control.close()
+
+
+def _how_it_died(process: SpawnProcess) -> str:
+    process.join(_END_SECONDS)
+    code = process.exitcode
+    who = f"(process {process.pid})"
+    if code is None:
+        return f"{who} closed its pipe but still ran"
+    if code < 0:
+        return f"{who} was killed by {signal.Signals(-code).name}"
+    return f"{who} ended with exit code {code} and no result"
+
+
+def _also(run: _Run, rank: int) -> str:
+    others = sorted({*run.died, *(failure.rank for failure in run.failures)} - {rank})
+    return f" (then also failed: {', '.join(map(str, others))})" if others else ""
+
+
+def _stack_of(rank: _Rank) -> str:
+    with suppress(EOFError, OSError):
+        rank.control.send_bytes(worker.WHERE)
+        if rank.control.poll(_END_SECONDS):
+            return rank.control.recv_bytes().decode()
+    return "  (no answer)"
+
+
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """Keep multiprocessing from importing a main script that is no file, such as `<stdin>`."""
+    main = sys.modules["__main__"]
+    name = getattr(main, "__file__", None)
+    if name is None or main_file() is not None:
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = name
+
+
+def _loopback_store() -> Any:
+    """A store for the ranks to find each other, on a free port that only this host reaches."""
+    with socket.create_server((worker.LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        return TCPStore(
+            worker.LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(server.fileno()),
+        )
