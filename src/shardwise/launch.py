@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import pickle
 import signal
 import socket
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ _START_SECONDS = 120.0
 _SETTLE_SECONDS = 0.5
 """How long to listen on after a failure: what the others report next may be its cause."""
 _END_SECONDS = 2.0
+_LOOK_SECONDS = 1.0
+"""How often to look for ranks that died but left a process behind that holds their pipe open."""
 
 
 def launch(
@@ -104,7 +107,7 @@ class Workers:
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise LaunchError(f"world_size: expected a positive int, got {world_size!r}")
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise LaunchError(f"timeout: expected a positive number of seconds, got {timeout!r}")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise LaunchError(
@@ -116,12 +119,16 @@ class Workers:
         self._ended_because = ""
         self._store = _loopback_store()
         self._ranks: list[_Rank] = []
-        self.close = weakref.finalize(self, _end, self._ranks)
+        # Not weakref.finalize, which may run after multiprocessing has joined its processes at exit:
+        # these only end when told to.
+        self.close = multiprocessing.util.Finalize(self, _end, (self._ranks,), exitpriority=0)
         """End the processes. Also happens when the interpreter exits."""
+        # Ranks start one after the other, and only the parent can say where all of them are.
+        patience = None if timeout is None else max(timeout, _START_SECONDS)
         try:
-            with _importable_main():
+            with _importable_main(), _without_interrupts():
                 for rank in range(world_size):
-                    place = worker.Place(rank, world_size, self._store.port, backend, timeout)
+                    place = worker.Place(rank, world_size, self._store.port, backend, patience)
                     self._ranks.append(_start(place))
             self._collect(time.monotonic() + _START_SECONDS, starting=True)
         except BaseException:
@@ -130,7 +137,7 @@ class Workers:
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank; returns their results in order."""
-        if not self.close.alive:
+        if not self.close.still_active():
             reason = self._ended_because or "they were closed"
             raise LaunchError(f"these workers have ended, because {reason}; start new ones")
         task = dumps((fn, args, kwargs), f"launch: {getattr(fn, '__qualname__', fn)!r}")
@@ -156,36 +163,58 @@ class Workers:
     def _collect(self, deadline: float | None, starting: bool = False) -> list[Any]:
         """Each rank's answer; raises as soon as it is clear which rank failed."""
         run = _Run(set(range(self.world_size)))
-        while run.waiting:
-            if not self._listen(run, deadline):
-                raise self._overdue(run, starting)
-            if run.failures or run.died:
-                settled = time.monotonic() + _SETTLE_SECONDS
-                while run.waiting and self._listen(run, settled):
-                    pass
-                raise self._failure(run, starting)
+        try:
+            while run.waiting:
+                if not self._listen(run, deadline):
+                    raise self._overdue(run, starting)
+                if run.failures or run.died:
+                    settled = time.monotonic() + _SETTLE_SECONDS
+                    while run.waiting and self._listen(run, settled):
+                        pass
+                    raise self._failure(run, starting)
+        except BaseException:
+            for rank in run.waiting:  # they are busy and would not hear a goodbye
+                self._ranks[rank].process.terminate()
+            raise
         return [run.results[rank] for rank in range(self.world_size)]
 
     def _listen(self, run: _Run, deadline: float | None) -> bool:
         """Take in what ranks report next; False if nothing comes in time."""
-        pipes: dict[object, int] = {self._ranks[rank].tasks: rank for rank in run.waiting}
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait([self._ranks[r].tasks for r in run.waiting], left)
-        for pipe in ready:
-            self._take(run, pipes[pipe])
-        return bool(ready)
+        pipes = {self._ranks[rank].tasks: rank for rank in run.waiting}
+        left = _LOOK_SECONDS
+        while left > 0:
+            if deadline is not None:
+                left = min(left, max(0.0, deadline - time.monotonic()))
+            multiprocessing.connection.wait(list(pipes), left)
+            ready = [rank for pipe, rank in pipes.items() if pipe.poll() or self._is_dead(rank)]
+            for rank in ready:
+                self._take(run, rank)
+            if ready:
+                return True
+        return False
+
+    def _is_dead(self, rank: int) -> bool:
+        return self._ranks[rank].process.exitcode is not None
 
     def _take(self, run: _Run, rank: int) -> None:
         run.waiting.discard(rank)
+        pipe = self._ranks[rank].tasks
         try:
-            answer = pickle.loads(self._ranks[rank].tasks.recv_bytes())
-        except (EOFError, ConnectionResetError):
+            data = pipe.recv_bytes() if pipe.poll() else None
+        except (EOFError, OSError):
+            data = None
+        if data is None:
             run.died.append(rank)
+            return
+        try:
+            answer = pickle.loads(data)
+        except Exception as error:  # pickle raises whatever the objects do
+            reason = f"{type(error).__name__}: {error}"
+            raise RankError(f"the result of rank {rank} cannot be read: {reason}", rank) from error
+        if isinstance(answer, worker.Failure):
+            run.failures.append(answer)
         else:
-            if isinstance(answer, worker.Failure):
-                run.failures.append(answer)
-            else:
-                run.results[rank] = answer.result
+            run.results[rank] = answer.result
 
     def _failure(self, run: _Run, starting: bool) -> RankError:
         """The error of the rank that failed first. A process that died beats what the others say
@@ -237,21 +266,28 @@ def _start(place: worker.Place) -> _Rank:
 
 def _end(ranks: list[_Rank]) -> None:
     """Let the processes go: asked, then terminated, then killed."""
-    for rank in ranks:
-        with suppress(OSError):
-            rank.tasks.send_bytes(worker.GOODBYE)
+    try:
+        for rank in ranks:
+            with suppress(OSError):
+                rank.tasks.send_bytes(worker.GOODBYE)
+        _join(ranks)
+        for rank in ranks:
+            rank.process.terminate()
+        _join(ranks)
+    finally:  # also when another Ctrl-C cuts the wait short
+        for rank in ranks:
+            rank.process.kill()
+        _join(ranks)
+        for rank in ranks:
+            rank.tasks.close()
+            rank.control.close()
+
+
+def _join(ranks: list[_Rank]) -> None:
     deadline = time.monotonic() + _END_SECONDS
-    idle = [rank for rank in ranks if rank.process.is_alive()]
-    for end in (lambda process: None, SpawnProcess.terminate, SpawnProcess.kill):
-        for rank in idle:
-            end(rank.process)
-        for rank in idle:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-        idle = [rank for rank in idle if rank.process.is_alive()]
-        deadline = time.monotonic() + _END_SECONDS
     for rank in ranks:
-        rank.tasks.close()
-        rank.control.close()
+        if rank.process.is_alive():
+            rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _how_it_died(process: SpawnProcess) -> str:
@@ -291,6 +327,17 @@ def _importable_main() -> Iterator[None]:
         yield
     finally:
         main.__file__ = name
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back: the processes started here inherit that until they ignore it."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it would let Ctrl-C through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _loopback_store() -> Any:

@@ -16,8 +16,13 @@ from shardwise.errors import LaunchError
 
 def main_file() -> str | None:
     """The file of the main script, if there is one that another process can import."""
-    name = getattr(sys.modules["__main__"], "__file__", None)
-    return name if name is not None and Path(name).is_file() else None
+    main = sys.modules["__main__"]
+    name = getattr(main, "__file__", None)
+    if name is None or not Path(name).is_file():
+        return None
+    # multiprocessing does not import a __main__.py, of `python -m package` or `python folder`.
+    runs_as_main = getattr(main.__spec__, "name", "").rpartition(".")[2] == "__main__"
+    return None if runs_as_main else name
 
 
 def dumps(value: Any, what: str) -> bytes:

@@ -61,6 +61,7 @@ class Failure:
 def work(place: Place, tasks: Connection, control: Connection) -> None:
     """The life of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     main_thread = threading.get_ident()
     threading.Thread(target=_answer_parent, args=(control, main_thread), daemon=True).start()
     try:
@@ -122,7 +123,7 @@ def _answer_parent(control: Connection, main_thread: int) -> None:
             stack = traceback.extract_stack(sys._current_frames()[main_thread])
             # What lies below the user's function is of no interest.
             calls = [at for at, frame in enumerate(stack) if frame.name == _run.__name__]
-            shown = stack[calls[-1] + 1 :] if calls else stack
+            shown = stack[calls[0] + 1 :] if calls else stack
             control.send_bytes("".join(traceback.format_list(shown)).encode())
     except (EOFError, OSError):
         os._exit(1)

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.comm.interface import Communicator, Shape
+from shardwise.comm.interface import Communicator, Shape, copied
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import reduce_contributions
 from shardwise.world import World
@@ -26,26 +26,26 @@ class AloneCommunicator(Communicator):
     def _start_all_gather(
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
     ) -> Pending[torch.Tensor]:
-        return Pending.done(x.detach().clone())
+        return Pending.done(copied(x))
 
     def _start_all_to_all(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
-        return Pending.done([piece.detach().clone() for piece in pieces])
+        return Pending.done([copied(piece) for piece in pieces])
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
-        return Pending.done(x.detach().clone())
+        return Pending.done(copied(x))
 
     def _start_scatter(
         self, like: torch.Tensor, pieces: list[torch.Tensor] | None, source: int
     ) -> Pending[torch.Tensor]:
         assert pieces is not None, "checked: this rank is the source"
-        return Pending.done(pieces[0].detach().clone())
+        return Pending.done(copied(pieces[0]))
 
     def _start_gather(
         self, x: torch.Tensor, shapes: list[Shape], destination: int
     ) -> Pending[list[torch.Tensor] | None]:
-        return Pending.done([x.detach().clone()])
+        return Pending.done([copied(x)])
 
     def _start_send(self, x: torch.Tensor, destination: int) -> NoReturn:
         raise AssertionError("checked: a rank alone has no peer")

@@ -7,7 +7,8 @@ shape this file:
 - its reduce-scatter is an all-reduce inside (6.0 bytes on the wire per byte of input on 4 ranks,
   where 3.0 are enough); an all-to-all and a local sum move half of that and take less time;
 - its all-gather and scatter refuse pieces of unequal size, its all-to-all takes them;
-- it sums bf16 and fp16 with a rounding at every step; here they are summed in float32.
+- it sums bf16 and fp16 with a rounding at every step; here they are summed in float32;
+- its max and min of floats lose NaN; here they are those of integers in the same order.
 
 Every collective is one call of the backend, made when it starts, so that the order of calls is the
 order of the program on every rank, however the results are waited for.
@@ -47,6 +48,7 @@ _WIDER = {
     torch.float16: torch.float32,
     torch.int16: torch.int32,
 }
+_SAME_SIZE = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class C10dCommunicator(Communicator):
@@ -79,10 +81,16 @@ class C10dCommunicator(Communicator):
         if x.is_complex() and op == "product":
             return self._start_gathered(x).then(lambda pieces: reduce_contributions(pieces, op))
         total, backend_op = _reducible(x, op)
+        wide = total.dtype
+        ordered = op in ("max", "min") and x.device.type == "cpu" and wide in _SAME_SIZE
+        if ordered:
+            total = _ordered(total, op)
         work = self._group.allreduce([total], _allreduce_options(_REDUCE_OPS[backend_op]))
 
         def finish() -> torch.Tensor:
             result = total / self.size if op == "avg" else total
+            if ordered:
+                result = _negatives_reversed(result).view(wide)
             if x.is_complex():
                 return torch.view_as_complex(result)
             return result.view(torch.bool) if x.dtype is torch.bool else result.to(x.dtype)
@@ -245,6 +253,18 @@ def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     return x.to(wider, copy=True, memory_format=torch.contiguous_format), op
 
 
+def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Integers in the order of the floats `x`, with NaN where neither max nor min can lose it."""
+    keys = _negatives_reversed(x.view(_SAME_SIZE[x.dtype]))
+    ends = torch.iinfo(keys.dtype)  # both are bits of a NaN
+    return keys.masked_fill_(x.isnan(), ends.max if op == "max" else ends.min)
+
+
+def _negatives_reversed(bits: torch.Tensor) -> torch.Tensor:
+    """From the bits of floats, whose negatives count backwards, to ordered integers, and back."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
 def _allreduce_options(op: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op
@@ -276,7 +296,7 @@ def _flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
             return _copied(pieces)
         end += piece.numel()
         total += piece.numel()
-    return first.as_strided((total,), (1,))
+    return first.as_strided((total,), (1,)) if total else first.new_empty(0)
 
 
 def _copied(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The public methods are here, once: they check arguments, tell the trace and hand over to the
 engine's `_start_...`. Every collective has two forms, `name` and `name_async`; the second returns a
-`Pending`. Results are new tensors that own their memory; inputs are never written to.
+`Pending`. Results are new contiguous tensors that own their memory; inputs are never written to.
 Peers are given by their *index* in the communicator, not by global rank.
 
 None of these is differentiable: gradients are the business of `shardwise.redistribute`.
@@ -379,6 +379,11 @@ class Communicator(ABC):
             raise CollectiveError(
                 f"{argument}: expected an index from 0 to {self.size - 1}{besides}; got {peer}"
             )
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, which every engine's results are, however the input lies in memory."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _bytes(x: torch.Tensor) -> int:

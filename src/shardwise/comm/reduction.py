@@ -43,7 +43,7 @@ def reduce_contributions(pieces: Sequence[torch.Tensor], op: str) -> torch.Tenso
     wide = torch.float32 if dtype in _HALF and op not in ("max", "min") else dtype
     if dtype is torch.bool:
         op = _BOOL_OP[op]
-    total = pieces[0].to(wide, copy=True)
+    total = pieces[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     for piece in pieces[1:]:
         total = _FOLD[op](total, piece.to(wide))
     if op == "avg":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.interface import Communicator, Shape
+from shardwise.comm.interface import Communicator, Shape, copied
 from shardwise.comm.meeting import Call, Combine, MeetingPlace, user_line
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import reduce_contributions
@@ -38,7 +38,7 @@ class ThreadsCommunicator(Communicator):
     ) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             total = reduce_contributions(inputs, op)
-            return [piece.clone() for piece in total.split_with_sizes(sizes, dim)]
+            return [copied(piece) for piece in total.split_with_sizes(sizes, dim)]
 
         agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "dim": dim, "sizes": sizes, "op": op}
         return self._meet("reduce_scatter", agreed, [x], x.detach(), combine)
@@ -47,7 +47,7 @@ class ThreadsCommunicator(Communicator):
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
     ) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            return _copies(torch.cat(inputs, dim), self.size)
+            return _copies(torch.cat([x.contiguous() for x in inputs], dim), self.size)
 
         whole = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
         agreed = {"whole": whole, "dtype": x.dtype, "dim": dim, "sizes": sizes}
@@ -68,14 +68,14 @@ class ThreadsCommunicator(Communicator):
                             f"which expects {expected[sender]}"
                         )
             columns = zip(*(sent for sent, _ in inputs), strict=True)
-            return [[piece.clone() for piece in column] for column in columns]
+            return [[copied(piece) for piece in column] for column in columns]
 
         payload = ([piece.detach() for piece in pieces], shapes)
         return self._meet("all_to_all", {"dtype": pieces[0].dtype}, pieces, payload, combine)
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [inputs[source].clone() for _ in inputs]
+            return [copied(inputs[source]) for _ in inputs]
 
         agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "source": source}
         return self._meet("broadcast", agreed, [x], x.detach(), combine)
@@ -95,7 +95,7 @@ class ThreadsCommunicator(Communicator):
                         f"{tuple(sent[receiver].shape)} to rank {self.ranks[receiver]}, "
                         f"which expects {shape}"
                     )
-            return [piece.detach().clone() for piece in sent]
+            return [copied(piece) for piece in sent]
 
         agreed = {"dtype": like.dtype, "source": source}
         payload = (tuple(like.shape), pieces)
@@ -106,7 +106,7 @@ class ThreadsCommunicator(Communicator):
     ) -> Pending[list[torch.Tensor] | None]:
         def combine(inputs: list[torch.Tensor]) -> list[list[torch.Tensor] | None]:
             results: list[list[torch.Tensor] | None] = [None] * self.size
-            results[destination] = [x.clone() for x in inputs]
+            results[destination] = [copied(x) for x in inputs]
             return results
 
         agreed = {"dtype": x.dtype, "shapes": shapes, "destination": destination}
@@ -114,7 +114,7 @@ class ThreadsCommunicator(Communicator):
 
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
         # Buffered, as on gloo: the sender goes on before the receiver comes.
-        self._join_pair(self.index, destination, x, x.detach().clone())
+        self._join_pair(self.index, destination, x, copied(x))
         return Pending.done(None)
 
     def _start_recv(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:

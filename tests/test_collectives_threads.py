@@ -1,0 +1,383 @@
+"""The collectives between simulated ranks, on abstract meshes, and their checks of arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from collective_cases import CASES, DTYPES, OPS, WHERES, Where, run_case, size_patterns, value
+
+import shardwise as sw
+from shardwise.comm.abstract import AbstractCommunicator
+from shardwise.comm.alone import AloneCommunicator
+
+
+@pytest.mark.parametrize("where", WHERES)
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_of_simulated_ranks(case: str, where: str) -> None:
+    ran_with = sw.simulate(run_case, 4, case, WHERES[where], exact=True)
+    check_membership(WHERES[where], ran_with)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_of_fewer_ranks(case: str, world_size: int) -> None:
+    ranks = tuple(range(world_size))
+    ran_with = sw.simulate(run_case, world_size, case, Where(ranks, ("x",), ("x",), (ranks,)), True)
+    assert ran_with == [ranks] * world_size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_of_ranks_that_run_in_parallel(case: str) -> None:
+    ran_with = sw.simulate(run_case, 4, case, WHERES["tp-dp"], exact=True, parallel=True)
+    check_membership(WHERES["tp-dp"], ran_with)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_of_a_process_alone(case: str) -> None:
+    assert run_case(case, Where((0,), ("x",), ("x",), ((0,),)), exact=True) == (0,)
+
+
+def check_membership(where: Where, ran_with: list[tuple[int, ...] | None]) -> None:
+    """Every rank ran the case with the ranks that were worked out by hand, the others did not."""
+    for rank, ranks in enumerate(ran_with):
+        assert ranks == next((group for group in where.expected if rank in group), None)
+
+
+# ---- abstract ranks: the shapes of real ones
+
+
+def collectives(comm: sw.Communicator, make: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """One result of each, with inputs from `make(index, shape)`."""
+    n, me = comm.size, comm.index
+    results: dict[str, Any] = {}
+    for op in OPS:
+        results[f"all_reduce {op}"] = comm.all_reduce(make(me, (2, 3)), op)
+    results["all_reduce scalar"] = comm.all_reduce(make(me, ()))
+    for dim in (0, 1, -1):
+        for sizes in size_patterns(n):
+            shape = [2, 3]
+            shape[dim] = sizes[me]
+            name = f"{dim} {sizes}"
+            results[f"all_gather {name}"] = comm.all_gather(make(me, shape), dim, sizes)
+            shape[dim] = sum(sizes)
+            x = make(me, shape)
+            results[f"reduce_scatter {name}"] = comm.reduce_scatter(x, dim, sizes)
+    results["all_gather"] = comm.all_gather(make(me, (2, 3)), 1)
+    results["reduce_scatter"] = comm.reduce_scatter(make(me, (2, 3 * n)), 1)
+    results["all_to_all"] = comm.all_to_all(
+        [make(me, (me, peer)) for peer in range(n)], [(peer, me) for peer in range(n)]
+    )
+    for peer in range(n):
+        results[f"broadcast {peer}"] = comm.broadcast(make(me, (2, 3)), peer)
+        results[f"gather {peer}"] = comm.gather(
+            make(me, (me, 2)), [(index, 2) for index in range(n)], peer
+        )
+        pieces = [make(me, (index, 4)) for index in range(n)]
+        results[f"scatter {peer}"] = comm.scatter(
+            make(me, (me, 4)), pieces if me == peer else None, peer
+        )
+    results["send"] = comm.send(make(me, (me, 5)), (me + 1) % n)
+    before = (me - 1) % n
+    results["recv"] = comm.recv(make(me, (before, 5)), before)
+    results["barrier"] = comm.barrier()
+    return results
+
+
+def described(results: dict[str, Any]) -> dict[str, Any]:
+    def describe(result: Any) -> Any:
+        if isinstance(result, list):
+            return [describe(each) for each in result]
+        return result if result is None else (tuple(result.shape), result.dtype, result.stride())
+
+    return {name: describe(result) for name, result in results.items()}
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "tp"), ("tp", "dp")])
+def test_abstract_results_have_the_shapes_of_real_ones(axes: tuple[str, ...]) -> None:
+    names = ("dp", "tp")
+
+    def real() -> dict[str, Any]:
+        comm = sw.communicator(sw.init_device_mesh("cpu", (2, 3), names), axes)
+        return described(collectives(comm, value))
+
+    mesh = sw.DeviceMesh.abstract((2, 3), names)
+    for rank, expected in enumerate(sw.simulate(real, 6)):
+        comm = sw.communicator(mesh, axes, rank=rank)
+        assert isinstance(comm, AbstractCommunicator)
+        results = collectives(comm, lambda _, shape: torch.empty(tuple(shape), device="meta"))
+        assert described(results) == expected
+        for result in results.values():
+            for each in result if isinstance(result, list) else [result]:
+                assert each is None or each.is_meta
+
+
+def test_an_abstract_communicator_sees_the_ranks_of_the_rank_it_looks_from() -> None:
+    mesh = sw.DeviceMesh.abstract((2, 3), ("dp", "tp"))
+    assert sw.communicator(mesh, "tp", rank=4).ranks == (3, 4, 5)
+    assert sw.communicator(mesh, "tp", rank=4).index == 1
+    assert sw.communicator(mesh, ("tp", "dp"), rank=4).ranks == (0, 3, 1, 4, 2, 5)
+    assert sw.communicator(mesh, ("tp", "dp"), rank=4).index == 3
+    assert sw.communicator(mesh).ranks == (0, 1, 2, 3, 4, 5)
+    assert sw.communicator(mesh).index == 0
+
+
+def test_a_hundred_thousand_abstract_ranks_are_no_trouble() -> None:
+    mesh = sw.DeviceMesh.abstract((100, 1000), ("dp", "tp"))
+    comm = sw.communicator(mesh, rank=99_999)
+    gathered = comm.all_gather(torch.empty(7, 2, device="meta"))
+    assert gathered.shape == (700_000, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_abstract_results_keep_the_dtype(dtype: torch.dtype) -> None:
+    comm = sw.communicator(sw.DeviceMesh.abstract((4,)))
+    assert comm.all_reduce(torch.empty(4, dtype=dtype, device="meta")).dtype == dtype
+    assert comm.reduce_scatter(torch.empty(4, dtype=dtype, device="meta")).dtype == dtype
+
+
+REAL_ON_ABSTRACT: dict[str, Callable[[sw.Communicator, torch.Tensor, torch.Tensor], Any]] = {
+    "all_reduce": lambda comm, real, meta: comm.all_reduce(real),
+    "all_gather": lambda comm, real, meta: comm.all_gather(real),
+    "reduce_scatter": lambda comm, real, meta: comm.reduce_scatter(real),
+    "all_to_all": lambda comm, real, meta: comm.all_to_all([real, real]),
+    "all_to_all, first": lambda comm, real, meta: comm.all_to_all([real, meta]),
+    "all_to_all, last": lambda comm, real, meta: comm.all_to_all([meta, real]),
+    "broadcast": lambda comm, real, meta: comm.broadcast(real),
+    "scatter like": lambda comm, real, meta: comm.scatter(real, [meta, meta]),
+    "scatter pieces": lambda comm, real, meta: comm.scatter(meta, [meta, real]),
+    "gather": lambda comm, real, meta: comm.gather(real),
+    "gather elsewhere": lambda comm, real, meta: comm.gather(real, destination=1),
+    "send": lambda comm, real, meta: comm.send(real, 1),
+    "recv": lambda comm, real, meta: comm.recv(real, 1),
+}
+
+
+@pytest.mark.parametrize("call", REAL_ON_ABSTRACT)
+def test_abstract_ranks_refuse_real_tensors(call: str) -> None:
+    comm = sw.communicator(sw.DeviceMesh.abstract((2,)))
+    with pytest.raises(sw.CollectiveError, match=r"expected a meta tensor.*x\.to\('meta'\)"):
+        REAL_ON_ABSTRACT[call](comm, torch.zeros(2), torch.zeros(2, device="meta"))
+
+
+def test_abstract_ranks_have_no_objects_to_gather() -> None:
+    comm = sw.communicator(sw.DeviceMesh.abstract((2,)))
+    with pytest.raises(sw.CollectiveError, match="gather_objects: an abstract mesh"):
+        comm.gather_objects(1)
+
+
+def test_the_rank_to_look_from_is_checked() -> None:
+    mesh = sw.DeviceMesh.abstract((2, 2))
+    for rank in (4, -1):
+        with pytest.raises(sw.MeshError, match=rf"^rank: expected .*0 to 3.*; got {rank}"):
+            sw.communicator(mesh, rank=rank)
+    with pytest.raises(sw.MeshError, match=r"^rank: expected None"):
+        sw.communicator(sw.init_device_mesh("cpu", (1,)), rank=0)
+
+
+def test_along_an_axis_of_one_nothing_moves() -> None:
+    for mesh in (sw.DeviceMesh.abstract((1, 4)), sw.init_device_mesh("cpu", (1, 1))):
+        comm = sw.communicator(mesh, 0)
+        assert isinstance(comm, AloneCommunicator)
+        assert comm.all_reduce(torch.ones(2)).tolist() == [1, 1]
+
+
+# ---- which communicator
+
+
+def test_no_axes_named_means_all_of_them() -> None:
+    def ranks() -> tuple[int, ...]:
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        assert sw.communicator(mesh) is sw.communicator(mesh, ("dp", "tp"))
+        assert sw.communicator(mesh, "tp") is sw.communicator(mesh, 1)
+        assert sw.communicator(mesh, "tp") is sw.communicator(mesh, -1)
+        assert sw.communicator(mesh, ("tp", "dp")) is not sw.communicator(mesh)
+        return sw.communicator(mesh).ranks
+
+    assert sw.simulate(ranks, 4) == [(0, 1, 2, 3)] * 4
+
+
+def test_bad_axes_are_refused_by_name() -> None:
+    mesh = sw.init_device_mesh("cpu", (1, 1), ("dp", "tp"))
+    with pytest.raises(sw.MeshError, match="axis: expected one of .*dp.*got 'pp'"):
+        sw.communicator(mesh, "pp")
+    with pytest.raises(sw.MeshError, match="axes: expected each axis once"):
+        sw.communicator(mesh, ("dp", "dp"))
+    with pytest.raises(sw.MeshError, match=r"mesh: expected a DeviceMesh, got 3 \(int\)"):
+        sw.communicator(3)  # type: ignore[arg-type]
+
+
+def test_a_rank_outside_the_mesh_is_told_so() -> None:
+    def outside() -> None:
+        mesh = sw.DeviceMesh("cpu", [0, 1])
+        if sw.DeviceMesh("cpu", [0, 1, 2]).get_rank() == 2:
+            with pytest.raises(sw.MeshError, match=r"rank 2 is not part of DeviceMesh\('cpu'|init"):
+                sw.communicator(mesh)
+
+    sw.simulate(outside, 3)
+
+
+def test_a_communicator_shows_who_it_is() -> None:
+    mesh = sw.DeviceMesh.abstract((2, 2), ("dp", "tp"))
+    shown = repr(sw.communicator(mesh, ("tp", "dp"), rank=2))
+    assert shown == "AbstractCommunicator(rank 2 of (0, 2, 1, 3) over tp.dp)"
+
+
+# ---- bad arguments, refused on the rank that gives them, by the argument's name
+
+X = torch.zeros(4, 6)
+OTHER = torch.zeros(4, dtype=torch.int64)
+
+# The caller is index 1 of 3.
+REFUSED: dict[str, tuple[Callable[[sw.Communicator], Any], str]] = {
+    "all_reduce op": (
+        lambda c: c.all_reduce(X, "mean"),
+        r"^op: expected one of sum, avg, max, min, product, got 'mean'",
+    ),
+    "reduce_scatter op": (lambda c: c.reduce_scatter(X, 1, op="SUM"), r"^op: .* got 'SUM'"),
+    "reduce_scatter dim": (lambda c: c.reduce_scatter(X, 2), r"^dim: .*-2 <= dim < 2; got 2"),
+    "reduce_scatter dim, negative": (lambda c: c.reduce_scatter(X, -3), r"^dim: .* got -3"),
+    "reduce_scatter of a scalar": (lambda c: c.reduce_scatter(torch.ones(())), r"^dim: .*0-d"),
+    "reduce_scatter without sizes": (
+        lambda c: c.reduce_scatter(X, 0),
+        r"^reduce_scatter\(sizes\): .*dim 0 of \(4, 6\) does not divide evenly; got None",
+    ),
+    "reduce_scatter count of sizes": (
+        lambda c: c.reduce_scatter(X, 0, [2, 2]),
+        r"^reduce_scatter\(sizes\): expected 3 lengths, one per rank; got \(2, 2\)",
+    ),
+    "reduce_scatter negative size": (
+        lambda c: c.reduce_scatter(X, 0, [5, -2, 1]),
+        r"^reduce_scatter\(sizes\): .* got \(5, -2, 1\)",
+    ),
+    "reduce_scatter sum of sizes": (
+        lambda c: c.reduce_scatter(X, 0, [2, 2, 1]),
+        r"^reduce_scatter\(sizes\): expected a sum of 4, the length of dim 0 .*got \(2, 2, 1\)",
+    ),
+    "all_gather dim": (lambda c: c.all_gather(X, 2), r"^dim: .*got 2"),
+    "all_gather of a scalar": (lambda c: c.all_gather(torch.ones(())), r"^dim: .*0-d"),
+    "all_gather count of sizes": (
+        lambda c: c.all_gather(X, 0, [4] * 4),
+        r"^all_gather\(sizes\): expected 3 lengths",
+    ),
+    "all_gather negative size": (
+        lambda c: c.all_gather(X, 0, [-1, 4, 4]),
+        r"^all_gather\(sizes\): .*got \(-1, 4, 4\)",
+    ),
+    "all_gather own size": (
+        lambda c: c.all_gather(X, 0, [4, 3, 4]),
+        r"^all_gather\(sizes\): expected sizes\[1\] to be 4, the length of dim 0.*got \(4, 3, 4\)",
+    ),
+    "all_to_all count of pieces": (
+        lambda c: c.all_to_all([X, X]),
+        r"^all_to_all\(pieces\): expected 3, one per rank; got 2",
+    ),
+    "all_to_all no pieces": (lambda c: c.all_to_all([]), r"^all_to_all\(pieces\): .*got 0"),
+    "all_to_all dtypes": (
+        lambda c: c.all_to_all([X, OTHER, X]),
+        r"^all_to_all\(pieces\): expected one dtype, got torch.float32, torch.int64",
+    ),
+    "all_to_all count of shapes": (
+        lambda c: c.all_to_all([X] * 3, [(4, 6)] * 2),
+        r"^all_to_all\(shapes\): expected 3, one per rank; got 2",
+    ),
+    "all_to_all own shape": (
+        lambda c: c.all_to_all([X] * 3, [(4, 6), (6, 4), (4, 6)]),
+        r"^all_to_all\(shapes\): expected shapes\[1\] to be \(4, 6\).*got \(6, 4\)",
+    ),
+    "broadcast source": (
+        lambda c: c.broadcast(X, 3),
+        r"^broadcast\(source\): expected an index from 0 to 2; got 3",
+    ),
+    "broadcast negative source": (
+        lambda c: c.broadcast(X, -1),
+        r"^broadcast\(source\): .*got -1",
+    ),
+    "scatter source": (lambda c: c.scatter(X, [X] * 3, 3), r"^scatter\(source\): .*got 3"),
+    "scatter without pieces": (
+        lambda c: c.scatter(X, None, 1),
+        r"^scatter\(pieces\): expected tensors on the source rank, got None",
+    ),
+    "scatter count of pieces": (
+        lambda c: c.scatter(X, [X] * 2, 1),
+        r"^scatter\(pieces\): expected 3, one per rank; got 2",
+    ),
+    "scatter dtypes": (
+        lambda c: c.scatter(X, [X, X, OTHER], 1),
+        r"^scatter\(pieces\): expected one dtype",
+    ),
+    "scatter own shape": (
+        lambda c: c.scatter(X, [X, X.t(), X], 1),
+        r"^scatter\(like\): expected torch.float32 \(6, 4\).*got torch.float32 \(4, 6\)",
+    ),
+    "scatter own dtype": (
+        lambda c: c.scatter(X.double(), [X, X, X], 1),
+        r"^scatter\(like\): expected torch.float32 .*got torch.float64",
+    ),
+    "gather destination": (
+        lambda c: c.gather(X, destination=3),
+        r"^gather\(destination\): .*got 3",
+    ),
+    "gather count of shapes": (
+        lambda c: c.gather(X, [(4, 6)] * 2),
+        r"^gather\(shapes\): expected 3, one per rank",
+    ),
+    "gather own shape": (
+        lambda c: c.gather(X, [(4, 6), (6, 4), (4, 6)]),
+        r"^gather\(shapes\): .*with \(4, 6\) at 1; got .*\(6, 4\)",
+    ),
+    "send destination": (lambda c: c.send(X, 3), r"^send\(destination\): .*got 3"),
+    "send to itself": (
+        lambda c: c.send(X, 1),
+        r"^send\(destination\): .*besides 1, which is this rank; got 1",
+    ),
+    "recv source": (lambda c: c.recv(X, -1), r"^recv\(source\): .*got -1"),
+    "recv from itself": (
+        lambda c: c.recv(X, 1),
+        r"^recv\(source\): .*besides 1, which is this rank; got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_a_bad_argument_is_refused_by_its_name(argument: str) -> None:
+    call, message = REFUSED[argument]
+
+    def refused() -> str | None:
+        comm = sw.communicator(sw.init_device_mesh("cpu", (3,)))
+        if comm.index != 1:
+            return None
+        with pytest.raises(sw.CollectiveError) as caught:
+            call(comm)
+        return str(caught.value)
+
+    _, text, _ = sw.simulate(refused, 3)
+    assert text is not None
+    assert re.search(message, text), text
+    assert text.endswith("[rank 1 of 3]")
+
+
+def test_a_rank_alone_has_nobody_to_send_to() -> None:
+    comm = sw.communicator(sw.init_device_mesh("cpu", (1,)))
+    with pytest.raises(sw.CollectiveError, match=r"send\(destination\)"):
+        comm.send(torch.ones(1), 0)
+    with pytest.raises(sw.CollectiveError, match=r"recv\(source\)"):
+        comm.recv(torch.ones(1), 0)
+
+
+# ---- Pending
+
+
+def test_a_pending_result_can_be_changed_on_its_way_and_shows_whether_it_is_there() -> None:
+    def doubled() -> list[float]:
+        comm = sw.communicator(sw.init_device_mesh("cpu", (2,)))
+        pending = comm.all_reduce_async(torch.ones(2)).then(lambda total: 2 * total)
+        assert repr(pending) == "Pending(under way)"
+        result = pending.wait()
+        assert repr(pending) == f"Pending({result!r})"
+        return result.tolist()
+
+    assert sw.simulate(doubled, 2) == [[4, 4], [4, 4]]

@@ -1,0 +1,106 @@
+"""Placements are small values: how a tensor lies along one axis of a mesh."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise import LayoutError, Partial, Placement, Replicate, Shard, ShardwiseError
+
+REDUCE_OPS = ["sum", "avg", "max", "min", "product"]
+
+placements = st.one_of(
+    st.integers(-9, 9).map(Shard),
+    st.just(Replicate()),
+    st.sampled_from(REDUCE_OPS).map(Partial),
+)
+
+
+def test_shard_knows_its_dim() -> None:
+    assert Shard(1).dim == 1
+    assert Shard(1).is_shard() and Shard(1).is_shard(1) and Shard(1).is_shard(dim=1)
+    assert not Shard(1).is_shard(0)
+    assert not Shard(1).is_replicate() and not Shard(1).is_partial()
+
+
+def test_replicate_is_nothing_else() -> None:
+    assert Replicate().is_replicate()
+    assert not Replicate().is_shard() and not Replicate().is_shard(0)
+    assert not Replicate().is_partial() and not Replicate().is_partial("sum")
+
+
+def test_partial_knows_its_reduction() -> None:
+    assert Partial("max").reduce_op == "max"
+    assert Partial("max").is_partial() and Partial("max").is_partial("max")
+    assert not Partial("max").is_partial("sum")
+    assert not Partial("max").is_shard() and not Partial("max").is_replicate()
+
+
+def test_the_default_reduction_is_the_sum() -> None:
+    assert Partial() == Partial("sum") == Partial(reduce_op="sum")
+
+
+def test_a_negative_dim_stays_as_given_until_a_tensor_is_known() -> None:
+    assert Shard(-1).dim == -1
+    assert Shard(-1) != Shard(1)
+
+
+def test_equal_placements_are_one_key() -> None:
+    different = {Shard(0), Shard(1), Replicate(), *map(Partial, REDUCE_OPS)}
+    assert len(different) == 8
+    assert different == {Shard(0), Shard(1), Replicate(), *map(Partial, REDUCE_OPS)}
+    assert Shard(0) != 0 and Partial("sum") != "sum"
+
+
+@pytest.mark.parametrize(
+    ("placement", "field", "value"),
+    [(Shard(0), "dim", 1), (Partial(), "reduce_op", "max"), (Replicate(), "dim", 0)],
+    ids=repr,
+)
+def test_placements_cannot_be_changed(placement: Placement, field: str, value: object) -> None:
+    before = repr(placement)
+    with pytest.raises((AttributeError, TypeError)):
+        setattr(placement, field, value)
+    assert repr(placement) == before and not hasattr(placement, "__dict__")
+
+
+@pytest.mark.parametrize("op", ["mean", "SUM", "", None, 1, []], ids=repr)
+def test_an_unknown_reduction_is_refused(op: Any) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Partial(op)
+    assert isinstance(caught.value, ShardwiseError) and isinstance(caught.value, ValueError)
+    assert "Partial(reduce_op)" in str(caught.value)
+    assert "sum, avg, max, min, product" in str(caught.value)
+    assert f"got {op!r} ({type(op).__name__})" in str(caught.value)
+
+
+@pytest.mark.parametrize("dim", ["0", 1.0, None, True, (0,)], ids=repr)
+def test_a_dim_that_is_no_int_is_refused(dim: Any) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Shard(dim)
+    assert isinstance(caught.value, ShardwiseError) and isinstance(caught.value, ValueError)
+    assert "Shard(dim): expected an int" in str(caught.value)
+    assert f"got {dim!r} ({type(dim).__name__})" in str(caught.value)
+
+
+def test_repr_is_what_one_writes() -> None:
+    shown = [repr(p) for p in (Shard(0), Shard(-1), Replicate(), Partial(), Partial("max"))]
+    assert shown == ["Shard(0)", "Shard(-1)", "Replicate()", "Partial()", "Partial('max')"]
+
+
+@given(placements)
+def test_repr_pickle_and_copies_give_the_placement_back(placement: Placement) -> None:
+    names = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
+    again = eval(repr(placement), names)
+    for other in (again, pickle.loads(pickle.dumps(placement)), copy.deepcopy(placement)):
+        assert other == placement and hash(other) == hash(placement)
+        assert type(other) is type(placement)
+
+
+@given(placements)
+def test_a_placement_is_exactly_one_kind(placement: Placement) -> None:
+    kinds = [placement.is_shard(), placement.is_replicate(), placement.is_partial()]
+    assert kinds.count(True) == 1
