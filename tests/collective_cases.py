@@ -367,8 +367,7 @@ def reduce_scatter(comm: sw.Communicator, exact: bool) -> None:
         x = value(comm.index, shape, dtype, form)
         start = sum(sizes[: comm.index])
         mine = [
-            part.narrow(dim, start, sizes[comm.index])
-            for part in values(comm, shape, dtype, form)
+            part.narrow(dim, start, sizes[comm.index]) for part in values(comm, shape, dtype, form)
         ]
         with untouched(x):
             for result in both_forms(comm, "reduce_scatter", x, dim, given, op):
@@ -376,8 +375,9 @@ def reduce_scatter(comm: sw.Communicator, exact: bool) -> None:
                 check_reduced(result, mine, op, [x], exact=True)
 
     for dim, sizes in product((0, 1, 2, -1, -2, -3), size_patterns(comm.size)):
-        for op in OPS:
-            one(dim, sizes, op=op, given=sizes)
+        one(dim, sizes, given=sizes)
+    for sizes, op in product(size_patterns(comm.size), OPS):
+        one(1, sizes, op=op, given=sizes)
     one(0, [3] * comm.size)  # sizes may be left out if they are equal
     one(-1, [1] * comm.size)
     uneven = [(3 * index + 1) % 4 for index in range(comm.size)]

@@ -172,7 +172,7 @@ def test_abstract_ranks_have_no_objects_to_gather() -> None:
 def test_the_rank_to_look_from_is_checked() -> None:
     mesh = sw.DeviceMesh.abstract((2, 2))
     for rank in (4, -1):
-        with pytest.raises(sw.MeshError, match=rf"^rank: expected .*0 to 3.*; got {rank}"):
+        with pytest.raises(sw.MeshError, match=rf"^rank: expected one of .*got {rank}"):
             sw.communicator(mesh, rank=rank)
     with pytest.raises(sw.MeshError, match=r"^rank: expected None"):
         sw.communicator(sw.init_device_mesh("cpu", (1,)), rank=0)
@@ -202,7 +202,7 @@ def test_no_axes_named_means_all_of_them() -> None:
 
 def test_bad_axes_are_refused_by_name() -> None:
     mesh = sw.init_device_mesh("cpu", (1, 1), ("dp", "tp"))
-    with pytest.raises(sw.MeshError, match="axis: expected one of .*dp.*got 'pp'"):
+    with pytest.raises(sw.MeshError, match=r"axis: expected one of .*dp.*got 'pp'"):
         sw.communicator(mesh, "pp")
     with pytest.raises(sw.MeshError, match="axes: expected each axis once"):
         sw.communicator(mesh, ("dp", "dp"))
@@ -218,6 +218,21 @@ def test_a_rank_outside_the_mesh_is_told_so() -> None:
                 sw.communicator(mesh)
 
     sw.simulate(outside, 3)
+
+
+def test_a_mesh_of_another_world_is_refused() -> None:
+    def made_there() -> sw.DeviceMesh:
+        return sw.init_device_mesh("cpu", (4,))
+
+    mesh, *_ = sw.simulate(made_there, 4)
+    with pytest.raises(sw.MeshError, match=r"^mesh: expected ranks 0 to 0, .*process is alone"):
+        sw.communicator(mesh)
+
+    def in_a_smaller_one() -> None:
+        with pytest.raises(sw.MeshError, match=r"^mesh: expected ranks 0 to 1, .*runs 2 ranks"):
+            sw.communicator(mesh)
+
+    sw.simulate(in_a_smaller_one, 2)
 
 
 def test_a_communicator_shows_who_it_is() -> None:

@@ -119,8 +119,8 @@ class Workers:
         self._ended_because = ""
         self._store = _loopback_store()
         self._ranks: list[_Rank] = []
-        # Not weakref.finalize, which may run after multiprocessing has joined its processes at exit:
-        # these only end when told to.
+        # At exit multiprocessing waits for its processes, which only end when told to. This comes
+        # before that; weakref.finalize may come after.
         self.close = multiprocessing.util.Finalize(self, _end, (self._ranks,), exitpriority=0)
         """End the processes. Also happens when the interpreter exits."""
         # Ranks start one after the other, and only the parent can say where all of them are.

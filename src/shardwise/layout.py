@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 
 from shardwise.box import Box, chunk
 from shardwise.errors import LayoutError
-from shardwise.mesh import Axis, DeviceMesh, as_mesh
-from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.mesh import Axis, DeviceMesh, as_int, as_ints, as_mesh
+from shardwise.placement import Partial, Placement, Replicate, Shard, as_placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -89,6 +89,7 @@ class Layout:
         """The layout with these placements, one per axis of the mesh.
 
         Arguments:
+            placements: ours or torch's own.
             shard_order: for each dim that several axes split, those axes outer to inner.
                 By default in the order of the mesh, as torch has it.
         """
@@ -97,6 +98,7 @@ class Layout:
             raise LayoutError(
                 f"placements: expected {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
             )
+        placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
         split: dict[int, list[int]] = {}
         partial: dict[Axis, str] = {}
         for axis, placement in enumerate(placements):
@@ -106,13 +108,6 @@ class Layout:
                     split.setdefault(dim, []).append(axis)
                 case Partial(reduce_op):
                     partial[axis] = reduce_op
-                case Replicate():
-                    pass
-                case _:
-                    raise LayoutError(
-                        f"placements[{axis}]: expected Shard, Replicate or Partial, "
-                        f"got {placement!r} ({type(placement).__name__})"
-                    )
         if shard_order is None:
             return Layout(mesh, shape, split, partial)
         ordered = _as_order(mesh, shape, shard_order)
@@ -121,7 +116,7 @@ class Layout:
             if axes and sorted(axes) != wanted:
                 raise LayoutError(
                     f"shard_order[{dim}]: expected the axes that placements {tuple(placements)} "
-                    f"split dim {dim} over, {wanted}; got {axes}"
+                    f"split dim {dim} over, {_shown(mesh, wanted)}; got {_shown(mesh, axes)}"
                 )
             split[dim] = list(axes or wanted)
         return Layout(mesh, shape, split, partial)
@@ -214,16 +209,17 @@ class Layout:
 
     # ---- inside
 
-    def _place(self, coordinate: Sequence[int] | None) -> Sequence[int]:
+    def _place(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
         if coordinate is None:
-            coordinate = self.mesh.get_coordinate()
-            if coordinate is None:
+            place = self.mesh.get_coordinate()
+            if place is None:
                 raise LayoutError(f"coordinate: rank {self.mesh.get_rank()} is not in {self.mesh}")
-        elif not self.mesh.has(coordinate):
+            return place
+        if not self.mesh.has(coordinate):
             raise LayoutError(
                 f"coordinate: expected one within {self.mesh.shape}, got {coordinate!r}"
             )
-        return coordinate
+        return tuple(map(int, coordinate))
 
 
 # A dtype may stand in front, as the repr of a tensor has it: `f32[8@dp, 4]`.
@@ -235,6 +231,10 @@ _PENDING = re.compile(r"\+(\w+)@([\w.]+)")
 
 def _parse_axis(text: str) -> Axis:
     return int(text) if text.isdecimal() else text
+
+
+def _shown(mesh: DeviceMesh, axes: Sequence[int]) -> str:
+    return f"({', '.join(map(mesh.axis_name, axes))})"
 
 
 def _placements(
@@ -255,17 +255,17 @@ def _placements(
 
 
 def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(shape, Sequence) or not all(
-        isinstance(size, int) and size >= 0 for size in shape
-    ):
+    sizes = as_ints(shape)
+    if sizes is None or min(sizes, default=0) < 0:
         raise LayoutError(f"shape: expected sizes of at least 0, got {shape!r}")
-    return tuple(map(int, shape))
+    return sizes
 
 
 def _as_dim(dim: int, ndim: int, argument: str) -> int:
-    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+    position = as_int(dim)
+    if position is None or not -ndim <= position < ndim:
         raise LayoutError(f"{argument}: expected a dim of a {ndim}-d tensor, got {dim!r}")
-    return dim % ndim
+    return position % ndim
 
 
 def _as_order(
@@ -280,10 +280,12 @@ def _as_order(
                 f"shard_order: expected {len(shape)} entries, one per dim; got {order}"
             )
         order = dict(enumerate(order))
-    result: list[tuple[int, ...]] = [()] * len(shape)
+    result: dict[int, tuple[int, ...]] = {}
     for dim, axes in order.items():
         if isinstance(axes, str | int):
             raise LayoutError(f"shard_order[{dim}]: expected a list of axes, got {axes!r}")
         position = _as_dim(dim, len(shape), "shard_order")
-        result[position] += tuple(mesh.axis(axis) for axis in axes)
-    return tuple(result)
+        if position in result:
+            raise LayoutError(f"shard_order: expected each dim once, got {list(order)}")
+        result[position] = tuple(mesh.axis(axis) for axis in axes)
+    return tuple(result.get(dim, ()) for dim in range(len(shape)))

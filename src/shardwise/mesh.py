@@ -2,15 +2,17 @@
 
 A mesh is a value: immutable, interned (equal meshes are one object) and free to make. Nothing is
 communicated by making one; process groups appear when a collective first needs them. Only the
-questions "which rank am I?" and "which process group is this?" look at the calling rank's world.
+questions "which rank am I?", "which process group is this?" and "what was this cut from?" look at
+the calling rank's world.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import threading
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -49,8 +51,8 @@ class DeviceMesh:
     __slots__ = (
         "__weakref__",
         "_coordinates",
+        "_counts_from",
         "_ranks",
-        "_root",
         "device_type",
         "is_abstract",
         "mesh_dim_names",
@@ -62,7 +64,8 @@ class DeviceMesh:
     shape: tuple[int, ...]
     is_abstract: bool
     _ranks: NDArray[np.int64]
-    _root: DeviceMesh | None
+    _counts_from: int | None
+    """The first rank, if all the others follow it one by one."""
     _coordinates: dict[int, tuple[int, ...] | None]
 
     def __new__(
@@ -103,13 +106,14 @@ class DeviceMesh:
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The global ranks as a tensor with one dimension per axis."""
-        return torch.from_numpy(self._ranks.copy())
+        """The global ranks as an int32 tensor with one dimension per axis."""
+        return torch.from_numpy(self._ranks.astype(np.int32))
 
     @property
     def root(self) -> DeviceMesh:
-        """The mesh this one was cut from, or itself."""
-        return self if self._root is None else self._root
+        """The mesh that the calling rank cut this one from, or itself."""
+        *_, root = self._lineage()
+        return root
 
     def size(self, mesh_dim: Axis | None = None) -> int:
         """The number of ranks, of the whole mesh or along one axis."""
@@ -120,8 +124,8 @@ class DeviceMesh:
         if isinstance(axis, str):
             if self.mesh_dim_names is not None and axis in self.mesh_dim_names:
                 return self.mesh_dim_names.index(axis)
-        elif isinstance(axis, int) and -self.ndim <= axis < self.ndim:
-            return axis % self.ndim
+        elif (position := as_int(axis)) is not None and -self.ndim <= position < self.ndim:
+            return position % self.ndim
         raise MeshError(f"axis: expected one of {self._axes_shown()}, got {axis!r}")
 
     def axis_name(self, axis: int) -> str:
@@ -130,17 +134,27 @@ class DeviceMesh:
 
     def has(self, coordinate: Sequence[int]) -> bool:
         """Whether this is a coordinate of the mesh: one position per axis, counted from 0."""
-        if not isinstance(coordinate, Sequence) or len(coordinate) != self.ndim:
+        if not isinstance(coordinate, Sequence) or len(coordinate) != len(self.shape):
             return False
-        return all(place in range(size) for place, size in zip(coordinate, self.shape, strict=True))
+        for place, size in zip(coordinate, self.shape, strict=True):  # a loop is fastest
+            index = as_int(place)
+            if index is None or not 0 <= index < size:
+                return False
+        return True
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """Where a global rank stands in the mesh, or None if it is not in it."""
-        if self._root is None and self._ranks.flat[0] == 0 and self._is_counted():
-            inside = 0 <= rank < self._ranks.size
-            return tuple(map(int, np.unravel_index(rank, self.shape))) if inside else None
+        if self._counts_from is not None:
+            index = rank - self._counts_from
+            inside = 0 <= index < self._ranks.size
+            return tuple(map(int, np.unravel_index(index, self.shape))) if inside else None
         found = np.argwhere(self._ranks == rank)
         return tuple(map(int, found[0])) if len(found) else None
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The global rank that stands at a coordinate."""
+        self._check(coordinate)
+        return int(self._ranks[tuple(coordinate)])
 
     def ranks_along(
         self, axes: Sequence[Axis], coordinate: Sequence[int] | None = None
@@ -154,8 +168,8 @@ class DeviceMesh:
             raise MeshError(f"axes: expected each axis once, got {tuple(axes)}")
         if coordinate is None:
             coordinate = self._own_coordinate()
-        elif not self.has(coordinate):
-            raise MeshError(f"coordinate: expected one within {self.shape}, got {coordinate!r}")
+        else:
+            self._check(coordinate)
         index = tuple(
             slice(None) if axis in positions else place for axis, place in enumerate(coordinate)
         )
@@ -198,22 +212,20 @@ class DeviceMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The sub-mesh along the named axes that contains the caller.
 
-        A name given to `flatten` earlier is understood too.
+        Names given to `flatten` earlier are understood too, alone and among others.
         """
         wanted = tuple(names) if isinstance(names, tuple | list) else (names,)
         if self.mesh_dim_names is None:
             raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
-        if len(wanted) == 1 and wanted[0] not in self.mesh_dim_names:
-            merged = world.current().flattened.get((self.root, wanted[0]))
-            if merged is not None:
-                return self.root[merged].flatten(name=wanted[0])
-        if not wanted or len(set(wanted)) != len(wanted):
-            raise MeshError(f"mesh[{wanted}]: expected each axis name once")
-        axes = [self.axis(name) for name in wanted]
-        if axes == list(range(self.ndim)):
+        if wanted == self.mesh_dim_names:
             return self
-        ranks = np.array(self.ranks_along(axes), dtype=np.int64)
-        return self._derive(ranks.reshape([self.shape[axis] for axis in axes]), wanted)
+        mesh, merged = self._understand(wanted)
+        axes = tuple(chain.from_iterable(merged))
+        if not axes or len(set(axes)) != len(axes):
+            raise MeshError(f"mesh[{wanted}]: expected each axis name once, got {axes}")
+        ranks = np.array(mesh.ranks_along(axes), dtype=np.int64)
+        sizes = [math.prod(map(mesh.size, each)) for each in merged]
+        return mesh._derive(ranks.reshape(sizes), wanted)
 
     def flatten(self, *axes: Axis, name: str | None = None) -> DeviceMesh:
         """Merge several adjacent axes (default: all) into one, the first varying slowest.
@@ -237,19 +249,20 @@ class DeviceMesh:
                 raise MeshError(f"flatten(name={name!r}): this mesh has no mesh_dim_names")
             return self._derive(self._ranks.reshape(shape), None)
         name = name or "_".join(names[first:end])
-        if len(shape) == 1 and not self.is_abstract:
-            self._remember(name, names)
-        return self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
+        flat = self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
+        self._remember(name, names[first:end], flat)
+        return flat
 
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None
     ) -> DeviceMesh:
         """Cut one axis into several of the given sizes, the first varying slowest."""
         position = self.axis(axis)
-        if math.prod(_as_shape(sizes, "unflatten(sizes)")) != self.shape[position]:
+        sizes = _as_shape(sizes, "unflatten(sizes)")
+        if math.prod(sizes) != self.shape[position]:
             raise MeshError(
                 f"unflatten(sizes): expected a product of {self.shape[position]}, the size of axis "
-                f"{axis!r}; got {tuple(sizes)}"
+                f"{axis!r}; got {sizes}"
             )
         if (names is None) != (self.mesh_dim_names is None):
             raise MeshError("unflatten(names): expected names exactly if the mesh has names")
@@ -327,21 +340,24 @@ class DeviceMesh:
     def __repr__(self) -> str:
         names = "" if self.mesh_dim_names is None else f", {self.mesh_dim_names}"
         named = names and f", mesh_dim_names={self.mesh_dim_names}"
-        if self.is_abstract:
-            device = "" if self.device_type == "cpu" else f", device_type={self.device_type!r}"
-            return f"DeviceMesh.abstract({self.shape}{names}{device})"
-        everyone = np.arange(world.current(start=False).size)
-        if self._root is None and np.array_equal(self._ranks.reshape(-1), everyone):
-            return f"init_device_mesh({self.device_type!r}, {self.shape}{names})"
         ranks = self._ranks.tolist() if self._ranks.size <= 64 else "..."
+        if self.is_abstract:
+            if self._counts_from == 0:
+                device = "" if self.device_type == "cpu" else f", device_type={self.device_type!r}"
+                return f"DeviceMesh.abstract({self.shape}{names}{device})"
+            root, own = self.root, self.mesh_dim_names or ()
+            if root is not self and {*own} <= {*(root.mesh_dim_names or own)} and root[own] is self:
+                return f"{root!r}[{', '.join(map(repr, own))}]"
+            return f"<abstract DeviceMesh({self.device_type!r}, {ranks}{named})>"
+        if self._counts_from == 0 and self._ranks.size == world.current(start=False).size:
+            return f"init_device_mesh({self.device_type!r}, {self.shape}{names})"
         return f"DeviceMesh({self.device_type!r}, {ranks}{named})"
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: a DeviceMesh cannot be changed; make another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = self.mesh_dim_names
-        return _intern, (self.device_type, self._ranks, names, self.is_abstract, self._root)
+        return _intern, (self.device_type, self._ranks, self.mesh_dim_names, self.is_abstract)
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -352,11 +368,47 @@ class DeviceMesh:
     # ---- inside
 
     def _derive(self, ranks: NDArray[np.int64], names: Sequence[str] | None) -> DeviceMesh:
-        return _intern(self.device_type, ranks, names, self.is_abstract, self.root)
+        """A mesh cut from this one. Roots have no root, so there is never a cycle of them."""
+        result = _intern(self.device_type, ranks, names, self.is_abstract)
+        if result is not self.root:
+            world.current(start=False).roots[result] = self.root
+        return result
 
-    def _is_counted(self) -> bool:
-        flat = self._ranks.reshape(-1)
-        return bool((np.diff(flat) == 1).all())
+    def _lineage(self) -> Iterator[DeviceMesh]:
+        """This mesh, the one it was cut from, and so on up to the root."""
+        roots = world.current(start=False).roots
+        mesh: DeviceMesh | None = self
+        while mesh is not None:
+            yield mesh
+            mesh = roots.get(mesh)
+
+    @property
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        """The axes behind each name: the axes themselves, and what was flattened."""
+        axes = {name: (name,) for name in self.mesh_dim_names or ()}
+        return axes | world.current(start=False).flattened.get(self, {})
+
+    def _understand(self, wanted: tuple[str, ...]) -> tuple[DeviceMesh, list[tuple[str, ...]]]:
+        """A mesh that knows all these names, and the axes of it that each stands for.
+
+        It is this one or one it was cut from, of which only the flattened names count.
+        """
+        own = self.mesh_dim_names or ()
+        flattened: list[str] = []
+        for mesh in self._lineage():
+            known = {
+                name: axes for name, axes in mesh._names.items() if name in own or axes != (name,)
+            }
+            if all(isinstance(name, str) and name in known for name in wanted):
+                return mesh, [known[name] for name in wanted]
+            flattened += [name for name in known if name not in own]
+        unknown = [name for name in wanted if name not in (*own, *flattened)] or wanted
+        also = f" or the flattened {', '.join(flattened)}" if flattened else ""
+        raise MeshError(f"axis: expected one of {self._axes_shown()}{also}, got {unknown[0]!r}")
+
+    def _check(self, coordinate: Sequence[int]) -> None:
+        if not self.has(coordinate):
+            raise MeshError(f"coordinate: expected one within {self.shape}, got {coordinate!r}")
 
     def _axes_shown(self) -> str:
         names = self.mesh_dim_names or range(self.ndim)
@@ -380,17 +432,21 @@ class DeviceMesh:
         group: ProcessGroup = world.current().process_group(self.ranks_along(axes))
         return group
 
-    def _remember(self, name: str, names: tuple[str, ...]) -> None:
-        """Let `root[name]` find a flattened axis, as torch does."""
-        if self.root.mesh_dim_names is not None and name in self.root.mesh_dim_names:
-            if names == (name,):
-                return
-            raise MeshError(f"flatten(name): {name!r} is an axis of {self.root!r} already")
-        table = world.current().flattened
-        if table.setdefault((self.root, name), names) != names:
+    def _remember(self, name: str, merged: tuple[str, ...], flat: DeviceMesh) -> None:
+        """Let `root[name]` find an axis that was flattened, as torch does."""
+        root, known = self.root, self.root._names
+        if flat.get_coordinate() is None or not known.keys() >= {*merged}:
+            return
+        axes = tuple(chain.from_iterable(known[each] for each in merged))
+        # After `unflatten` an axis may have the name of one of the root and be another.
+        if len({*axes}) < len(axes) or flat.ranks_along([name]) != root.ranks_along(axes):
+            return
+        if known.setdefault(name, axes) != axes:
             raise MeshError(
-                f"flatten(name): {name!r} already stands for {table[self.root, name]}, got {names}"
+                f"flatten(name): {name!r} already stands for {known[name]} of {root!r}, got {axes}"
             )
+        if axes != (name,):
+            world.current(start=False).flattened.setdefault(root, {})[name] = axes
 
 
 def init_device_mesh(
@@ -429,28 +485,48 @@ def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
     raise MeshError(f"mesh: expected a DeviceMesh, got {mesh!r} ({type(mesh).__name__})")
 
 
+def as_int(value: Any) -> int | None:
+    """A plain int for an int of any type, such as numpy's; None for all else, bools included."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_ints(values: Any) -> tuple[int, ...] | None:
+    """Plain ints for a sequence of ints of any type; None for all else."""
+    if not isinstance(values, Sequence):
+        return None
+    ints = tuple(value for value in map(as_int, values) if value is not None)
+    return ints if len(ints) == len(values) else None
+
+
 def _intern(
     device_type: str,
     ranks: NDArray[np.int64],
     names: Sequence[str] | None,
     is_abstract: bool = False,
-    root: DeviceMesh | None = None,
 ) -> DeviceMesh:
     """The one mesh with these properties. Checks all that does not depend on the world."""
     named = None if names is None else tuple(names)
-    key = (_as_device_type(device_type), ranks.shape, ranks.tobytes(), named, is_abstract, root)
+    key = (_as_device_type(device_type), ranks.shape, ranks.tobytes(), named, is_abstract)
     with _interning:
         found = _interned.get(key)
         if found is None:
             _check_names(named, ranks.ndim)
             found = object.__new__(DeviceMesh)
+            counts = bool((np.diff(ranks.reshape(-1)) == 1).all())
             fields: dict[str, Any] = {
                 "device_type": key[0],
                 "mesh_dim_names": named,
                 "shape": ranks.shape,
                 "is_abstract": is_abstract,
                 "_ranks": ranks,
-                "_root": root,
+                "_counts_from": int(ranks.flat[0]) if counts else None,
                 "_coordinates": {},
             }
             for field, value in fields.items():
@@ -462,8 +538,8 @@ def _intern(
 def _check_names(names: tuple[str, ...] | None, ndim: int) -> None:
     if names is None:
         return
-    if not all(isinstance(name, str) and name.isidentifier() for name in names):
-        raise MeshError(f"mesh_dim_names: expected identifiers such as 'tp', got {names}")
+    if not all(isinstance(name, str) and name.isascii() and name.isidentifier() for name in names):
+        raise MeshError(f"mesh_dim_names: expected identifiers in ASCII such as 'tp', got {names}")
     if len(names) != ndim:
         raise MeshError(f"mesh_dim_names: expected {ndim} names, one per axis; got {names}")
     if len(set(names)) != len(names):
@@ -481,10 +557,10 @@ def _as_device_type(device_type: str) -> str:
 
 
 def _as_shape(shape: Sequence[int], argument: str) -> tuple[int, ...]:
-    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+    sizes = as_ints(shape)
+    if not sizes or min(sizes) < 1:
         raise MeshError(f"{argument}: expected positive sizes, one per axis; got {shape!r}")
-    return tuple(map(int, sizes))
+    return sizes
 
 
 def _as_ranks(mesh: torch.Tensor | Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:

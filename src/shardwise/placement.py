@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import LayoutError
+from shardwise.mesh import as_int
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -38,8 +40,10 @@ class Shard(Placement):
     dim: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+        dim = as_int(self.dim)
+        if dim is None:
             raise LayoutError(f"Shard(dim): expected an int, got {_shown(self.dim)}")
+        object.__setattr__(self, "dim", dim)
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -73,6 +77,27 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
+
+
+_FROM_TORCH: dict[str, Callable[[Any], Placement]] = {
+    "Shard": lambda theirs: Shard(theirs.dim),
+    "Replicate": lambda theirs: Replicate(),
+    "Partial": lambda theirs: Partial(theirs.reduce_op),
+}
+
+
+def as_placement(placement: Any, argument: str) -> Placement:
+    """What every function that takes placements calls first: torch's are welcome too.
+
+    Anything else is refused, torch's `_StridedShard` and the like too, naming the argument.
+    """
+    if isinstance(placement, Shard | Replicate | Partial):
+        return placement
+    kind = type(placement)
+    ours = _FROM_TORCH.get(kind.__name__)
+    if ours is not None and kind.__module__.startswith("torch.distributed.tensor"):
+        return ours(placement)
+    raise LayoutError(f"{argument}: expected Shard, Replicate or Partial, got {_shown(placement)}")
 
 
 def check_reduce_op(op: object, argument: str) -> None:

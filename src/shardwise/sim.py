@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -59,22 +60,26 @@ def simulate(
                 results[rank] = fn(*args, **kwargs)
                 place.leave(rank)
         except Stopped:
-            pass
+            raise
         except BaseException as error:
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             place.fail(_rank_error(rank, error))
 
+    def run_until_stopped(rank: int) -> None:
+        with suppress(Stopped):  # it may come even while the rank reports an error of its own
+            run(rank)
+
     random_state = torch.get_rng_state()
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        threading.Thread(target=run_until_stopped, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
     ]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive() and place.failure is None:
-                thread.join(0.1)
+        # Not Thread.join: when it is interrupted, it takes a thread that runs for one that ended.
+        while not place.over.wait(0.1):
+            pass
     except BaseException as interruption:  # Ctrl-C: no rank may outlive the call
         place.fail(interruption)
         raise

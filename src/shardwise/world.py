@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from shardwise import errors
 
@@ -26,8 +27,11 @@ class World(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.flattened: dict[tuple[DeviceMesh, str], tuple[str, ...]] = {}
-        """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh and name."""
+        self.roots: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
+        """The mesh that a mesh was last cut from, for those that this rank derived."""
+        self.flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[str, ...]]]
+        self.flattened = WeakKeyDictionary()
+        """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh."""
         self.communicators: dict[tuple[DeviceMesh, tuple[int, ...]], Communicator] = {}
         """Those made so far, by mesh and axes."""
 

@@ -58,9 +58,14 @@ def communicator(
         raise MeshError(f"rank: expected None, as {mesh!r} has real ranks; got {rank}")
     here = world.current()
     found = here.communicators.get((mesh, positions))
-    if found is None:
+    if found is None or not found.is_usable:
+        ranks = mesh.ranks_along(positions)
+        if max(ranks) >= here.size:  # the mesh was made in another world
+            raise MeshError(
+                f"mesh: expected ranks 0 to {here.size - 1}, got {mesh!r}; {here.describe()}"
+            )
         names = tuple(map(mesh.axis_name, positions))
-        found = here.communicator(mesh.ranks_along(positions), names)
+        found = here.communicator(ranks, names)
         here.communicators[mesh, positions] = found
     return found
 

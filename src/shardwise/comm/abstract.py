@@ -33,7 +33,7 @@ class AbstractCommunicator(Communicator):
     def _start_all_to_all(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
-        return Pending.done([_empty(pieces[0], shape) for shape in shapes])
+        return Pending.done([_empty(x, shape) for x, shape in zip(pieces, shapes, strict=True)])
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         return Pending.done(_empty(x, tuple(x.shape)))
@@ -41,6 +41,8 @@ class AbstractCommunicator(Communicator):
     def _start_scatter(
         self, like: torch.Tensor, pieces: list[torch.Tensor] | None, source: int
     ) -> Pending[torch.Tensor]:
+        for piece in pieces or []:
+            _empty(piece, ())
         return Pending.done(_empty(like, tuple(like.shape)))
 
     def _start_gather(

@@ -20,7 +20,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -66,12 +66,17 @@ class C10dCommunicator(Communicator):
         self._group_reference = ref(group)
 
     @property
+    def is_usable(self) -> bool:
+        """Whether its process group still exists."""
+        return living(self._group_reference) is not None
+
+    @property
     def _group(self) -> dist.ProcessGroup:
-        group = self._group_reference()
+        group = living(self._group_reference)
         if group is None:
             raise CollectiveError(
-                f"the process group of ranks {self.ranks} was destroyed; after a new "
-                "init_process_group, ask sw.communicator again"
+                f"the process group of ranks {self.ranks} was destroyed; if the default group "
+                "still exists or does so again, ask sw.communicator for a new one"
             )
         return group
 
@@ -240,6 +245,12 @@ class C10dCommunicator(Communicator):
             return finish()
 
         return Pending(wait)
+
+
+def living(reference: ReferenceType[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """The group, unless it was destroyed; somebody may still hold it, but nobody may use it."""
+    group = reference()
+    return group if group in c10d._world.pg_map else None
 
 
 def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardwise.comm.alone import AloneCommunicator, AloneWorld
-from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.c10d import C10dCommunicator, living
 from shardwise.comm.interface import Communicator
 from shardwise.errors import MeshError
 from shardwise.mesh import DeviceMesh
@@ -33,6 +34,7 @@ class C10dWorld(World):
         self._groups: dict[tuple[int, ...], ReferenceType[dist.ProcessGroup]] = {
             tuple(range(self.size)): ref(default)
         }
+        self._made: Counter[tuple[int, ...]] = Counter()
 
     def describe(self) -> str:
         """What kind of ranks these are."""
@@ -46,10 +48,10 @@ class C10dWorld(World):
 
     def process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of exactly these ranks, in this order, made on demand by its members."""
-        known = self._groups.get(ranks)
-        group = None if known is None else known()
+        group = self._known(ranks)
         if group is None:
-            group = _new_group(ranks, self.rank)
+            self._made[ranks] += 1
+            group = _new_group(ranks, self.rank, self._made[ranks])
             self._groups[ranks] = ref(group)
         return group
 
@@ -58,20 +60,30 @@ class C10dWorld(World):
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
         ranks = tuple(dist.get_process_group_ranks(group))
-        self._groups.setdefault(ranks, ref(group))
+        if self._known(ranks) is None:
+            self._groups[ranks] = ref(group)
         return ranks
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
         """The torch DeviceMesh of the same ranks, over the same process groups."""
         if mesh.is_abstract:
             raise MeshError(f"to_torch: {mesh!r} has no ranks behind it")
-        groups = mesh.get_all_groups()
         names = mesh.mesh_dim_names
+        if names is None and mesh.ndim > 1:
+            raise MeshError(
+                f"to_torch: expected a mesh with mesh_dim_names, which torch needs for {mesh.ndim} "
+                f"axes; got {mesh!r}"
+            )
+        groups = mesh.get_all_groups()
         if len(groups) == 1:
             return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
         return TorchMesh.from_group(
             groups, mesh.device_type, mesh=mesh.mesh.int(), mesh_dim_names=names
         )
+
+    def _known(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        reference = self._groups.get(ranks)
+        return None if reference is None else living(reference)
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, C10dWorld] = WeakKeyDictionary()
@@ -107,12 +119,13 @@ def _leave(joined: ReferenceType[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
 
 
-def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], rank: int, turn: int) -> dist.ProcessGroup:
     """Make a group with the help of its members only.
 
     torch's `new_group(use_local_synchronization=True)` names a group by its ranks and by how many
     groups *this* rank has made so far. Ranks that belong to different numbers of groups then wait
-    for each other under different names, for ever. So the name here is made of the ranks alone.
+    for each other under different names, for ever. So the name here is made of the ranks, and of
+    how many groups of just these ranks there were, which all of its members know.
     """
     if rank not in ranks:
         raise MeshError(f"group: expected ranks that include this one, got {ranks}")
@@ -127,7 +140,7 @@ def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
             list(ranks),
             backend,
             store,
-            c10d.GroupName(f"shardwise_{digest}"),
+            c10d.GroupName(f"shardwise_{digest}_{turn}"),
             timeout=_timeout(default),
             group_desc=f"shardwise ranks {ranks}",
         )

@@ -45,6 +45,11 @@ class Communicator(ABC):
         over = f" over {'.'.join(self.axes)}" if self.axes else ""
         return f"{type(self).__name__}(rank {self.ranks[self.index]} of {self.ranks}{over})"
 
+    @property
+    def is_usable(self) -> bool:
+        """False once what it talks through has been destroyed."""
+        return True
+
     # ---- reductions
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -87,6 +87,8 @@ class MeetingPlace:
         self.lock = threading.Lock()
         self.parallel = parallel
         self.failure: BaseException | None = None
+        self.over = threading.Event()
+        """Set when all ranks have finished, or one has failed."""
         start = torch.get_rng_state()
         self._ranks = [_Rank(threading.Condition(self.lock), start) for _ in range(size)]
         self._turn = 0
@@ -192,7 +194,9 @@ class MeetingPlace:
             if not state.finished and state.waits_in is None
         ]
         if not able:
-            if not all(state.finished for state in self._ranks):
+            if all(state.finished for state in self._ranks):
+                self.over.set()
+            else:
                 self._fail(MismatchError(self._stall_shown()))
             return
         if not self.parallel and able[0] != rank:
@@ -224,13 +228,17 @@ class MeetingPlace:
         if self.failure is not None:
             return
         self.failure = error
+        self.over.set()
+        here = threading.current_thread()
+        by_a_rank = any(state.thread is here for state in self._ranks)
         for state in self._ranks:
             state.wake.notify()
             # A rank that computes will not look here for long; end it at its next Python step.
+            # By turns there is none if a rank failed, but one if the caller was interrupted.
             thread = state.thread
-            if thread is not None and thread is not threading.current_thread():
+            if thread is not None and thread is not here:
                 busy = state.waits_in is None and not state.finished
-                if busy and (self.parallel or isinstance(error, KeyboardInterrupt)):
+                if busy and (self.parallel or not by_a_rank):
                     _interrupt(thread)
 
     def _stall_shown(self) -> str:

@@ -1,0 +1,16 @@
+"""Redistribution: plan (pure), then execute, with gradients."""
+
+from shardwise.redistribute.cost import AxisCost, Costs, CostsError
+from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.plan import MemoryCapError, Plan, PlanStep, plan_redistribute
+
+__all__ = [
+    "AxisCost",
+    "Costs",
+    "CostsError",
+    "MemoryCapError",
+    "Plan",
+    "PlanStep",
+    "plan_redistribute",
+    "redistribute_local",
+]

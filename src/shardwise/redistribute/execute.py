@@ -1,0 +1,301 @@
+"""Run a plan on the calling rank's piece of a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from shardwise import world
+from shardwise.box import Box
+from shardwise.comm import Communicator, Pending, communicator
+from shardwise.comm.reduction import reduce_contributions
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.redistribute.overlap import Transfer, receives, sends
+from shardwise.redistribute.owners import Ownership
+from shardwise.redistribute.plan import Plan
+from shardwise.redistribute.step import Step
+
+
+def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Start a plan; the result is this rank's piece in the target layout.
+
+    The first collective is under way when this returns; those that need its result start when it
+    is waited for.
+    """
+    check_local(local, plan.source)
+    moves = list(plan.moves)
+    current: Pending[torch.Tensor] = Pending.done(local)
+    if moves:
+        current = _RUN[moves[0].kind](moves[0], local)
+
+    def finish(result: torch.Tensor) -> torch.Tensor:
+        for step in moves[1:]:
+            result = _RUN[step.kind](step, result).wait()
+        if moves and result.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+            result = result.clone(memory_format=torch.contiguous_format)
+        return result.contiguous()
+
+    return current.then(finish)
+
+
+def check_local(local: torch.Tensor, layout: Layout) -> None:
+    """Refuse a local tensor that is not this rank's piece of its layout."""
+    place = layout.mesh.get_coordinate()
+    if place is None:
+        return  # this rank has no piece; the tensor only tells the dtype
+    expected = layout.local_shape(place)
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"local: expected shape {expected}, rank {layout.mesh.get_rank()}'s piece of "
+            f"{layout!r} at {place}; got {tuple(local.shape)}"
+        )
+
+
+def _box(layout: Layout) -> Box | None:
+    place = layout.mesh.get_coordinate()
+    return None if place is None else layout.box(place)
+
+
+def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Keep a part of what is here. Backward: gather."""
+    before, after = _box(step.source), _box(step.target)
+    if before is None or after is None:
+        return Pending.done(local)
+    return Pending.done(local[after.within(before).slices])
+
+
+def _scale(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Make pending averages pending sums, and the reverse. Backward: the same factor."""
+    factor = 1.0
+    wanted = dict(step.target.partial)
+    for axis, op in step.source.partial:
+        size = step.source.mesh.shape[axis]
+        if (op, wanted[axis]) == ("avg", "sum"):
+            factor /= size
+        elif (op, wanted[axis]) == ("sum", "avg"):
+            factor *= size
+    return Pending.done(local * factor)
+
+
+def _contribution(
+    step: Step, frame: Box, parts: list[tuple[Box, torch.Tensor]], like: torch.Tensor
+) -> torch.Tensor:
+    """The tensor in `frame` with these parts, and the neutral element elsewhere."""
+    pending = dict(step.source.partial)
+    new = [(axis, op) for axis, op in step.target.partial if axis not in pending]
+    result = like.new_full(frame.shape, _neutral(new[0][1], like.dtype))
+    factor = math.prod(step.target.mesh.shape[axis] for axis, op in new if op == "avg")
+    for box, part in parts:
+        result[box.within(frame).slices] = part if factor == 1 else part * factor
+    return result
+
+
+def _zero_fill(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Be a contribution: what is here, and the neutral element elsewhere. Backward: slice."""
+    before, after = _box(step.source), _box(step.target)
+    place = step.target.mesh.get_coordinate()
+    if before is None or after is None or place is None:
+        return Pending.done(local)
+    pending = dict(step.source.partial)
+    split = {axis for axes in step.source.shard_order for axis in axes}
+    # Where several ranks hold the same, the first of them contributes it.
+    whole = [axis for axis, _ in step.target.partial if axis not in pending and axis not in split]
+    keep = all(place[axis] == 0 for axis in whole)
+    common = before.intersect(after)
+    here = local[common.within(before).slices]
+    return Pending.done(_contribution(step, after, [(common, here)] if keep else [], local))
+
+
+def _neutral(op: str, dtype: torch.dtype) -> float | int | bool:
+    if op in ("sum", "avg"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+def _all_reduce(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Partial -> Replicate. Backward: nothing."""
+    return communicator(step.source.mesh, step.axes).all_reduce_async(local, step.op)
+
+
+def _all_gather(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Shard -> Replicate. Backward: slice."""
+    group = communicator(step.source.mesh, step.axes)
+    return group.all_gather_async(local, step.dim, _lengths(step.source, step))
+
+
+def _reduce_scatter(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Partial -> Shard. Backward: all-gather."""
+    group = communicator(step.source.mesh, step.axes)
+    return group.reduce_scatter_async(local, step.dim, _lengths(step.target, step), step.op)
+
+
+def _lengths(pieces: Layout, step: Step) -> list[int]:
+    """The lengths along the step's dim of the pieces of all ranks of its group, in order."""
+    mesh = step.source.mesh
+    place = list(mesh.get_coordinate() or ())
+    lengths = []
+    for index in range(math.prod(mesh.shape[axis] for axis in step.axes)):
+        for axis in reversed(step.axes):
+            index, place[axis] = divmod(index, mesh.shape[axis])
+        lengths.append(pieces.local_shape(place)[step.dim])
+    return lengths
+
+
+def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Any Shard -> any Shard. Backward: the exchange, transposed."""
+    rank = world.current().rank
+    group = _group(step)
+    before, after = _box(step.source), _box(step.target)
+    given = sends(step.source, step.target, rank)
+    taken = receives(step.source, step.target, rank)
+
+    def finish(parts: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+        if after is None:
+            return local.new_empty(0)
+        return _assembled(after, parts, local)
+
+    if before is None:
+        given = []
+    return _swap(group, rank, given, taken, local, before).then(finish)
+
+
+def _reduce_exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    """Partial -> any Shard or Replicate. Backward: its layouts, transposed, have no reduction."""
+    mesh = step.source.mesh
+    place = mesh.get_coordinate()
+    assert place is not None, "reductions take place within one mesh"
+    rank = mesh.get_rank()
+    ownership = Ownership(step.source, step.target, place)
+    before, after = step.source.box(place), step.target.box(place)
+    group = communicator(mesh, step.axes)
+    first = _swap(group, rank, ownership.sends(), ownership.receives(), local, before)
+
+    def finish(contributions: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+        pieces: dict[Box, list[torch.Tensor]] = {}
+        for box, piece in contributions:
+            pieces.setdefault(box, []).append(piece)
+        owned = {box: reduce_contributions(each, step.op) for box, each in pieces.items()}
+        parts = list(owned.items())
+        if len(ownership.replicas) > 1:
+            given = [
+                Transfer(mesh.rank_at(replica), box)
+                for replica in ownership.replicas
+                for box in owned
+            ]
+            taken = [
+                Transfer(mesh.rank_at(replica), box)
+                for replica in ownership.replicas
+                for box in ownership.owned(replica)
+            ]
+            parts = _swap_boxes(group, rank, given, taken, owned, local).wait()
+        if ownership.roles.new:
+            return _contribution(step, after, parts, local)
+        return _assembled(after, parts, local)
+
+    return first.then(finish)
+
+
+def _group(step: Step) -> Communicator:
+    if step.source.mesh is step.target.mesh:
+        return communicator(step.source.mesh, step.axes)
+    ranks = {*step.source.mesh.mesh.flatten().tolist(), *step.target.mesh.mesh.flatten().tolist()}
+    return world.current().communicator(tuple(sorted(ranks)), ())
+
+
+def _swap(
+    group: Communicator,
+    rank: int,
+    given: list[Transfer],
+    taken: list[Transfer],
+    local: torch.Tensor,
+    frame: Box | None,
+) -> Pending[list[tuple[Box, torch.Tensor]]]:
+    """Send parts of `local`, which lies in `frame`, and get others: at most one for each peer."""
+    parts = {}
+    for transfer in given:
+        assert frame is not None, "a rank without a piece gives nothing"
+        parts[transfer.box] = local[transfer.box.within(frame).slices]
+    return _swap_boxes(group, rank, given, taken, parts, local)
+
+
+def _swap_boxes(
+    group: Communicator,
+    rank: int,
+    given: list[Transfer],
+    taken: list[Transfer],
+    parts: dict[Box, torch.Tensor],
+    like: torch.Tensor,
+) -> Pending[list[tuple[Box, torch.Tensor]]]:
+    """Send parts to peers and get theirs; what stays here is not sent."""
+    index = {peer: at for at, peer in enumerate(group.ranks)}
+    outgoing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    incoming: list[list[Box]] = [[] for _ in group.ranks]
+    for peer, box in given:
+        if peer != rank:
+            outgoing[index[peer]].append(parts[box])
+    for peer, box in taken:
+        if peer != rank:
+            incoming[index[peer]].append(box)
+    nothing = like.new_empty(0)
+    pieces = [_joined(each) if each else nothing for each in outgoing]
+    shapes = [
+        each[0].shape if len(each) == 1 else (sum(math.prod(box.shape) for box in each),)
+        for each in incoming
+    ]
+    pending = group.all_to_all_async(pieces, shapes)
+
+    def finish(received: list[torch.Tensor]) -> list[tuple[Box, torch.Tensor]]:
+        arrived = [
+            iter(_taken_apart(boxes, piece))
+            for boxes, piece in zip(incoming, received, strict=True)
+        ]
+        return [
+            (box, parts[box] if peer == rank else next(arrived[index[peer]])) for peer, box in taken
+        ]
+
+    return pending.then(finish)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def _taken_apart(boxes: list[Box], piece: torch.Tensor) -> list[torch.Tensor]:
+    if len(boxes) <= 1:
+        return [piece]
+    parts = piece.split_with_sizes([math.prod(box.shape) for box in boxes])
+    return [part.view(box.shape) for box, part in zip(boxes, parts, strict=True)]
+
+
+def _assembled(
+    frame: Box, parts: list[tuple[Box, torch.Tensor]], like: torch.Tensor
+) -> torch.Tensor:
+    """The tensor that lies in `frame`, made of its parts; no copy if there is but one."""
+    if len(parts) == 1 and parts[0][0] == frame:
+        return parts[0][1]
+    result = like.new_empty(frame.shape)
+    for box, part in parts:
+        result[box.within(frame).slices] = part
+    return result
+
+
+_RUN: dict[str, Callable[[Step, torch.Tensor], Pending[torch.Tensor]]] = {
+    "slice": _slice,
+    "scale": _scale,
+    "zero_fill": _zero_fill,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "exchange": _exchange,
+    "reduce_exchange": _reduce_exchange,
+}

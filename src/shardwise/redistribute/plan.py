@@ -1,0 +1,255 @@
+"""Plans: data that says how to get from one layout to another, and at what cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.layout import Layout
+from shardwise.redistribute import bound
+from shardwise.redistribute import step as steps
+from shardwise.redistribute.candidates import (
+    cross_mesh_paths,
+    ending_axes,
+    new_axes,
+    paths,
+    pending_op,
+    rescaled,
+)
+from shardwise.redistribute.cost import Costs, as_costs
+from shardwise.redistribute.memory import peak
+from shardwise.redistribute.search import as_steps, cheapest_chain
+from shardwise.redistribute.step import Step
+
+
+class MemoryCapError(ShardwiseError, ValueError):
+    """No plan stays within the given peak memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """One step of a plan, in bytes and seconds."""
+
+    kind: str
+    axes: tuple[str, ...]
+    source: Layout
+    target: Layout
+    bytes_received: int
+    """By the busiest rank."""
+    mean_bytes: float
+    """By a rank on average."""
+    peers: int
+    """From how many ranks a rank receives."""
+    peak_bytes: int
+    """Held at once by the busiest rank: input, buffers and result."""
+    seconds: float
+    """By the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to get a tensor from one layout to another. `plan_redistribute` makes it."""
+
+    source: Layout
+    target: Layout
+    dtype: torch.dtype
+    moves: tuple[Step, ...]
+    """What is executed."""
+    steps: tuple[PlanStep, ...]
+    """The same, in bytes and seconds."""
+    lower_bound: int
+    """Bytes that must be received: by the busiest rank or, with pending reductions, on average."""
+    costs: Costs
+
+    @property
+    def bytes_received(self) -> int:
+        """By the busiest rank."""
+        return sum(step.bytes_received for step in self.steps)
+
+    @property
+    def mean_bytes(self) -> float:
+        """Received by a rank on average."""
+        return sum(step.mean_bytes for step in self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Held at once by the busiest rank."""
+        return max((step.peak_bytes for step in self.steps), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """The time it takes, by the model."""
+        return sum(step.seconds for step in self.steps)
+
+    def transpose(self) -> Plan:
+        """The plan of the gradient: from the dual of the target to the dual of the source."""
+        return plan_redistribute(dual(self.target), dual(self.source), self.dtype, costs=self.costs)
+
+    def explain(self) -> str:
+        """What moves and why, in a few lines."""
+        title = f"{self.source!r} -> {self.target!r}, {self.dtype}"
+        if not self.steps:
+            return f"{title}: nothing to do"
+        lines = [title]
+        for number, step in enumerate(self.steps, 1):
+            over = f" over {'.'.join(step.axes)}" if step.axes else ""
+            if step.kind in steps.COLLECTIVES:
+                cost = (
+                    f"each rank receives up to {_amount(step.bytes_received)} "
+                    f"from {step.peers} peers, about {step.seconds * 1e6:.0f} us"
+                )
+            else:
+                cost = "no communication"
+            lines.append(f"  {number}. {step.kind}{over} -> {step.target!r}: {cost}")
+        needed = "on average" if bound.is_mean(self.source, self.target) else "by the busiest rank"
+        ratio = self.bytes_received / self.lower_bound if self.lower_bound else 1.0
+        least = "which is the least possible" if ratio == 1 else f"{ratio:.2f} times the least"
+        lines.append(
+            f"  In all {_amount(self.bytes_received)} to the busiest rank; at least "
+            f"{_amount(self.lower_bound)} must be received {needed}: {least}. "
+            f"Peak memory {_amount(self.peak_bytes)}."
+        )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        path = ", ".join(
+            step.kind + (f"@{'.'.join(step.axes)}" if step.axes else "") for step in self.steps
+        )
+        return (
+            f"Plan({self.source!r} -> {self.target!r}: {path or 'nothing'}; "
+            f"{_amount(self.bytes_received)} of at least {_amount(self.lower_bound)})"
+        )
+
+
+def plan_redistribute(
+    src: Layout,
+    dst: Layout,
+    dtype: torch.dtype = torch.float32,
+    *,
+    peak_bytes: int | None = None,
+    costs: Costs | str | Path | None = None,
+) -> Plan:
+    """How to get a tensor from one layout to another with the least communication.
+
+    Nothing is communicated here. The plan is a function of its arguments alone, so all ranks choose
+    the same.
+
+    Arguments:
+        src: how the tensor lies.
+        dst: how it should lie; on the same mesh, or on another of the same world.
+        peak_bytes: the most memory a rank may hold at once for it.
+        costs: what communication costs; a file that `shardwise calibrate` wrote, or `Costs`.
+
+    Example:
+        >>> mesh = DeviceMesh.abstract((4, 8), ("dp", "tp"))
+        >>> src = Layout.parse("[4096@dp, 4096]", mesh)
+        >>> print(plan_redistribute(src, Layout.parse("[4096@tp, 4096]", mesh)).explain())
+    """
+    if not isinstance(src, Layout) or not isinstance(dst, Layout):
+        wrong, name = (src, "src") if not isinstance(src, Layout) else (dst, "dst")
+        raise LayoutError(f"{name}: expected a Layout, got {wrong!r} ({type(wrong).__name__})")
+    return _plan(src, dst, dtype, peak_bytes, as_costs(costs))
+
+
+_MOST_STATES = 24
+"""How many layouts the search for a chain may look at: planning must stay within a millisecond."""
+
+
+@lru_cache(maxsize=65536)
+def _plan(
+    src: Layout, dst: Layout, dtype: torch.dtype, peak_bytes: int | None, costs: Costs
+) -> Plan:
+    _check(src, dst)
+    size = dtype.itemsize
+
+    def seconds(step: Step) -> float:
+        if not step.communicates:
+            return 0.0
+        return costs.seconds(step.axis_names, step.peers, step.received * size)
+
+    def score(path: list[Step]) -> tuple[float, int, int]:
+        moved = sum(step.received for step in path)
+        return sum(map(seconds, path)), moved, len(path)
+
+    on_one_mesh = src.mesh is dst.mesh
+    found = list((paths if on_one_mesh else cross_mesh_paths)(src, dst))
+    if on_one_mesh:
+        best = min(score(path)[0] for path in found)
+        found += _chains(src, dst, size, costs, best)
+    if peak_bytes is not None:
+        found = _within(found, peak_bytes, size, f"{src!r} -> {dst!r} in {dtype}")
+    best_path = min(found, key=score)
+    return Plan(
+        src,
+        dst,
+        dtype,
+        tuple(best_path),
+        tuple(_in_bytes(step, size, seconds(step)) for step in best_path),
+        bound.lower_bound(src, dst) * size,
+        costs,
+    )
+
+
+def _chains(src: Layout, dst: Layout, size: int, costs: Costs, limit: float) -> list[list[Step]]:
+    """The cheapest chain of one-axis moves, if there can be one below the limit."""
+    scaled = rescaled(src, dst)
+    if scaled is not src or new_axes(src, dst):
+        return []
+    least = costs.least_seconds(bound.lower_bound(src, dst) * size)
+    if limit <= least:
+        return []
+    ending = ending_axes(src, dst)
+    chain = cheapest_chain(src, dst, ending, costs, size, limit, _MOST_STATES)
+    return [] if chain is None else [as_steps(src, chain, pending_op(src, ending))]
+
+
+def _within(found: list[list[Step]], peak_bytes: int, size: int, what: str) -> list[list[Step]]:
+    peaks = [max((peak(step) for step in path), default=0) * size for path in found]
+    allowed = [path for path, most in zip(found, peaks, strict=True) if most <= peak_bytes]
+    if not allowed:
+        raise MemoryCapError(
+            f"peak_bytes: {what} needs at least {min(peaks)} bytes, got {peak_bytes}"
+        )
+    return allowed
+
+
+def dual(layout: Layout) -> Layout:
+    """How the gradient of a tensor lies: pending sums become whole, the rest is as it is."""
+    return Layout(layout.mesh, layout.shape, layout.shard_order)
+
+
+def _check(src: Layout, dst: Layout) -> None:
+    if src.shape != dst.shape:
+        raise LayoutError(
+            f"dst: expected a layout of the global shape of src, {src.shape}; got {dst.shape}"
+        )
+    if src.mesh.is_abstract != dst.mesh.is_abstract or src.mesh.device_type != dst.mesh.device_type:
+        raise LayoutError(
+            f"dst: expected a mesh of the same world as {src.mesh!r}, got {dst.mesh!r}"
+        )
+
+
+def _in_bytes(step: Step, itemsize: int, seconds: float) -> PlanStep:
+    return PlanStep(
+        step.kind,
+        step.axis_names,
+        step.source,
+        step.target,
+        step.received * itemsize,
+        step.mean_received * itemsize,
+        step.peers,
+        peak(step) * itemsize,
+        seconds,
+    )
+
+
+def _amount(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError("the loop returns")

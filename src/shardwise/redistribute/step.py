@@ -1,0 +1,187 @@
+"""Steps: the moves a plan is made of, each from one layout to another, with its figures.
+
+A step's figures are global facts: those of the busiest rank, and means over all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from shardwise.layout import Layout
+from shardwise.redistribute.measure import (
+    Sizes,
+    axes_size,
+    busiest,
+    mean,
+    overlap,
+    received,
+    split_axes,
+    volume,
+)
+from shardwise.redistribute.overlap import count_tiles, unsplit_axes
+from shardwise.redistribute.owners import Roles
+
+Kind = Literal[
+    "slice",
+    "scale",
+    "reduce_scatter",
+    "all_reduce",
+    "reduce_exchange",
+    "exchange",
+    "all_gather",
+    "zero_fill",
+]
+COLLECTIVES = ("reduce_scatter", "all_reduce", "reduce_exchange", "exchange", "all_gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move. Counts are in elements; a plan knows the size of one."""
+
+    kind: Kind
+    source: Layout
+    target: Layout
+    axes: tuple[int, ...] = ()
+    """The axes it communicates over; none for a local step and between two meshes."""
+    received: int = 0
+    """By the busiest rank."""
+    mean_received: float = 0.0
+    peers: int = 0
+    """From how many ranks a rank receives, at most."""
+    dim: int = 0
+    """The dim that an all_gather joins or a reduce_scatter splits."""
+    op: str = "sum"
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of its axes."""
+        return tuple(map(self.source.mesh.axis_name, self.axes))
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective."""
+        return self.kind in COLLECTIVES
+
+    def __repr__(self) -> str:
+        over = f" over {'.'.join(self.axis_names)}" if self.axes else ""
+        return f"{self.kind}{over}: {self.source!r} -> {self.target!r}"
+
+
+def local(kind: Kind, source: Layout, target: Layout) -> Step:
+    """A step without communication: slice, scale or zero_fill."""
+    return Step(kind, source, target)
+
+
+@lru_cache(maxsize=4096)
+def all_gather(source: Layout, dim: int, count: int) -> Step:
+    """Make a dim whole over its `count` innermost axes."""
+    axes = source.shard_order[dim][-count:]
+    order = list(source.shard_order)
+    order[dim] = order[dim][:-count]
+    target = Layout(source.mesh, source.shape, order, dict(source.partial))
+    return _collective("all_gather", source, target, axes, received(source, target), dim)
+
+
+@lru_cache(maxsize=4096)
+def reduce_scatter(source: Layout, axes: tuple[int, ...], dim: int, op: str) -> Step:
+    """Reduce over axes, and split a dim over them, inside its other axes."""
+    order = list(source.shard_order)
+    order[dim] = (*order[dim], *axes)
+    target = Layout(source.mesh, source.shape, order, without(source, axes))
+    moved = (axes_size(source.mesh, axes) - 1) * volume(target)
+    return _collective("reduce_scatter", source, target, axes, moved, dim, op)
+
+
+@lru_cache(maxsize=4096)
+def all_reduce(source: Layout, axes: tuple[int, ...], op: str) -> Step:
+    """Reduce over axes; every rank gets the result."""
+    target = Layout(source.mesh, source.shape, source.shard_order, without(source, axes))
+    size = axes_size(source.mesh, axes)
+    moved = 2 * volume(source) * (size - 1) // size
+    return _collective("all_reduce", source, target, axes, moved, op=op)
+
+
+@lru_cache(maxsize=4096)
+def exchange(source: Layout, target: Layout) -> Step:
+    """Send every rank what it lacks, at once: one all-to-all of box overlaps."""
+    moved, peers = received(source, target), _most_peers(source, target)
+    if source.mesh is not target.mesh:
+        return Step("exchange", source, target, (), busiest(moved), mean(moved), peers)
+    axes = tuple(sorted(split_axes(source) - _outer_axes(source, target)))
+    step = _collective("exchange", source, target, axes, moved)
+    return replace(step, peers=min(step.peers, peers))
+
+
+@lru_cache(maxsize=4096)
+def reduce_exchange(source: Layout, target: Layout, op: str) -> Step:
+    """Reduce and move, in two rounds: see `shardwise.redistribute.owners`."""
+    mesh, roles = source.mesh, Roles(source, target)
+    first, second = rounds(source, target, roles)
+    givers = {*roles.ending, *roles.split} - _outer_axes(source, target)
+    axes = tuple(sorted({*givers, *roles.replicas}))
+    tiles = _most_peers(source, target)
+    peers = min(axes_size(mesh, givers), axes_size(mesh, roles.ending) * tiles) - 1
+    peers += axes_size(mesh, roles.replicas) - 1
+    step = _collective("reduce_exchange", source, target, axes, first + second, op=op)
+    return replace(step, peers=max(peers, 0))
+
+
+def rounds(source: Layout, target: Layout, roles: Roles) -> tuple[Sizes, Sizes]:
+    """What each rank receives in the two rounds of a reduce-exchange."""
+    mesh = source.mesh
+    free = frozenset(roles.split - roles.fixed)
+    missing = volume(target) - overlap(source, target, free)
+    at_home = _divided(overlap(source, target), axes_size(mesh, roles.sharing))
+    away = _divided(missing, axes_size(mesh, roles.able))
+    contributions = axes_size(mesh, roles.ending)
+    first = (contributions - 1) * at_home + contributions * away
+    owned = np.broadcast_to(at_home + away, mesh.shape)
+    return first, owned.sum(axis=tuple(roles.replicas), keepdims=True) - owned
+
+
+def without(layout: Layout, axes: tuple[int, ...]) -> dict[int | str, str]:
+    """The pending reductions of a layout but for those over `axes`."""
+    return {axis: op for axis, op in layout.partial if axis not in axes}
+
+
+def replicated_axes(layout: Layout) -> list[int]:
+    """The axes along which all ranks hold the same."""
+    pending = {axis for axis, _ in layout.partial}
+    return [axis for axis in unsplit_axes(layout) if axis not in pending]
+
+
+def _outer_axes(source: Layout, target: Layout) -> set[int]:
+    """The outer axes that split the same dims of both layouts in the same way."""
+    same: set[int] = set()
+    for before, after in zip(source.shard_order, target.shard_order, strict=True):
+        for one, other in zip(before, after, strict=False):
+            if one != other:
+                break
+            same.add(one)
+    return same
+
+
+def _most_peers(source: Layout, target: Layout) -> int:
+    """How many tiles of the source the box of the target's first rank meets."""
+    return max(1, count_tiles(source, target.box([0] * target.mesh.ndim)))
+
+
+def _divided(sizes: Sizes, parts: int) -> Sizes:
+    return -(-np.asarray(sizes) // parts)
+
+
+def _collective(
+    kind: Kind,
+    source: Layout,
+    target: Layout,
+    axes: tuple[int, ...],
+    moved: Sizes,
+    dim: int = 0,
+    op: str = "sum",
+) -> Step:
+    peers = axes_size(source.mesh, axes) - 1
+    return Step(kind, source, target, axes, busiest(moved), mean(moved), peers, dim, op)

@@ -1,0 +1,232 @@
+"""The same program under torchrun, on one host and on two, as under `simulate` and `launch`."""
+
+import importlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+
+PATIENCE = 90.0
+"""Seconds that the agents of a test may take on a busy machine."""
+
+# Rank r stands at (r // 2, r % 2) and brings r, so that each answer can be checked by hand.
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+import shardwise as sw
+
+
+def program():
+    mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+    rank = torch.tensor([mesh.get_rank()])
+    return (
+        mesh.get_coordinate(),
+        sw.communicator(mesh, "dp").all_reduce(rank).item(),
+        sw.communicator(mesh, "tp").all_reduce(rank).item(),
+        sw.communicator(mesh, ("tp", "dp")).all_gather(rank).tolist(),
+        sw.communicator(mesh).broadcast(rank, source=3).item(),
+    )
+
+
+if __name__ == "__main__":
+    if "join-first" in sys.argv:
+        dist.init_process_group("gloo")
+    sys.stdout.write(f"{program()}\\n")
+    if "join-first" in sys.argv:
+        dist.destroy_process_group()
+"""
+ANSWERS = [
+    ((0, 0), 2, 1, [0, 2, 1, 3], 3),
+    ((0, 1), 4, 1, [0, 2, 1, 3], 3),
+    ((1, 0), 2, 5, [0, 2, 1, 3], 3),
+    ((1, 1), 4, 5, [0, 2, 1, 3], 3),
+]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "torchrun_program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where an agent runs: what to put before a command, and the variables to set."""
+
+    within: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def torchrun(
+    *arguments: object, hosts: Sequence[Host] = (Host(),)
+) -> subprocess.CompletedProcess[str]:
+    """Run an agent on each host; returns all that they wrote."""
+    deadline = time.monotonic() + PATIENCE
+    agents: list[subprocess.Popen[str]] = []
+    try:
+        for at, host in enumerate(hosts):
+            options = [f"--nnodes={len(hosts)}", f"--node-rank={at}"] if len(hosts) > 1 else []
+            agents.append(
+                subprocess.Popen(
+                    [*host.within, sys.executable, "-m", "torch.distributed.run", *options]
+                    + [str(argument) for argument in arguments],
+                    # Without a number of threads torchrun has something to say.
+                    env=os.environ | {"OMP_NUM_THREADS": "1"} | host.variables,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        said = [agent.communicate(timeout=deadline - time.monotonic()) for agent in agents]
+    finally:
+        for agent in agents:
+            end(agent)
+    out, err = ("".join(texts) for texts in zip(*said, strict=True))
+    code = max((agent.returncode for agent in agents), key=abs)
+    return subprocess.CompletedProcess(["torchrun"], code, out, err)
+
+
+def end(agent: subprocess.Popen[str]) -> None:
+    with agent:
+        agent.terminate()  # it then ends its ranks
+        try:
+            agent.wait(20)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+
+
+def assert_answered(done: subprocess.CompletedProcess[str]) -> None:
+    """Each rank wrote its answer, and nobody anything else."""
+    assert sorted(done.stdout.splitlines()) == list(map(str, ANSWERS)), done.stderr
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+# ---- one host
+
+
+def test_simulate_and_launch_run_the_program(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(script.parent)
+    module = importlib.import_module(script.stem)
+    assert sw.simulate(module.program, 4) == ANSWERS
+    assert sw.launch(module.program, 4) == ANSWERS
+
+
+def test_torchrun_needs_no_set_up(script: Path) -> None:
+    assert_answered(torchrun("--standalone", "--nproc-per-node=4", script))
+
+
+def test_a_script_may_join_the_ranks_itself(script: Path) -> None:
+    assert_answered(torchrun("--standalone", "--nproc-per-node=4", script, "join-first"))
+
+
+def test_a_mesh_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import shardwise as sw\nsw.init_device_mesh('cpu', (3, 2), ('dp', 'tp'))\n")
+    done = torchrun("--standalone", "--nproc-per-node=2", script)
+    assert done.returncode == 1
+    for rank in range(2):
+        assert (
+            "MeshError: mesh_shape: expected a product of 2, the number of ranks; got (3, 2) = 6; "
+            f"torch.distributed was started with 2 ranks [rank {rank} of 2]\n"
+        ) in done.stderr
+
+
+def test_a_rank_that_raises_does_not_hang_at_exit(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, shardwise as sw\n"
+        "ranks = sw.communicator(sw.init_device_mesh('cpu', (2,)))\n"
+        "ranks.barrier()\n"
+        "if ranks.index == 1: raise ValueError('one has failed')\n"
+        "ranks.barrier()\n"
+    )
+    started = time.monotonic()
+    done = torchrun("--standalone", "--nproc-per-node=2", script)
+    assert time.monotonic() - started < 45
+    assert done.returncode == 1
+    assert "ValueError: one has failed\n" in done.stderr
+
+
+# ---- two hosts
+
+
+@dataclass(frozen=True)
+class Network:
+    hosts: list[Host]
+    address: str
+    port: int
+
+
+@pytest.fixture(params=["loopback", "namespaces"])
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    """Two hosts: none but this one, or two network namespaces joined by a cable."""
+    if request.param == "loopback":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        yield Network([Host(), Host()], "127.0.0.1", port)
+        return
+    names = [f"sw{os.getpid()}{letter}" for letter in "ab"]
+    with namespaces(names):
+        try:
+            lay_cable(names)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no cable between network namespaces: {error.stderr.strip()}")
+        # torch warns that these hosts have no name.
+        hosts = [
+            Host(
+                ["ip", "netns", "exec", name],
+                {"GLOO_SOCKET_IFNAME": name, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            )
+            for name in names
+        ]
+        yield Network(hosts, "10.77.0.1", 29400)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+
+
+@contextmanager
+def namespaces(names: list[str]) -> Iterator[None]:
+    if shutil.which("ip") is None:
+        pytest.skip("no network namespaces: there is no command `ip` (iproute2)")
+    made = []
+    try:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces: {error.stderr.strip()}")
+            made.append(name)
+        yield
+    finally:
+        for name in made:
+            ip("netns", "delete", name)  # and the end of the cable in it
+
+
+def lay_cable(names: list[str]) -> None:
+    """Join two namespaces; each end is named like its namespace."""
+    first, second = names
+    ip("-n", first, "link", "add", first, "type", "veth", "peer", second, "netns", second)
+    for at, name in enumerate(names, start=1):
+        ip("-n", name, "address", "add", f"10.77.0.{at}/24", "dev", name)
+        ip("-n", name, "link", "set", name, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+
+
+def test_two_agents_are_two_hosts(script: Path, network: Network) -> None:
+    where = [f"--master-addr={network.address}", f"--master-port={network.port}"]
+    assert_answered(torchrun(*where, "--nproc-per-node=2", script, hosts=network.hosts))
