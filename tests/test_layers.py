@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"tensor", "dispatch", "rules", "random"},
     {"parallel", "fsdp", "export", "sharded", "checkpoint", "debug"},
     {"pickling", "worker", "sim", "launch", "interop", "testing", "demo"},
-    {"cli", "__init__"},
+    {"cli", "__init__", "__main__"},
 ]
 LAYER_OF = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 

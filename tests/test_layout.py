@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import placement_types as theirs
 
 import shardwise.layout
 from shardwise import (
@@ -201,8 +203,19 @@ def test_every_way_to_say_a_layout_gives_one_object() -> None:
     assert Layout(MESH, (8, 6), [["tp"], []], {"dp": "max"}) is layout
     assert Layout.from_placements(MESH, (8, 6), [Partial("max"), Shard(0)]) is layout
     assert Layout.from_placements(MESH, (8, 6), (Partial("max"), Shard(-2))) is layout
+    assert Layout.from_placements(MESH, (8, 6), (theirs.Partial("max"), theirs.Shard(0))) is layout
+    assert Layout.from_placements(MESH, (8, 6), (Partial("max"), theirs.Shard(-2))) is layout
     assert Layout.parse("[8@tp, 6] +max@dp", MESH) is layout
     assert Layout.parse("[8@1, 6] +max@0", MESH) is layout
+
+
+def test_ints_of_any_type_are_stored_as_plain_ones() -> None:
+    zero, one, two = map(np.int64, range(3))
+    layout = Layout(MESH, (np.int64(8), torch.tensor(6)), {zero: [one]}, {zero: "max"})
+    assert layout is Layout(MESH, (8, 6), {0: ["tp"]}, {"dp": "max"})
+    assert set(map(type, layout.shape)) == {int}
+    for box in (layout.box((one, two)), Layout(MESH, (8, 6), {two - 1: [0]}).box([one, two])):
+        assert set(map(type, (*box.start, *box.stop))) == {int}
 
 
 def test_different_layouts_are_different_objects() -> None:
@@ -368,6 +381,10 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: Layout(MESH, (8.0,)),
         ["shape: expected sizes", "got (8.0,)"],
     ),
+    "size that is a bool": (
+        lambda: Layout(MESH, (8, True)),
+        ["shape: expected sizes", "got (8, True)"],
+    ),
     "shape that is no sequence": (
         lambda: Layout(MESH, 8),
         ["shape: expected sizes", "got 8"],
@@ -403,6 +420,16 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "a non-placement": (
         lambda: Layout.from_placements(MESH, (8,), [Shard(0), "tp"]),
         ["placements[1]: expected Shard, Replicate or Partial", "got 'tp' (str)"],
+    ),
+    "a placement that only torch has": (
+        lambda: Layout.from_placements(
+            MESH, (8,), [Replicate(), theirs._StridedShard(0, split_factor=2)]
+        ),
+        ["placements[1]: expected Shard, Replicate or Partial", "_StridedShard"],
+    ),
+    "torch's Shard(5) of a 2-d tensor": (
+        lambda: Layout.from_placements(MESH, (8, 8), [Replicate(), theirs.Shard(5)]),
+        ["placements[1] = Shard(5)", "expected a dim of a 2-d tensor", "got 5"],
     ),
     "a class instead of a placement": (
         lambda: Layout.from_placements(MESH, (8,), [Shard(0), Replicate]),
@@ -452,6 +479,18 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: Layout(MESH, (8,), {"tp": [0]}),
         ["shard_order: expected a dim of a 1-d tensor", "got 'tp'"],
     ),
+    "an order of a dim that is a bool": (
+        lambda: Layout(MESH, (8, 8), {True: [0]}),
+        ["shard_order: expected a dim of a 2-d tensor", "got True"],
+    ),
+    "an order that names a dim twice": (
+        lambda: Layout(MESH, (8,), {0: ["dp"], -1: ["tp"]}),
+        ["shard_order: expected each dim once", "got [0, -1]"],
+    ),
+    "an order that names a dim twice, once for nothing": (
+        lambda: Layout(MESH, (8, 8), {0: [], -2: ["tp"]}),
+        ["shard_order: expected each dim once", "got [0, -2]"],
+    ),
     "an order with too few dims": (
         lambda: Layout(MESH, (8, 8), [["tp"]]),
         ["shard_order: expected 2 entries, one per dim", "got [['tp']]"],
@@ -462,15 +501,15 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "an order that lacks an axis": (
         lambda: Layout.from_placements(MESH, (8,), [Shard(0), Shard(0)], {0: ["tp"]}),
-        ["shard_order[0]: expected the axes", "(Shard(0), Shard(0))", "[0, 1]", "got (1,)"],
+        ["shard_order[0]: expected the axes", "(Shard(0), Shard(0))", "(dp, tp)", "got (tp)"],
     ),
     "an order of another dim": (
         lambda: Layout.from_placements(MESH, (8, 8), [Shard(0), Replicate()], {1: ["dp"]}),
-        ["shard_order[1]: expected the axes", "(Shard(0), Replicate())", "[]", "got (0,)"],
+        ["shard_order[1]: expected the axes", "(Shard(0), Replicate())", "()", "got (dp)"],
     ),
     "an order that repeats an axis": (
         lambda: Layout.from_placements(MESH, (8,), [Shard(0), Shard(0)], {0: ["tp", "tp"]}),
-        ["shard_order[0]: expected the axes", "[0, 1]", "got (1, 1)"],
+        ["shard_order[0]: expected the axes", "(dp, tp)", "got (tp, tp)"],
     ),
     "a coordinate too short": (
         lambda: Layout(MESH, (8,)).box((0,)),
@@ -487,6 +526,10 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "a negative coordinate": (
         lambda: Layout(MESH, (8,)).box((-1, 0)),
         ["coordinate: expected one within (2, 3)", "got (-1, 0)"],
+    ),
+    "a coordinate with a bool": (
+        lambda: Layout(MESH, (8,)).box((True, 0)),
+        ["coordinate: expected one within (2, 3)", "got (True, 0)"],
     ),
     "a fractional coordinate": (
         lambda: Layout(MESH, (8,), {0: ["dp"]}).box((0.5, 0)),

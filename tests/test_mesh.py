@@ -3,6 +3,7 @@
 import copy
 import doctest
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -17,19 +18,29 @@ from hypothesis import strategies as st
 import shardwise.mesh
 from shardwise import (
     DeviceMesh,
+    Layout,
     MeshError,
     RankError,
     ShardwiseError,
     communicator,
     init_device_mesh,
     simulate,
+    world,
 )
+from shardwise.comm.alone import AloneWorld
 
 T = TypeVar("T")
 
 ABSTRACT = DeviceMesh.abstract((2, 3), ("dp", "tp"))
 """[[0, 1, 2],
     [3, 4, 5]]"""
+
+
+@pytest.fixture(autouse=True)
+def a_world_of_its_own() -> Iterator[None]:
+    """What one test cuts and flattens is unknown to the next."""
+    with world.use(AloneWorld()):
+        yield
 
 
 def on_six(question: Callable[[DeviceMesh], T]) -> list[T]:
@@ -91,6 +102,23 @@ def test_the_tensor_of_ranks_is_a_copy() -> None:
     assert ABSTRACT.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_the_tensor_of_ranks_has_the_dtype_of_torchs() -> None:
+    assert ABSTRACT.mesh.dtype is ABSTRACT["dp"].mesh.dtype is torch.int32
+
+
+def test_ints_of_any_type_are_stored_as_plain_ones() -> None:
+    two, three = np.int64(2), torch.tensor(3)
+    mesh = DeviceMesh.abstract((two, three), ("dp", "tp"))
+    assert mesh is ABSTRACT and set(map(type, mesh.shape)) == {int}
+    cut = DeviceMesh.abstract((6,)).unflatten(np.uint8(0), [two, three])
+    assert set(map(type, cut.shape)) == {int}
+    assert type(mesh.axis(np.int32(-1))) is int and mesh.axis(np.int32(-1)) == 1
+    assert mesh.has((np.int64(1), two)) and mesh.rank_at((np.int64(1), two)) == 5
+    assert mesh.ranks_along([np.int64(1)], [np.int64(1), two]) == (3, 4, 5)
+    assert mesh.coordinate_of(np.int64(4)) == (1, 1)
+    assert {type(each) for each in mesh.coordinate_of(np.int64(4)) or ()} == {int}
+
+
 # ---- where a rank stands
 
 
@@ -124,6 +152,19 @@ def test_a_rank_that_is_not_in_the_mesh_has_no_place_and_is_told_so() -> None:
 def test_any_rank_can_be_located() -> None:
     assert ABSTRACT.coordinate_of(4) == (1, 1)
     assert ABSTRACT.coordinate_of(6) is None and ABSTRACT.coordinate_of(-1) is None
+    assert [ABSTRACT.rank_at(place) for place in ((0, 0), [0, 2], (1, 1))] == [0, 2, 4]
+
+
+def test_ranks_that_count_up_are_located_without_a_look_at_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(np, "argwhere", None)
+
+    def locate(*ranks: int) -> list[tuple[int, ...] | None]:
+        mesh = DeviceMesh("cpu", [[2, 3], [4, 5]])
+        return [mesh.coordinate_of(rank) for rank in ranks]
+
+    assert simulate(locate, 6, 1, 2, 5, 6)[0] == [None, (0, 0), (1, 1), None]
 
 
 def test_ranks_along_axes_vary_the_first_slowest() -> None:
@@ -156,7 +197,7 @@ def test_coordinates_are_the_inverse_of_the_grid(case: tuple[int, np.ndarray]) -
         for rank in range(-1, world_size + 1):
             assert mesh.coordinate_of(rank) == expected.get(rank)
         for place, rank in np.ndenumerate(grid):
-            assert mesh.mesh[place].item() == rank
+            assert mesh.mesh[place].item() == mesh.rank_at(place) == rank
         return mesh.get_coordinate()
 
     assert simulate(check, world_size) == [expected.get(rank) for rank in range(world_size)]
@@ -237,6 +278,52 @@ def test_ranks_of_one_sub_mesh_share_the_object() -> None:
     assert rows[0] is not rows[3]
 
 
+def test_a_sub_mesh_is_the_mesh_of_the_same_ranks_and_names() -> None:
+    def check(mesh: DeviceMesh) -> None:
+        row = mesh["tp"]
+        made = DeviceMesh("cpu", row.mesh, mesh_dim_names=("tp",))
+        assert made is row and made.root is mesh
+        assert Layout(made, (6,), {0: ["tp"]}) is Layout(row, (6,), {0: ["tp"]})
+        assert mesh.flatten(name="all") is init_device_mesh("cpu", (6,), ("all",))
+
+    on_six(check)
+    assert ABSTRACT.flatten(name="all") is DeviceMesh.abstract((6,), ("all",))
+
+
+def test_a_rank_knows_only_the_roots_of_what_it_cut_itself() -> None:
+    rows = on_six(lambda mesh: mesh["tp"])
+    assert rows[3].root is rows[3]
+
+
+def test_the_root_is_the_mesh_it_was_cut_from_last() -> None:
+    first = DeviceMesh.abstract((2, 3, 4), ("x", "dp", "tp"))
+    second = DeviceMesh.abstract((3, 4, 2), ("dp", "tp", "y"))
+    plane = first["dp", "tp"]
+    assert plane["tp"].root is plane.root is first
+    line = DeviceMesh.abstract((24,), ("all",))
+    assert line.unflatten("all", (2, 3, 4), ("x", "dp", "tp")) is first
+    assert first.root is plane.root is line  # the root of a root
+    assert second["tp"].root is second and plane.root is line
+
+
+def test_no_mesh_becomes_the_root_of_its_own_root() -> None:
+    mesh = DeviceMesh.abstract((2, 5), ("dp", "tp"))
+    flat = mesh.flatten(name="all")
+    assert flat.unflatten("all", (2, 5), ("dp", "tp")) is mesh
+    assert mesh.root is mesh and flat.root is mesh
+    turned = flat.unflatten("all", (5, 2), ("a", "b"))
+    assert turned.flatten(name="all") is flat
+    assert turned.root is flat.root is mesh.root is mesh
+
+
+def test_a_sub_mesh_that_nobody_holds_is_freed() -> None:
+    cube = DeviceMesh.abstract((2, 3, 7), ("dp", "cp", "tp"))
+    gone = [weakref.ref(cube), weakref.ref(cube["cp"]), weakref.ref(cube.flatten("dp", "cp"))]
+    assert [each() for each in gone] == [cube, None, None]
+    del cube
+    assert gone[0]() is None
+
+
 # ---- flatten and unflatten
 
 
@@ -271,6 +358,80 @@ def test_adjacent_axes_can_be_merged_alone() -> None:
     assert (flat.shape, flat.mesh_dim_names) == ((6, 4), ("dp_cp", "tp"))
     assert cube.flatten(1, 2, name="inner").mesh_dim_names == ("dp", "inner")
     assert torch.equal(flat.mesh, cube.mesh.reshape(6, 4))
+
+
+def abstract_cube() -> DeviceMesh:
+    return DeviceMesh.abstract((2, 2, 2), ("dp", "cp", "tp"))
+
+
+def test_flattened_names_mix_with_axes_in_any_order() -> None:
+    def check(mesh: DeviceMesh) -> None:
+        flat = mesh["dp", "cp"].flatten()
+        mixed = mesh["dp_cp", "tp"]
+        assert mixed is mesh.flatten("dp", "cp") and mixed.root is mesh
+        assert mesh["tp", "dp_cp"].mesh.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert mesh["tp", "dp_cp"]["dp_cp"] is flat
+        assert mesh["tp", "dp_cp"] is mesh["tp", "dp", "cp"].flatten("dp", "cp")
+        mesh["tp", "cp"].flatten(name="inner")
+        assert mesh["inner", "dp"].mesh.tolist() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+    on_eight(check)
+    check(abstract_cube())
+
+
+def test_two_flattened_names_can_be_mixed() -> None:
+    mesh = DeviceMesh.abstract((2, 2, 2, 2), ("a", "b", "c", "d"))
+    mesh.flatten("a", "b")
+    mesh.flatten("c", "d")
+    both = mesh["c_d", "a_b"]
+    assert torch.equal(both.mesh, mesh.mesh.reshape(4, 4).T)
+
+
+def test_a_partial_flatten_is_found_by_name() -> None:
+    def check(mesh: DeviceMesh) -> None:
+        flat = mesh.flatten("dp", "cp")
+        assert mesh["dp_cp"] is flat["dp_cp"]
+        everyone = flat.flatten(name="everyone")  # of an axis that was flattened itself
+        assert mesh["everyone"] is everyone is mesh.flatten(name="everyone")
+
+    on_eight(check)
+    check(abstract_cube())
+
+
+def test_a_sub_mesh_knows_the_flattened_names_but_not_the_axes_of_its_root() -> None:
+    mesh = DeviceMesh.abstract((2, 2, 2, 3), ("pp", "dp", "cp", "tp"))
+    plane = mesh["dp", "cp", "tp"]
+    flat = plane.flatten("dp", "cp")
+    assert plane["dp_cp", "tp"] is mesh["dp_cp", "tp"] is flat
+    with refused("axis: expected one of (dp=2, cp=2, tp=3) or the flattened dp_cp, got 'pp'"):
+        plane["pp"]
+
+
+def test_a_mesh_that_becomes_a_sub_mesh_keeps_its_flattened_names() -> None:
+    mesh = DeviceMesh.abstract((2, 3), ("dp", "tp"), "cuda")
+    flat = mesh.flatten(name="both")
+    assert DeviceMesh.abstract((1, 2, 3), ("pp", "dp", "tp"), "cuda")["dp", "tp"] is mesh
+    assert mesh["both"] is flat
+
+
+def test_an_axis_that_only_has_the_name_of_one_of_the_root_is_not_taken_for_it() -> None:
+    mesh = abstract_cube()
+    flat = mesh["dp", "cp"].flatten(name="x")
+    other = flat.unflatten("x", (2, 2), ("cp", "dp"))  # the other way round
+    assert other.flatten(name="y") is not mesh["cp", "dp"].flatten(name="z")
+    with refused("or the flattened x, z, got 'y'"):
+        mesh["y"]
+    cut = mesh.unflatten("tp", (2, 1), ("ep", "tp"))
+    with refused("got ('x', 'tp')"):
+        cut["x", "tp"]
+
+
+def test_a_rank_outside_the_mesh_can_flatten_it() -> None:
+    def ranks() -> list[int]:
+        mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+        return mesh.flatten().mesh.tolist()
+
+    assert simulate(ranks, 3) == [[0, 1]] * 3
 
 
 def test_a_transposed_mesh_flattens_in_its_own_order() -> None:
@@ -391,6 +552,10 @@ def test_the_repr_of_a_mesh_of_ranks_can_be_pasted_back() -> None:
     def check(mesh: DeviceMesh) -> str:
         for other in (
             mesh,
+            mesh["tp"],
+            mesh["tp", "dp"],
+            mesh.flatten(),
+            mesh["tp", "dp"].flatten(),
             init_device_mesh("cpu", (6,)),
             init_device_mesh("meta", (6,), ("x",)),
             DeviceMesh("cpu", [0, 1]),
@@ -403,13 +568,26 @@ def test_the_repr_of_a_mesh_of_ranks_can_be_pasted_back() -> None:
 
 
 def test_the_repr_of_a_sub_mesh_gives_its_ranks_and_names() -> None:
-    def check(mesh: DeviceMesh) -> str:
-        again = pasted(mesh["tp"])
-        assert torch.equal(again.mesh, mesh["tp"].mesh)
-        assert again.mesh_dim_names == ("tp",)
-        return repr(mesh["tp"])
+    shown = on_six(lambda mesh: repr(mesh["tp"]))
+    assert shown[3] == "DeviceMesh('cpu', [3, 4, 5], mesh_dim_names=('tp',))"
 
-    assert on_six(check)[3] == "DeviceMesh('cpu', [3, 4, 5], mesh_dim_names=('tp',))"
+
+def test_the_repr_of_an_abstract_sub_mesh_says_how_it_was_cut() -> None:
+    column, turned = ABSTRACT["dp"], ABSTRACT["tp", "dp"]
+    assert repr(column) == "DeviceMesh.abstract((2, 3), ('dp', 'tp'))['dp']"
+    assert repr(turned) == "DeviceMesh.abstract((2, 3), ('dp', 'tp'))['tp', 'dp']"
+    assert repr(ABSTRACT["tp"]) == "DeviceMesh.abstract((3,), ('tp',))"  # ranks 0 to 2 indeed
+    for mesh in (column, turned, ABSTRACT["tp"]):
+        assert pasted(mesh) is mesh
+
+
+def test_the_repr_of_an_abstract_mesh_that_cannot_say_how_it_was_cut_names_its_ranks() -> None:
+    line = ABSTRACT["tp", "dp"].flatten()
+    expected = "<abstract DeviceMesh('cpu', [0, 3, 1, 4, 2, 5], mesh_dim_names=('tp_dp',))>"
+    assert repr(line) == expected
+    column = ABSTRACT["dp"]
+    elsewhere = simulate(lambda: repr(column), 1)  # a rank that did not cut it
+    assert elsewhere == ["<abstract DeviceMesh('cpu', [0, 3], mesh_dim_names=('dp',))>"]
 
 
 def test_the_repr_of_a_large_irregular_mesh_is_short() -> None:
@@ -498,6 +676,10 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: DeviceMesh.abstract((2, 3), ("dp", "t.p")),
         ["mesh_dim_names: expected identifiers", "got ('dp', 't.p')"],
     ),
+    "a name that is not ASCII": (
+        lambda: DeviceMesh.abstract((2, 3), ("dp", "größe")),
+        ["mesh_dim_names: expected identifiers in ASCII", "got ('dp', 'größe')"],
+    ),
     "a name that is a number": (
         lambda: DeviceMesh.abstract((2, 3), ("dp", 1)),
         ["mesh_dim_names: expected identifiers", "got ('dp', 1)"],
@@ -521,6 +703,10 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "a fractional size": (
         lambda: init_device_mesh("cpu", (1.0,)),
         ["mesh_shape: expected positive sizes", "got (1.0,)"],
+    ),
+    "a size that is a bool": (
+        lambda: DeviceMesh.abstract((2, True)),
+        ["shape: expected positive sizes", "got (2, True)"],
     ),
     "a bare size": (
         lambda: init_device_mesh("cpu", 1),
@@ -578,13 +764,25 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: ABSTRACT.axis(1.0),
         ["axis: expected one of (dp=2, tp=3)", "got 1.0"],
     ),
+    "an axis that is a bool": (
+        lambda: ABSTRACT.axis(True),
+        ["axis: expected one of (dp=2, tp=3)", "got True"],
+    ),
     "an axis of an unnamed mesh": (
         lambda: DeviceMesh.abstract((2, 3)).size("tp"),
         ["axis: expected one of (0=2, 1=3)", "got 'tp'"],
     ),
     "one axis twice": (
         lambda: ABSTRACT["tp", "tp"],
-        ["('tp', 'tp')", "expected each axis name once"],
+        ["mesh[('tp', 'tp')]", "expected each axis name once", "got ('tp', 'tp')"],
+    ),
+    "one axis twice, once flattened": (
+        lambda: (cube := abstract_cube(), cube.flatten("dp", "cp"), cube["dp_cp", "dp"]),
+        ["mesh[('dp_cp', 'dp')]", "expected each axis name once", "got ('dp', 'cp', 'dp')"],
+    ),
+    "an unknown axis beside flattened ones": (
+        lambda: (cube := abstract_cube(), cube.flatten(), cube.flatten(0, 1), cube["dp_cp", "x"]),
+        ["one of (dp=2, cp=2, tp=2) or the flattened dp_cp_tp, dp_cp, got 'x'"],
     ),
     "no axes": (
         lambda: ABSTRACT[()],
@@ -592,7 +790,11 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "a sub-mesh by position": (
         lambda: ABSTRACT[0],
-        ["mesh_dim_names: expected identifiers", "got (0,)"],
+        ["axis: expected one of (dp=2, tp=3)", "got 0"],
+    ),
+    "a sub-mesh by slice": (
+        lambda: ABSTRACT[:1],
+        ["axis: expected one of (dp=2, tp=3)", "got slice(None, 1, None)"],
     ),
     "a sub-mesh of an unnamed mesh": (
         lambda: DeviceMesh.abstract((2, 3))["tp"],
@@ -613,6 +815,22 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "ranks along from a negative coordinate": (
         lambda: ABSTRACT.ranks_along(["tp"], (-1, 0)),
         ["coordinate: expected one within (2, 3)", "got (-1, 0)"],
+    ),
+    "the rank at a coordinate beyond the mesh": (
+        lambda: ABSTRACT.rank_at((0, 3)),
+        ["coordinate: expected one within (2, 3)", "got (0, 3)"],
+    ),
+    "the rank at a negative coordinate": (
+        lambda: ABSTRACT.rank_at((0, -1)),
+        ["coordinate: expected one within (2, 3)", "got (0, -1)"],
+    ),
+    "the rank at a coordinate too short": (
+        lambda: ABSTRACT.rank_at((0,)),
+        ["coordinate: expected one within (2, 3)", "got (0,)"],
+    ),
+    "the rank at a coordinate with a bool": (
+        lambda: ABSTRACT.rank_at((0, True)),
+        ["coordinate: expected one within (2, 3)", "got (0, True)"],
     ),
     "a local rank on no axis": (
         ABSTRACT.get_local_rank,
@@ -703,14 +921,17 @@ def test_a_mesh_that_does_not_fit_the_world_is_refused(
 
 def test_flatten_does_not_take_a_name_that_stands_for_something_else() -> None:
     def check(mesh: DeviceMesh) -> None:
-        with refused("flatten(name)", "'tp' is an axis of init_device_mesh('cpu', (2, 2, 2)"):
+        with refused("flatten(name)", "'tp' already stands for ('tp',) of", "got ('dp', 'cp')"):
             mesh["dp", "cp"].flatten(name="tp")
         mesh["dp", "cp"].flatten(name="novel")
         mesh["dp", "cp"].flatten(name="novel")  # the same again is fine
         with refused("flatten(name)", "'novel' already stands for ('dp', 'cp')", "('cp', 'tp')"):
             mesh["cp", "tp"].flatten(name="novel")
+        with refused("flatten(name)", "'novel' already stands for ('dp', 'cp')", "('cp', 'tp')"):
+            mesh.flatten("cp", "tp", name="novel")
 
     on_eight(check)
+    check(abstract_cube())
 
 
 def test_the_examples_in_the_docstrings_are_true() -> None:

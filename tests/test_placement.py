@@ -4,11 +4,15 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import placement_types as theirs
 
 from shardwise import LayoutError, Partial, Placement, Replicate, Shard, ShardwiseError
+from shardwise.placement import as_placement
 
 REDUCE_OPS = ["sum", "avg", "max", "min", "product"]
 
@@ -77,7 +81,12 @@ def test_an_unknown_reduction_is_refused(op: Any) -> None:
     assert f"got {op!r} ({type(op).__name__})" in str(caught.value)
 
 
-@pytest.mark.parametrize("dim", ["0", 1.0, None, True, (0,)], ids=repr)
+@pytest.mark.parametrize("dim", [np.int64(2), np.uint8(2), torch.tensor(2)], ids=repr)
+def test_an_int_of_any_type_is_a_dim(dim: Any) -> None:
+    assert Shard(dim) == Shard(2) and type(Shard(dim).dim) is int
+
+
+@pytest.mark.parametrize("dim", ["0", 1.0, None, True, np.True_, (0,), torch.tensor(1.0)], ids=repr)
 def test_a_dim_that_is_no_int_is_refused(dim: Any) -> None:
     with pytest.raises(LayoutError) as caught:
         Shard(dim)
@@ -104,3 +113,60 @@ def test_repr_pickle_and_copies_give_the_placement_back(placement: Placement) ->
 def test_a_placement_is_exactly_one_kind(placement: Placement) -> None:
     kinds = [placement.is_shard(), placement.is_replicate(), placement.is_partial()]
     assert kinds.count(True) == 1
+
+
+# ---- torch's own placements
+
+
+@given(placements)
+def test_a_placement_is_taken_as_it_is(placement: Placement) -> None:
+    assert as_placement(placement, "x") is placement
+
+
+@pytest.mark.parametrize(
+    ("placement", "ours"),
+    [
+        (theirs.Shard(1), Shard(1)),
+        (theirs.Shard(-1), Shard(-1)),
+        (theirs.Replicate(), Replicate()),
+        (theirs.Partial(), Partial()),
+        (theirs.Partial("max"), Partial("max")),
+    ],
+    ids=repr,
+)
+def test_torchs_placements_are_taken_for_ours(placement: Any, ours: Placement) -> None:
+    assert as_placement(placement, "x") == ours
+
+
+class Impostor:
+    """It only has the name of a placement."""
+
+    dim = 0
+
+
+Impostor.__name__ = "Shard"
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        theirs._StridedShard(0, split_factor=2),
+        theirs._MaskPartial(offset_shape=torch.Size([2]), offset_dim=0),
+        Placement(),
+        Impostor(),
+        Shard,
+        "tp",
+        None,
+    ],
+    ids=lambda placement: type(placement).__name__,
+)
+def test_anything_else_is_refused_by_name(placement: Any) -> None:
+    with pytest.raises(LayoutError) as caught:
+        as_placement(placement, "placements[1]")
+    assert "placements[1]: expected Shard, Replicate or Partial, got" in str(caught.value)
+    assert f"({type(placement).__name__})" in str(caught.value)
+
+
+def test_a_reduction_that_only_torch_knows_is_refused() -> None:
+    with pytest.raises(LayoutError, match="expected one of sum, avg, max, min, product"):
+        as_placement(theirs.Partial("premul_sum"), "x")

@@ -22,6 +22,7 @@ from shardwise.redistribute import (
     MemoryCapError,
     Plan,
     PlanStep,
+    calibrate,
     plan_redistribute,
     redistribute_local,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Shard",
     "ShardwiseError",
     "Workers",
+    "calibrate",
     "communicator",
     "init_device_mesh",
     "launch",

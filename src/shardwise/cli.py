@@ -3,22 +3,80 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Sequence
 
-from shardwise import __version__
+from shardwise import Costs, ShardwiseError, __version__, calibrate, init_device_mesh, launch, world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ShardwiseError as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardwise", description="Distributed tensors for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("demo", help="place a tensor on four processes and check the result")
-    options = parser.parse_args(arguments)
-    if options.command == "demo":
-        from shardwise import demo
+    commands = parser.add_subparsers(required=True, metavar="command")
 
-        return 0 if demo.run() else 1
-    raise AssertionError(f"unhandled command {options.command}")
+    demo = commands.add_parser("demo", help="place a tensor on four processes and check the result")
+    demo.set_defaults(run=_demo)
+
+    measure = commands.add_parser(
+        "calibrate",
+        help="measure what communication costs along each axis of a mesh",
+        description="Measures latency and bandwidth along each axis and writes the file that "
+        "plan_redistribute(costs=...) reads. Under torchrun it measures the ranks that are there; "
+        "otherwise it starts local processes.",
+    )
+    measure.add_argument("--mesh", type=_shape, required=True, help="sizes of the axes: 2x4")
+    measure.add_argument("--names", type=_names, help="names of the axes: dp,tp")
+    measure.add_argument("--device", default="cpu", help="device type of the mesh (cpu)")
+    measure.add_argument("--output", default="costs.json", help="the file to write (costs.json)")
+    measure.set_defaults(run=_calibrate)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> bool:
+    from shardwise import demo
+
+    return not demo.run()
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    here = world.current()
+    if here.size > 1:
+        costs = _measure(options.device, options.mesh, options.names)
+    else:
+        size = math.prod(options.mesh)
+        costs = launch(_measure, size, options.device, options.mesh, options.names)[0]
+    if here.rank == 0:
+        costs.save(options.output)
+        for name, cost in costs.axes.items():
+            rate = 1e-9 / cost.beta if cost.beta else math.inf
+            print(f"{name}: {cost.alpha * 1e6:.1f} us a message, {rate:.2f} GB/s")
+        print(f"start of a collective: {costs.start * 1e6:.1f} us; written to {options.output}")
+    return 0
+
+
+def _measure(device: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> Costs:
+    return calibrate(init_device_mesh(device, shape, names))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.lower().split("x")
+    if not all(size.isdigit() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 2x4, got {text!r}")
+    return tuple(map(int, sizes))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))

@@ -134,9 +134,10 @@ class DeviceMesh:
 
     def has(self, coordinate: Sequence[int]) -> bool:
         """Whether this is a coordinate of the mesh: one position per axis, counted from 0."""
-        if not isinstance(coordinate, Sequence) or len(coordinate) != len(self.shape):
+        # Planners ask this for each peer, so it is a loop and tries the quick test, tuple, first.
+        if not isinstance(coordinate, tuple | Sequence) or len(coordinate) != len(self.shape):
             return False
-        for place, size in zip(coordinate, self.shape, strict=True):  # a loop is fastest
+        for place, size in zip(coordinate, self.shape, strict=True):
             index = as_int(place)
             if index is None or not 0 <= index < size:
                 return False
@@ -346,7 +347,8 @@ class DeviceMesh:
                 device = "" if self.device_type == "cpu" else f", device_type={self.device_type!r}"
                 return f"DeviceMesh.abstract({self.shape}{names}{device})"
             root, own = self.root, self.mesh_dim_names or ()
-            if root is not self and {*own} <= {*(root.mesh_dim_names or own)} and root[own] is self:
+            axes = root.mesh_dim_names or ()
+            if root is not self and all(name in axes for name in own) and root[own] is self:
                 return f"{root!r}[{', '.join(map(repr, own))}]"
             return f"<abstract DeviceMesh({self.device_type!r}, {ranks}{named})>"
         if self._counts_from == 0 and self._ranks.size == world.current(start=False).size:
@@ -397,14 +399,23 @@ class DeviceMesh:
         flattened: list[str] = []
         for mesh in self._lineage():
             known = {
-                name: axes for name, axes in mesh._names.items() if name in own or axes != (name,)
+                name: axes
+                for name, axes in mesh._names.items()
+                if (self._stands_for(name, mesh, axes) if name in own else axes != (name,))
             }
             if all(isinstance(name, str) and name in known for name in wanted):
                 return mesh, [known[name] for name in wanted]
             flattened += [name for name in known if name not in own]
-        unknown = [name for name in wanted if name not in (*own, *flattened)] or wanted
+        unknown = next((name for name in wanted if name not in (*own, *flattened)), wanted)
         also = f" or the flattened {', '.join(flattened)}" if flattened else ""
-        raise MeshError(f"axis: expected one of {self._axes_shown()}{also}, got {unknown[0]!r}")
+        raise MeshError(f"axis: expected one of {self._axes_shown()}{also}, got {unknown!r}")
+
+    def _stands_for(self, axis: str, root: DeviceMesh, axes: tuple[str, ...]) -> bool:
+        """Whether an axis is these ones of a mesh this one was cut from.
+
+        Names do not tell: `unflatten` may give the name of an axis of the root to another.
+        """
+        return self.ranks_along([axis]) == root.ranks_along(axes)
 
     def _check(self, coordinate: Sequence[int]) -> None:
         if not self.has(coordinate):
@@ -438,8 +449,7 @@ class DeviceMesh:
         if flat.get_coordinate() is None or not known.keys() >= {*merged}:
             return
         axes = tuple(chain.from_iterable(known[each] for each in merged))
-        # After `unflatten` an axis may have the name of one of the root and be another.
-        if len({*axes}) < len(axes) or flat.ranks_along([name]) != root.ranks_along(axes):
+        if len({*axes}) < len(axes) or not flat._stands_for(name, root, axes):
             return
         if known.setdefault(name, axes) != axes:
             raise MeshError(

@@ -29,8 +29,9 @@ class World(ABC):
         self.size = size
         self.roots: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
         """The mesh that a mesh was last cut from, for those that this rank derived."""
-        self.flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[str, ...]]]
-        self.flattened = WeakKeyDictionary()
+        self.flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[str, ...]]] = (
+            WeakKeyDictionary()
+        )
         """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh."""
         self.communicators: dict[tuple[DeviceMesh, tuple[int, ...]], Communicator] = {}
         """Those made so far, by mesh and axes."""

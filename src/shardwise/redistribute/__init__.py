@@ -1,5 +1,6 @@
 """Redistribution: plan (pure), then execute, with gradients."""
 
+from shardwise.redistribute.calibrate import calibrate
 from shardwise.redistribute.cost import AxisCost, Costs, CostsError
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.redistribute.plan import MemoryCapError, Plan, PlanStep, plan_redistribute
@@ -11,6 +12,7 @@ __all__ = [
     "MemoryCapError",
     "Plan",
     "PlanStep",
+    "calibrate",
     "plan_redistribute",
     "redistribute_local",
 ]

@@ -64,6 +64,8 @@ def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     before, after = _box(step.source), _box(step.target)
     if before is None or after is None:
         return Pending.done(local)
+    if after.is_empty:  # and so perhaps not within what is here
+        return Pending.done(local.new_empty(after.shape))
     return Pending.done(local[after.within(before).slices])
 
 
