@@ -121,7 +121,7 @@ def time_table() -> None:
         for label, (shape, repeats) in SIZES.items():
             rows = workers.run(measure, shape, repeats)[0]
             print(
-                f"\n{label} float32, 2x4 mesh of gloo ranks; ms: minimum (median); wire: MB per rank"
+                f"\n{label} float32, 8 gloo ranks as 2x4; ms: minimum (median); wire: MB per rank"
             )
             head = ("move", "ours", "torch", "torch/ours", "wire", "torch", "bound")
             print(f"{head[0]:18}{head[1]:>16}{head[2]:>18}{head[3]:>12}", end="")

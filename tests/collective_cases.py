@@ -322,11 +322,11 @@ def all_gather(comm: sw.Communicator, exact: bool) -> None:
         sizes: Sequence[int],
         dtype: torch.dtype = torch.float32,
         form: str = "contiguous",
-        ndim: int = 3,
+        other: Sequence[int] = (2, 3, 4),
         given: Sequence[int] | None = None,
     ) -> None:
         def piece(index: int) -> torch.Tensor:
-            shape = [2, 3, 4][:ndim]
+            shape = list(other)
             shape[dim] = sizes[index]
             return value(index, shape, dtype, form)
 
@@ -340,7 +340,9 @@ def all_gather(comm: sw.Communicator, exact: bool) -> None:
         one(dim, sizes, given=sizes)
     one(0, [2] * comm.size)  # sizes may be left out if they are equal
     one(1, [3] * comm.size)
-    one(0, [1] * comm.size, ndim=1)
+    one(0, [1] * comm.size, other=(0,))
+    for other in ((1, 2, 0), (2, 1, 0), (1, 1, 0)):  # dims of length 1 before the joined one
+        one(2, [3] * comm.size, other=other)
     uneven = [(3 * index + 1) % 4 for index in range(comm.size)]
     for dtype in DTYPES:
         one(0, [2] * comm.size, dtype)

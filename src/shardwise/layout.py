@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from shardwise.box import Box, chunk
+from shardwise.checks import as_int, as_ints
 from shardwise.errors import LayoutError
-from shardwise.mesh import Axis, DeviceMesh, as_int, as_ints, as_mesh
+from shardwise.mesh import Axis, DeviceMesh, as_mesh
 from shardwise.placement import Partial, Placement, Replicate, Shard, as_placement
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ the calling rank's world.
 from __future__ import annotations
 
 import math
-import operator
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from shardwise import world
+from shardwise.checks import as_device_type, as_int, as_mesh_shape, as_ranks, check_names
 from shardwise.errors import MeshError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        ranks = _as_ranks(mesh)
+        ranks = as_ranks(mesh)
         here = world.current()
         if ranks.max() >= here.size or ranks.min() < 0:
             raise MeshError(
@@ -93,7 +93,7 @@ class DeviceMesh:
         Asked for "its" rank, it answers 0; `shardwise.communicator(mesh, axes, rank=r)` looks at
         it with the eyes of another.
         """
-        sizes = _as_shape(shape, "shape")
+        sizes = as_mesh_shape(shape, "shape")
         ranks = np.arange(math.prod(sizes), dtype=np.int64).reshape(sizes)
         return _intern(device_type, ranks, names, is_abstract=True)
 
@@ -259,7 +259,7 @@ class DeviceMesh:
     ) -> DeviceMesh:
         """Cut one axis into several of the given sizes, the first varying slowest."""
         position = self.axis(axis)
-        sizes = _as_shape(sizes, "unflatten(sizes)")
+        sizes = as_mesh_shape(sizes, "unflatten(sizes)")
         if math.prod(sizes) != self.shape[position]:
             raise MeshError(
                 f"unflatten(sizes): expected a product of {self.shape[position]}, the size of axis "
@@ -474,7 +474,7 @@ def init_device_mesh(
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 4), ("dp", "tp"))
     """
-    sizes = _as_shape(mesh_shape, "mesh_shape")
+    sizes = as_mesh_shape(mesh_shape, "mesh_shape")
     size = math.prod(sizes)
     here = world.current()
     if size != here.size:
@@ -495,26 +495,6 @@ def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
     raise MeshError(f"mesh: expected a DeviceMesh, got {mesh!r} ({type(mesh).__name__})")
 
 
-def as_int(value: Any) -> int | None:
-    """A plain int for an int of any type, such as numpy's; None for all else, bools included."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def as_ints(values: Any) -> tuple[int, ...] | None:
-    """Plain ints for a sequence of ints of any type; None for all else."""
-    if not isinstance(values, Sequence):
-        return None
-    ints = tuple(value for value in map(as_int, values) if value is not None)
-    return ints if len(ints) == len(values) else None
-
-
 def _intern(
     device_type: str,
     ranks: NDArray[np.int64],
@@ -523,11 +503,11 @@ def _intern(
 ) -> DeviceMesh:
     """The one mesh with these properties. Checks all that does not depend on the world."""
     named = None if names is None else tuple(names)
-    key = (_as_device_type(device_type), ranks.shape, ranks.tobytes(), named, is_abstract)
+    key = (as_device_type(device_type), ranks.shape, ranks.tobytes(), named, is_abstract)
     with _interning:
         found = _interned.get(key)
         if found is None:
-            _check_names(named, ranks.ndim)
+            check_names(named, ranks.ndim)
             found = object.__new__(DeviceMesh)
             counts = bool((np.diff(ranks.reshape(-1)) == 1).all())
             fields: dict[str, Any] = {
@@ -543,44 +523,3 @@ def _intern(
                 object.__setattr__(found, field, value)
             _interned[key] = found
     return found
-
-
-def _check_names(names: tuple[str, ...] | None, ndim: int) -> None:
-    if names is None:
-        return
-    if not all(isinstance(name, str) and name.isascii() and name.isidentifier() for name in names):
-        raise MeshError(f"mesh_dim_names: expected identifiers in ASCII such as 'tp', got {names}")
-    if len(names) != ndim:
-        raise MeshError(f"mesh_dim_names: expected {ndim} names, one per axis; got {names}")
-    if len(set(names)) != len(names):
-        raise MeshError(f"mesh_dim_names: expected different names, got {names}")
-
-
-def _as_device_type(device_type: str) -> str:
-    try:
-        device = torch.device(device_type)
-    except (RuntimeError, TypeError) as error:
-        raise MeshError(f"device_type: expected 'cpu', 'cuda' or alike; {error}") from None
-    if device.index is not None:
-        raise MeshError(f"device_type: expected no device index, got {device_type!r}")
-    return device.type
-
-
-def _as_shape(shape: Sequence[int], argument: str) -> tuple[int, ...]:
-    sizes = as_ints(shape)
-    if not sizes or min(sizes) < 1:
-        raise MeshError(f"{argument}: expected positive sizes, one per axis; got {shape!r}")
-    return sizes
-
-
-def _as_ranks(mesh: torch.Tensor | Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
-    try:
-        array = mesh.detach().cpu().numpy() if isinstance(mesh, torch.Tensor) else np.asarray(mesh)
-    except ValueError:  # rows of different lengths
-        array = np.empty(0)
-    if array.size == 0 or array.ndim == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise MeshError(f"mesh: expected a grid of ranks such as [[0, 1], [2, 3]], got {mesh!r}")
-    ranks = array.astype(np.int64)
-    if len(np.unique(ranks)) != ranks.size:
-        raise MeshError(f"mesh: expected each rank once, got {ranks.tolist()}")
-    return ranks

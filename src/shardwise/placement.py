@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.checks import as_int
 from shardwise.errors import LayoutError
-from shardwise.mesh import as_int
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 

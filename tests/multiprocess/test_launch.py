@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds that a script may take on a busy machine."""
 
 
@@ -164,6 +164,7 @@ def listening() -> list[str]:
 
 
 def test_nothing_listens_but_on_loopback(workers: sw.Workers) -> None:
+    assert all(name.startswith("lo") for name in workers.run(os.getenv, "GLOO_SOCKET_IFNAME"))
     assert f"{LOOPBACK}:{workers._store.port:04X}" in listening()
     for found in [listening(), *workers.run(listening)]:
         assert {address.partition(":")[0] for address in found} == {LOOPBACK}
@@ -294,7 +295,7 @@ def be_killed() -> None:
 def be_killed_with_a_child() -> None:
     """The child holds the pipes of the rank open."""
     if os.fork() == 0:
-        time.sleep(8)
+        time.sleep(15)
         os._exit(0)
     be_killed()
 
@@ -338,7 +339,7 @@ def test_a_rank_that_ends_is_reported_and_ends_the_others(
 ) -> None:
     with pytest.raises(sw.RankError, match=message) as caught:
         sw.launch(leave, 2, tmp_path, how)
-    assert time.monotonic() - float((tmp_path / "moment").read_text()) < 8
+    assert time.monotonic() - float((tmp_path / "moment").read_text()) < 10
     assert caught.value.rank == 1
     assert_gone(noted_pids(tmp_path), 2)
 
@@ -366,9 +367,9 @@ def hang(folder: Path) -> None:
 
 def test_a_timeout_says_where_each_rank_was(tmp_path: Path) -> None:
     with pytest.raises(sw.LaunchError) as caught:
-        sw.launch(hang, 3, tmp_path, timeout=1.5)
+        sw.launch(hang, 3, tmp_path, timeout=3)
     error = str(caught.value)
-    assert error.startswith("timeout: the ranks did not end within 1.5 s\nrank 1 was here:\n")
+    assert error.startswith("timeout: the ranks did not end within 3 s\nrank 1 was here:\n")
     _, one, two = re.split(r"rank \d was here:\n", error)
     for text, function in ((one, "wait_in_vain"), (two, "_run")):
         first, *_ = text.splitlines()
@@ -491,6 +492,7 @@ def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
     done = run_python(str(script))
     assert time.monotonic() - started < 30
     assert done.returncode == 1
+    assert "LaunchError: launch was called while a rank was importing the main" in done.stderr
     last = done.stderr.rpartition("RankError: ")[2]
     assert re.match(r"rank \d \(process \d+\) ended with exit code 1 and no result", last)
     assert last.endswith('A script must call launch under `if __name__ == "__main__":`\n')
@@ -500,9 +502,9 @@ def test_a_slow_start_is_no_timeout_of_the_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, os, time\n"
-        "if multiprocessing.current_process().name.endswith('rank 1'): time.sleep(3)\n"
+        "if multiprocessing.current_process().name.endswith('rank 1'): time.sleep(4)\n"
         "import shardwise as sw\n"
-        "if __name__ == '__main__': print(len(sw.launch(os.getpid, 2, timeout=1)))\n"
+        "if __name__ == '__main__': print(len(sw.launch(os.getpid, 2, timeout=2)))\n"
     )
     done = run_python(str(script))
     assert (done.stdout, done.stderr) == ("2\n", "")
@@ -531,7 +533,7 @@ import os, time
 import shardwise as sw
 
 def sleep():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, as the ranks share it
     time.sleep(100)
 
 if __name__ == "__main__":
@@ -580,7 +582,7 @@ def test_no_rank_outlives_a_killed_parent(sleepers: subprocess.Popen[str]) -> No
     pids = printed_pids(sleepers)
     assert all(map(is_running, pids))
     sleepers.kill()
-    assert_gone(pids, 2, seconds=5)
+    assert_gone(pids, 2, seconds=10)
 
 
 def test_ctrl_c_ends_the_ranks(sleepers: subprocess.Popen[str]) -> None:
@@ -599,11 +601,37 @@ def test_ctrl_c_twice_ends_the_ranks(sleepers: subprocess.Popen[str]) -> None:
     time.sleep(0.5)
     assert sleepers.poll() is None
     os.killpg(sleepers.pid, signal.SIGINT)
-    assert_interrupted(sleepers, 1.5)
+    assert_interrupted(sleepers, 10)
     assert_gone(pids, 2)
 
 
-def test_ctrl_c_while_the_ranks_start_is_quiet(sleepers: subprocess.Popen[str]) -> None:
-    time.sleep(0.7)
+def started_ranks(parent: int) -> list[int]:
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"spawn_main" in read_command(pid)]
+
+
+def read_command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_ctrl_c_is_for_the_parent_alone(sleepers: subprocess.Popen[str]) -> None:
+    assert wait_until(lambda: len(started_ranks(sleepers.pid)) == 2, 30)
+    pids = started_ranks(sleepers.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)  # they have only started to import torch
+    assert sorted(printed_pids(sleepers)) == sorted(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)  # they sleep
+    time.sleep(0.5)
+    assert all(map(is_running, pids))
     os.killpg(sleepers.pid, signal.SIGINT)
     assert_interrupted(sleepers, 10)
+    assert_gone(pids, 2)
+
+
+def test_ctrl_c_while_the_ranks_start_ends_them(sleepers: subprocess.Popen[str]) -> None:
+    assert wait_until(lambda: len(started_ranks(sleepers.pid)) == 2, 30)
+    pids = started_ranks(sleepers.pid)
+    os.killpg(sleepers.pid, signal.SIGINT)
+    assert_interrupted(sleepers, 10)
+    assert_gone(pids, 2)

@@ -21,6 +21,7 @@ PATIENCE = 90.0
 
 # Rank r stands at (r // 2, r % 2) and brings r, so that each answer can be checked by hand.
 PROGRAM = """
+import atexit
 import sys
 import torch
 import torch.distributed as dist
@@ -39,7 +40,13 @@ def program():
     )
 
 
+def look_back():
+    if dist.is_initialized():
+        sys.stdout.write("the process group is still there\\n")
+
+
 if __name__ == "__main__":
+    atexit.register(look_back)  # runs after what is registered later
     if "join-first" in sys.argv:
         dist.init_process_group("gloo")
     sys.stdout.write(f"{program()}\\n")

@@ -77,9 +77,7 @@ class C10dWorld(World):
         groups = mesh.get_all_groups()
         if len(groups) == 1:
             return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
-        return TorchMesh.from_group(
-            groups, mesh.device_type, mesh=mesh.mesh.int(), mesh_dim_names=names
-        )
+        return TorchMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
     def _known(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         reference = self._groups.get(ranks)

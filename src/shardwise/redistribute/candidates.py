@@ -68,15 +68,21 @@ def rescaled(source: Layout, target: Layout) -> Layout:
     ending = {op for axis, op in source.partial if axis not in wanted}
     if ending == {"sum", "avg"}:  # a mean over some axes and a sum over others: sum both
         partial.update({axis: "sum" for axis, op in source.partial if axis not in wanted})
-        ending = {"sum"}
-    left = {op for axis, op in partial.items() if axis in wanted} - {"sum", "avg"}
-    if len(ending) > 1 or (ending and left and ending != left):
-        ops = ", ".join(sorted(ending | left))
-        raise LayoutError(
-            f"redistribute: pending reductions of different kinds ({ops}) do not commute, so "
-            f"{source!r} has no value that {target!r} could hold"
-        )
+    if ending:
+        _check_commute(source)
+    if new_axes(source, target):
+        _check_commute(target)
     return Layout(source.mesh, source.shape, source.shard_order, partial)
+
+
+def _check_commute(layout: Layout) -> None:
+    """Refuse pending reductions of different kinds: what they give depends on which comes first."""
+    ops = {op for _, op in layout.partial}
+    if len({"sum" if op == "avg" else op for op in ops}) > 1:
+        raise LayoutError(
+            f"redistribute: pending reductions of different kinds ({', '.join(sorted(ops))}) do "
+            f"not commute, so {layout!r} has no value"
+        )
 
 
 def ending_axes(source: Layout, target: Layout) -> tuple[int, ...]:

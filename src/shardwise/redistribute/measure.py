@@ -8,7 +8,7 @@ few axes each: arrays that broadcast over the mesh, not a walk over its ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -67,21 +67,54 @@ def overlap(source: Layout, target: Layout, free: frozenset[int] = frozenset()) 
     """
     if not free & split_axes(source):
         return _overlap(extents(source), extents(target))
-    places = places_of(source.mesh)
     result: Sizes = 1
-    for dim, (low, high) in enumerate(extents(target)):
+    for dim, new in enumerate(extents(target)):
         axes = source.shard_order[dim]
         while axes and axes[-1] in free:  # all the chunks of a chunk: together they are that chunk
             axes = axes[:-1]
-        loose = [axis for axis in axes if axis in free]
-        total: Sizes = 0
-        for choice in product(*(range(source.mesh.shape[axis]) for axis in loose)):
-            there = list(places)
-            for axis, index in zip(loose, choice, strict=True):
-                there[axis] = index
-            total = total + _common_length(extent(source, dim, there, axes), (low, high))
-        result = result * total
+        chunks = _chunks(source, dim, axes, free)
+        result = result * sum(_common_length(chunk, new) for chunk in chunks)
     return result
+
+
+def _chunks(
+    source: Layout, dim: int, axes: tuple[int, ...], free: frozenset[int]
+) -> Iterator[tuple[Sizes, Sizes]]:
+    """The chunks of one dim, split by `axes`, at all places on `free` axes and each rank's own."""
+    there = list(places_of(source.mesh))
+    loose = [axis for axis in axes if axis in free]
+    for choice in product(*(range(source.mesh.shape[axis]) for axis in loose)):
+        for axis, index in zip(loose, choice, strict=True):
+            there[axis] = index
+        yield extent(source, dim, there, axes)
+
+
+def tiles(source: Layout, target: Layout, free: frozenset[int] | None = None) -> Sizes:
+    """How many different shards of the source each rank's new shard meets.
+
+    With `free` axes: of those that differ from the rank's own along these only, on one mesh.
+    """
+    result: Sizes = 1
+    for dim, new in enumerate(extents(target)):
+        axes = source.shard_order[dim]
+        if free is None or free.issuperset(axes):
+            result = result * _chunks_met(_starts(source, dim), *new)
+        else:
+            chunks = _chunks(source, dim, axes, free)
+            result = result * sum(_common_length(chunk, new) > 0 for chunk in chunks)
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _starts(layout: Layout, dim: int) -> NDArray[np.int64]:
+    """Where the shards along a dim start, but for empty ones."""
+    start, stop = extents(layout)[dim]
+    return np.unique(np.asarray(start)[np.asarray(start < stop)])
+
+
+def _chunks_met(starts: NDArray[np.int64], low: Sizes, high: Sizes) -> Sizes:
+    first = np.searchsorted(starts, low, side="right") - 1
+    return np.where(low < high, np.searchsorted(starts, high, side="left") - first, 0)
 
 
 def _overlap(source: Extents, target: Extents) -> Sizes:
@@ -132,6 +165,14 @@ def received(source: Layout, target: Layout) -> Sizes:
         tuple(extent(target, dim, target_places) for dim in dims),
     )
     return needed - np.where(inside, kept, 0)
+
+
+def givers(source: Layout, target: Layout) -> Sizes:
+    """How many ranks each rank receives from in a move without pending reductions."""
+    moved, needed, met = received(source, target), volume(target), tiles(source, target)
+    if source.mesh is not target.mesh:
+        needed, met = (np.broadcast_to(x, target.mesh.shape).reshape(-1) for x in (needed, met))
+    return met - (moved < needed)
 
 
 def _common(source: DeviceMesh, target: DeviceMesh) -> tuple[NDArray[np.bool_], Places, Places]:

@@ -91,16 +91,6 @@ def holders(layout: Layout, box: Box, fixed: Mapping[int, int]) -> Iterator[tupl
             yield tuple(place), common
 
 
-def count_tiles(layout: Layout, box: Box) -> int:
-    """How many different shards overlap `box`."""
-    return math.prod(
-        len(_overlapping(size, axes, layout.mesh.shape, low, high, {}))
-        for size, axes, low, high in zip(
-            layout.shape, layout.shard_order, box.start, box.stop, strict=True
-        )
-    )
-
-
 def unsplit_axes(layout: Layout) -> list[int]:
     """The axes that do not split any dim."""
     split = {axis for axes in layout.shard_order for axis in axes}

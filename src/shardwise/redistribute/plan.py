@@ -106,8 +106,12 @@ class Plan:
                 cost = "no communication"
             lines.append(f"  {number}. {step.kind}{over} -> {step.target!r}: {cost}")
         needed = "on average" if bound.is_mean(self.source, self.target) else "by the busiest rank"
-        ratio = self.bytes_received / self.lower_bound if self.lower_bound else 1.0
-        least = "which is the least possible" if ratio == 1 else f"{ratio:.2f} times the least"
+        if self.bytes_received == self.lower_bound:
+            least = "which is the least possible"
+        elif self.lower_bound:
+            least = f"{self.bytes_received / self.lower_bound:.2f} times the least"
+        else:
+            least = "no better bound is known"
         lines.append(
             f"  In all {_amount(self.bytes_received)} to the busiest rank; at least "
             f"{_amount(self.lower_bound)} must be received {needed}: {least}. "
@@ -155,6 +159,8 @@ def plan_redistribute(
     return _plan(src, dst, dtype, peak_bytes, as_costs(costs))
 
 
+_MODEL_ERROR = 1.02
+"""Plans whose times differ by less are equal to the model; fewer collectives decide then."""
 _MOST_STATES = 24
 """How many layouts the search for a chain may look at: planning must stay within a millisecond."""
 
@@ -171,8 +177,8 @@ def _plan(
             return 0.0
         return costs.seconds(step.axis_names, step.peers, step.received * size)
 
-    def score(path: list[Step]) -> tuple[float, int, int]:
-        moved = sum(step.received for step in path)
+    def score(path: list[Step]) -> tuple[float, float, int]:
+        moved = sum(step.mean_received for step in path)
         return sum(map(seconds, path)), moved, len(path)
 
     on_one_mesh = src.mesh is dst.mesh
@@ -182,7 +188,9 @@ def _plan(
         found += _chains(src, dst, size, costs, best)
     if peak_bytes is not None:
         found = _within(found, peak_bytes, size, f"{src!r} -> {dst!r} in {dtype}")
-    best_path = min(found, key=score)
+    fastest = min(score(path)[0] for path in found)
+    near = [path for path in found if score(path)[0] <= fastest * _MODEL_ERROR]
+    best_path = min(near, key=lambda path: (sum(map(steps.collectives, path)), *score(path)))
     return Plan(
         src,
         dst,

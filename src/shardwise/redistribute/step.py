@@ -16,13 +16,15 @@ from shardwise.redistribute.measure import (
     Sizes,
     axes_size,
     busiest,
+    givers,
     mean,
     overlap,
     received,
     split_axes,
+    tiles,
     volume,
 )
-from shardwise.redistribute.overlap import count_tiles, unsplit_axes
+from shardwise.redistribute.overlap import unsplit_axes
 from shardwise.redistribute.owners import Roles
 
 Kind = Literal[
@@ -108,26 +110,22 @@ def all_reduce(source: Layout, axes: tuple[int, ...], op: str) -> Step:
 @lru_cache(maxsize=4096)
 def exchange(source: Layout, target: Layout) -> Step:
     """Send every rank what it lacks, at once: one all-to-all of box overlaps."""
-    moved, peers = received(source, target), _most_peers(source, target)
+    moved, peers = received(source, target), busiest(givers(source, target))
     if source.mesh is not target.mesh:
         return Step("exchange", source, target, (), busiest(moved), mean(moved), peers)
     axes = tuple(sorted(split_axes(source) - _outer_axes(source, target)))
-    step = _collective("exchange", source, target, axes, moved)
-    return replace(step, peers=min(step.peers, peers))
+    return replace(_collective("exchange", source, target, axes, moved), peers=peers)
 
 
 @lru_cache(maxsize=4096)
 def reduce_exchange(source: Layout, target: Layout, op: str) -> Step:
     """Reduce and move, in two rounds: see `shardwise.redistribute.owners`."""
-    mesh, roles = source.mesh, Roles(source, target)
+    roles = Roles(source, target)
     first, second = rounds(source, target, roles)
-    givers = {*roles.ending, *roles.split} - _outer_axes(source, target)
-    axes = tuple(sorted({*givers, *roles.replicas}))
-    tiles = _most_peers(source, target)
-    peers = min(axes_size(mesh, givers), axes_size(mesh, roles.ending) * tiles) - 1
-    peers += axes_size(mesh, roles.replicas) - 1
+    given_along = {*roles.ending, *roles.split} - _outer_axes(source, target)
+    axes = tuple(sorted({*given_along, *roles.replicas}))
     step = _collective("reduce_exchange", source, target, axes, first + second, op=op)
-    return replace(step, peers=max(peers, 0))
+    return replace(step, peers=_peers_of_rounds(source, target, roles))
 
 
 def rounds(source: Layout, target: Layout, roles: Roles) -> tuple[Sizes, Sizes]:
@@ -141,6 +139,13 @@ def rounds(source: Layout, target: Layout, roles: Roles) -> tuple[Sizes, Sizes]:
     first = (contributions - 1) * at_home + contributions * away
     owned = np.broadcast_to(at_home + away, mesh.shape)
     return first, owned.sum(axis=tuple(roles.replicas), keepdims=True) - owned
+
+
+def collectives(step: Step) -> int:
+    """How many calls it makes: the second round of a reduce-exchange only where it has replicas."""
+    if step.kind == "reduce_exchange" and Roles(step.source, step.target).replicas:
+        return 2
+    return int(step.communicates)
 
 
 def without(layout: Layout, axes: tuple[int, ...]) -> dict[int | str, str]:
@@ -165,9 +170,15 @@ def _outer_axes(source: Layout, target: Layout) -> set[int]:
     return same
 
 
-def _most_peers(source: Layout, target: Layout) -> int:
-    """How many tiles of the source the box of the target's first rank meets."""
-    return max(1, count_tiles(source, target.box([0] * target.mesh.ndim)))
+def _peers_of_rounds(source: Layout, target: Layout, roles: Roles) -> int:
+    """How many ranks a rank receives from, at most, in the two rounds of a reduce-exchange."""
+    home = np.broadcast_to(overlap(source, target) > 0, source.mesh.shape).astype(int)
+    free = frozenset(roles.split - roles.fixed)
+    away = tiles(source, target) - tiles(source, target, free)
+    first = axes_size(source.mesh, roles.ending) * (home + away) - home
+    owns = (home + away > 0).astype(int)
+    second = owns.sum(axis=tuple(roles.replicas), keepdims=True) - owns
+    return busiest(first + second)
 
 
 def _divided(sizes: Sizes, parts: int) -> Sizes:
