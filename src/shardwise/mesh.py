@@ -295,7 +295,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh over process groups that exist already, one group per axis.
+        """A mesh over process groups that exist already, one group per axis; all members call it.
 
         Arguments:
             mesh: the global ranks; needed for more than one group.
@@ -324,7 +324,10 @@ class DeviceMesh:
 
     @staticmethod
     def from_torch(mesh: TorchMesh) -> DeviceMesh:
-        """The same mesh as a shardwise value, over the process groups that torch made for it."""
+        """The same mesh as a shardwise value, over the process groups that torch made for it.
+
+        All its members call it, so that all of them use those groups.
+        """
         result = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         if result.get_coordinate() is not None:
             for group in mesh.get_all_groups():

@@ -29,7 +29,8 @@ def simulate(
     The ranks are threads that take turns: one runs until it waits in a collective, then the lowest
     that can go on does. A run is deterministic, and a debugger stops in one rank. Each rank starts
     with the caller's state of torch's default generator and then draws as a process of its own
-    would; the caller's state is untouched. The arguments are shared by all ranks, not copied.
+    would; the caller's state is untouched. Other state that torch keeps for each thread (grad mode,
+    autocast) starts as in a new process. The arguments are shared by all ranks, not copied.
 
     Arguments:
         fn: what each rank runs.

@@ -11,6 +11,7 @@ Everything is guarded by one lock; each rank sleeps on a condition of its own.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -22,7 +23,7 @@ import torch
 
 from shardwise.errors import MismatchError
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 
 
 class Stopped(BaseException):

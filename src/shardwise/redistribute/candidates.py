@@ -34,6 +34,7 @@ def paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
 
 def cross_mesh_paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
     """Candidates between two meshes: reduce on the first, exchange, zero-fill on the second."""
+    _check_commute(target)
     bare = Layout(target.mesh, target.shape, target.shard_order)
     end = [] if bare is target else [steps.local("zero_fill", bare, target)]
     for start in _complete(source):

@@ -21,6 +21,11 @@ class CostsError(ShardwiseError, ValueError):
     """A file of costs that cannot be read, or costs that cannot be."""
 
 
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise CostsError(f"{name}: expected seconds, 0 or more; got {value!r}")
+
+
 @dataclass(frozen=True)
 class AxisCost:
     """Seconds per message and seconds per byte along one axis."""
@@ -30,8 +35,7 @@ class AxisCost:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise CostsError(f"{name}: expected seconds, 0 or more; got {value!r}")
+            _check_seconds(name, value)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class Costs:
     axes: Mapping[str, AxisCost] = field(default_factory=dict)
     default: AxisCost = AxisCost(alpha=5e-6, beta=1e-10)
     start: float = 2e-5
+
+    def __post_init__(self) -> None:
+        _check_seconds("start", self.start)
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self.axes.items(), key=str)), self.default, self.start))
@@ -80,10 +87,7 @@ class Costs:
             raise CostsError(f"costs: cannot read {str(path)!r}: {error}") from error
         try:
             axes = {name: AxisCost(**cost) for name, cost in data["axes"].items()}
-            start = data["start"]
-            if not isinstance(start, int | float) or not 0 <= start < math.inf:
-                raise CostsError(f"start: expected seconds, 0 or more; got {start!r}")
-            return Costs(axes, AxisCost(**data["default"]), start)
+            return Costs(axes, AxisCost(**data["default"]), data["start"])
         except (KeyError, TypeError, AttributeError, CostsError) as error:
             raise CostsError(
                 f"costs: {str(path)!r} is not a file of costs ({type(error).__name__}: {error}); "

@@ -10,7 +10,7 @@ import torch
 from shardwise import world
 from shardwise.box import Box
 from shardwise.comm import Communicator, Pending, communicator
-from shardwise.comm.reduction import reduce_contributions
+from shardwise.comm.reduction import check_reduction, reduce_contributions
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.redistribute.overlap import Transfer, receives, sends
@@ -71,6 +71,7 @@ def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
 
 def _scale(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Make pending averages pending sums, and the reverse. Backward: the same factor."""
+    check_reduction("avg", local.dtype)
     factor = 1.0
     wanted = dict(step.target.partial)
     for axis, op in step.source.partial:
