@@ -67,8 +67,9 @@ def launch(
     Example:
         >>> launch(train, 4, steps=100)
     """
+    task = _as_task(fn, args, kwargs)  # what cannot be sent is refused before anything starts
     with Workers(world_size, backend=backend, timeout=timeout) as workers:
-        return workers.run(fn, *args, **kwargs)
+        return workers._run(task)
 
 
 @dataclass
@@ -137,10 +138,20 @@ class Workers:
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank; returns their results in order."""
+        return self._run(_as_task(fn, args, kwargs))
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _run(self, task: bytes) -> list[Any]:
         if not self.close.still_active():
             reason = self._ended_because or "they were closed"
             raise LaunchError(f"these workers have ended, because {reason}; start new ones")
-        task = dumps((fn, args, kwargs), f"launch: {getattr(fn, '__qualname__', fn)!r}")
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         try:
             for rank in self._ranks:
@@ -151,14 +162,6 @@ class Workers:
             self._ended_because = str(error).partition("\n")[0] or type(error).__name__
             self.close()
             raise
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    # ---- inside
 
     def _collect(self, deadline: float | None, starting: bool = False) -> list[Any]:
         """Each rank's answer; raises as soon as it is clear which rank failed."""
@@ -246,6 +249,10 @@ class Workers:
         if run.results:
             lines.append(f"returned: ranks {sorted(run.results)}")
         return LaunchError("\n".join(lines))
+
+
+def _as_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    return dumps((fn, args, kwargs), f"launch: {getattr(fn, '__qualname__', fn)!r}")
 
 
 def _start(place: worker.Place) -> _Rank:
