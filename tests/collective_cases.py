@@ -571,6 +571,53 @@ def send_recv(comm: sw.Communicator, exact: bool) -> None:
             around((2, 3), dtype, form)
 
 
+def exchange(comm: sw.Communicator, exact: bool) -> None:
+    """Everybody sends to those after it in the ring that an even number of steps leads to, and to
+    the next: some pairs exchange, some do not, and pieces are uneven and empty."""
+
+    def peers(index: int) -> list[int]:
+        steps = [step for step in range(1, comm.size) if step == 1 or step % 2 == 0]
+        return [(index + step) % comm.size for step in steps]
+
+    def shape(source: int, target: int) -> tuple[int, int]:
+        return (source + 2 * target) % 4, 3
+
+    sources = [peer for peer in range(comm.size) if comm.index in peers(peer)]
+    for dtype in DTYPES:
+        for form in forms(dtype):
+            sends = {
+                peer: value(comm.index, shape(comm.index, peer), dtype, form)
+                for peer in peers(comm.index)
+            }
+            for start in (comm.exchange, lambda *both: comm.exchange_async(*both).wait()):
+                wide = {peer: torch.zeros((4, 6), dtype=dtype) for peer in sources}
+                receives = {peer: wide[peer][: shape(peer, comm.index)[0], ::2] for peer in sources}
+                with untouched(*sends.values()):
+                    assert start(sends, receives) is None
+                for peer, x in receives.items():
+                    sent = plain(value(peer, shape(peer, comm.index), dtype, form))
+                    assert torch.equal(x, sent)
+                    assert not wide[peer][:, 1::2].any(), "wrote beside its place"
+
+
+def large_pieces_take_another_way(comm: sw.Communicator, exact: bool) -> None:
+    """Above a size moves are made of messages between pairs; the results are the same."""
+    rows = [70_000 + 10_000 * index for index in range(comm.size)]
+    mine = torch.arange(rows[comm.index] * 4, dtype=torch.float32).reshape(-1, 4) + comm.index
+    whole = torch.cat(
+        [torch.arange(n * 4, dtype=torch.float32).reshape(-1, 4) + i for i, n in enumerate(rows)]
+    )
+    assert torch.equal(comm.all_gather(mine, sizes=rows), whole)
+    assert torch.equal(comm.all_gather(mine.T, 1, sizes=rows), whole.T)
+    begin = sum(rows[: comm.index])
+    reduced = comm.reduce_scatter(whole + comm.index, sizes=rows)
+    total = whole[begin : begin + rows[comm.index]] * comm.size + sum(range(comm.size))
+    torch.testing.assert_close(reduced, total)
+    even = torch.full((1 << 18,), float(comm.index))
+    expected = torch.arange(comm.size, dtype=torch.float32).repeat_interleave(1 << 18)
+    assert torch.equal(comm.all_gather(even), expected)
+
+
 def several_sends_arrive_in_order(comm: sw.Communicator, exact: bool) -> None:
     if comm.size == 1:
         return
@@ -737,6 +784,8 @@ CASES: dict[str, Callable[[sw.Communicator, bool], None]] = {
         broadcast,
         scatter,
         gather,
+        exchange,
+        large_pieces_take_another_way,
         send_recv,
         several_sends_arrive_in_order,
         barrier,

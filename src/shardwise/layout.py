@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -69,16 +69,7 @@ class Layout:
         mesh, shape = as_mesh(mesh), _as_shape(shape)
         order = _as_order(mesh, shape, shard_order)
         pending = tuple(sorted((mesh.axis(axis), op) for axis, op in (partial or {}).items()))
-        key = (mesh, shape, order, pending)
-        with _interning:
-            found = _interned.get(key)
-            if found is None:
-                values = (*key, _placements(mesh, order, pending))
-                found = object.__new__(cls)
-                for field, value in zip(_FIELDS, values, strict=True):
-                    object.__setattr__(found, field, value)
-                _interned[key] = found
-        return found
+        return _intern(mesh, shape, order, pending)
 
     @staticmethod
     def from_placements(
@@ -147,6 +138,21 @@ class Layout:
                     raise LayoutError(f"text: axis {axis} is pending twice in {text!r}")
                 partial[mesh.axis(_parse_axis(axis))] = op
         return Layout(mesh, shape, split, partial)
+
+    def relaid(
+        self,
+        shard_order: Iterable[Iterable[int]] | None = None,
+        partial: Mapping[int, str] | None = None,
+    ) -> Layout:
+        """The same tensor on the same mesh, laid out otherwise. Axes are positions.
+
+        Arguments:
+            shard_order: for each dim the axes that split it; by default as it is.
+            partial: the reductions that are pending; by default as they are.
+        """
+        order = self.shard_order if shard_order is None else tuple(map(tuple, shard_order))
+        pending = self.partial if partial is None else tuple(sorted(partial.items()))
+        return _intern(self.mesh, self.shape, order, pending)
 
     # ---- what a rank holds
 
@@ -236,6 +242,25 @@ def _parse_axis(text: str) -> Axis:
 
 def _shown(mesh: DeviceMesh, axes: Sequence[int]) -> str:
     return f"({', '.join(map(mesh.axis_name, axes))})"
+
+
+def _intern(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    order: tuple[tuple[int, ...], ...],
+    partial: tuple[tuple[int, str], ...],
+) -> Layout:
+    """The one layout with these properties."""
+    key = (mesh, shape, order, partial)
+    with _interning:
+        found = _interned.get(key)
+        if found is None:
+            values = (*key, _placements(mesh, order, partial))
+            found = object.__new__(Layout)
+            for field, value in zip(_FIELDS, values, strict=True):
+                object.__setattr__(found, field, value)
+            _interned[key] = found
+    return found
 
 
 def _placements(

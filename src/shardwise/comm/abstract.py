@@ -51,6 +51,13 @@ class AbstractCommunicator(Communicator):
         gathered = [_empty(x, shape) for shape in shapes]
         return Pending.done(gathered if destination == self.index else None)
 
+    def _start_exchange(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+    ) -> Pending[None]:
+        for x in (*sends.values(), *receives.values()):
+            _empty(x, ())
+        return Pending.done(None)
+
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
         _empty(x, ())
         return Pending.done(None)

@@ -33,6 +33,9 @@ from shardwise.errors import CollectiveError
 
 T = TypeVar("T")
 
+LARGE = 1 << 20
+"""From so many bytes on, copying to pack them for one all-to-all costs more than its messages."""
+
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # and a division, as not every backend has AVG
@@ -64,6 +67,7 @@ class C10dCommunicator(Communicator):
         super().__init__(ranks, index, axes)
         # Weak, so that destroy_process_group frees the group.
         self._group_reference = ref(group)
+        self._exchanges = 0
 
     @property
     def is_usable(self) -> bool:
@@ -109,7 +113,10 @@ class C10dCommunicator(Communicator):
         if x.device.type != "cpu" and len(set(sizes)) == 1 and not x.is_complex():
             return self._start_native_reduce_scatter(pieces, op)
         shapes = [tuple(pieces[self.index].shape)] * self.size
-        received = self._start_all_to_all(pieces, shapes)
+        if x.numel() * x.itemsize >= LARGE:
+            received = self._start_all_to_all_of_large(pieces, shapes)
+        else:
+            received = self._start_all_to_all(pieces, shapes)
         return received.then(lambda contributions: reduce_contributions(contributions, op))
 
     def _start_native_reduce_scatter(
@@ -150,6 +157,9 @@ class C10dCommunicator(Communicator):
     ) -> Pending[list[torch.Tensor]]:
         """Everybody's `x`, as consecutive pieces of one new buffer."""
         shapes = shapes or [tuple(x.shape)] * self.size
+        whole = sum(torch.Size(shape).numel() for shape in shapes) * x.itemsize
+        if x.device.type == "cpu" and whole >= LARGE:
+            return self._start_all_to_all_of_large([x.detach()] * self.size, shapes)
         if len(set(shapes)) > 1:
             return self._start_all_to_all([x.detach()] * self.size, shapes)
         mine = _flat([x])
@@ -168,6 +178,19 @@ class C10dCommunicator(Communicator):
             _bytes(received), _bytes(packed), [count * packed.itemsize for count in counts], sent
         )
         return self._pending("all_to_all", work, lambda: _split(received, shapes), packed)
+
+    def _start_all_to_all_of_large(
+        self, pieces: list[torch.Tensor], shapes: list[Shape]
+    ) -> Pending[list[torch.Tensor]]:
+        """The same by messages, which saves packing. All ranks must choose it, or none."""
+        buffer = pieces[0].new_empty(sum(torch.Size(shape).numel() for shape in shapes))
+        received = _split(buffer, shapes)
+        received[self.index].copy_(pieces[self.index].detach())
+        others = [peer for peer in range(self.size) if peer != self.index]
+        started = self._start_exchange(
+            {peer: pieces[peer] for peer in others}, {peer: received[peer] for peer in others}
+        )
+        return started.then(lambda _: received)
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         own = source == self.index
@@ -195,6 +218,35 @@ class C10dCommunicator(Communicator):
         if destination == self.index:
             return self._start_all_to_all(sent, shapes).then(lambda received: received)
         return self._start_all_to_all(sent, [(0,)] * self.size).then(lambda received: None)
+
+    def _start_exchange(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+    ) -> Pending[None]:
+        self._exchanges += 1  # the same on all ranks: keeps the messages of two exchanges apart
+        kept: list[torch.Tensor] = []
+        unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        calls = []
+        for shift in range(1, self.size):  # each rank starts with another peer
+            source, destination = (self.index - shift) % self.size, (self.index + shift) % self.size
+            if source in receives and receives[source].numel():
+                out = receives[source].detach()
+                buffer = out if out.is_contiguous() else _empty_like(out)
+                if buffer is not out:
+                    unpacked.append((out, buffer))
+                calls.append(self._p2p(dist.irecv, _bytes(buffer), source))
+            if destination in sends and sends[destination].numel():
+                kept.append(_flat([sends[destination]]))
+                calls.append(self._p2p(dist.isend, _bytes(kept[-1]), destination))
+
+        def finish() -> None:
+            for out, buffer in unpacked:
+                out.copy_(buffer)
+
+        works = dist.batch_isend_irecv(calls) if calls else []
+        return self._pending("exchange", works, finish, *kept)
+
+    def _p2p(self, call: Any, data: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(call, data, self.ranks[peer], self._group, self._exchanges)
 
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
         if x.numel() == 0:  # both sides know
@@ -231,11 +283,13 @@ class C10dCommunicator(Communicator):
     def _pending(
         self, kind: str, work: Any, finish: Callable[[], T], *kept: torch.Tensor
     ) -> Pending[T]:
-        """Wait for `work`, then finish. `kept` stay alive until then."""
+        """Wait for `work`, one or several, then finish. `kept` stay alive until then."""
+        works = work if isinstance(work, list) else [work]
 
         def wait(kept: tuple[torch.Tensor, ...] = kept) -> T:
             try:
-                work.wait()
+                for each in works:
+                    each.wait()
             except RuntimeError as error:
                 over = f" over {'.'.join(self.axes)}" if self.axes else ""
                 raise CollectiveError(

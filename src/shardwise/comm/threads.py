@@ -112,6 +112,28 @@ class ThreadsCommunicator(Communicator):
         agreed = {"dtype": x.dtype, "shapes": shapes, "destination": destination}
         return self._meet("gather", agreed, [x], x.detach(), combine)
 
+    def _start_exchange(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+    ) -> Pending[None]:
+        def combine(
+            inputs: list[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]],
+        ) -> list[None]:
+            sent = {(i, j): x for i, (given, _) in enumerate(inputs) for j, x in given.items()}
+            taken = {(i, j): x for j, (_, wanted) in enumerate(inputs) for i, x in wanted.items()}
+            for pair in sorted(sent.keys() | taken.keys()):
+                here, there = _described(sent.get(pair)), _described(taken.get(pair))
+                if here != there:
+                    source, destination = (self.ranks[index] for index in pair)
+                    raise MismatchError(
+                        f"exchange: rank {source} sends {here} to rank {destination}, "
+                        f"which expects {there}"
+                    )
+            for pair, x in taken.items():
+                x.detach().copy_(sent[pair].detach())
+            return [None for _ in inputs]
+
+        return self._meet("exchange", {}, list(sends.values()), (sends, receives), combine)
+
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
         # Buffered, as on gloo: the sender goes on before the receiver comes.
         self._join_pair(self.index, destination, x, copied(x))
@@ -173,6 +195,10 @@ class ThreadsWorld(World):
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         return ThreadsCommunicator(self._place, ranks, ranks.index(self.rank), axes)
+
+
+def _described(x: torch.Tensor | None) -> str:
+    return "nothing" if x is None else f"{x.dtype} {tuple(x.shape)}"
 
 
 def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:

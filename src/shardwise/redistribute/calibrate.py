@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm import Communicator, communicator
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.cost import DEFAULT, AxisCost, Costs
+from shardwise.redistribute.cost import LOOPBACK, AxisCost, Costs
 
 _TINY, _LARGE = 8, 1 << 22
 """Bytes to each peer: so few that only latency shows, and so many that only bandwidth does."""
@@ -32,7 +32,7 @@ def calibrate(mesh: DeviceMesh, *, repeats: int = 20) -> Costs:
             tiny[name] = _seconds(group, everybody, mesh.device_type, _TINY, repeats)
             large[name] = _seconds(group, everybody, mesh.device_type, _LARGE, repeats)
     # One size of group cannot tell the start of a collective from its messages: call it half.
-    start = min(tiny.values(), default=2 * DEFAULT.start) / 2
+    start = min(tiny.values(), default=2 * LOOPBACK.start) / 2
     sizes = {mesh.axis_name(axis): mesh.shape[axis] for axis in range(mesh.ndim)}
     axes = {
         name: AxisCost(
@@ -41,7 +41,7 @@ def calibrate(mesh: DeviceMesh, *, repeats: int = 20) -> Costs:
         )
         for name in tiny
     }
-    return Costs(axes, DEFAULT.default, start)
+    return Costs(axes, LOOPBACK.default, start)
 
 
 def _seconds(

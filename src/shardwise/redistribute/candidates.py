@@ -35,7 +35,7 @@ def paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
 def cross_mesh_paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
     """Candidates between two meshes: reduce on the first, exchange, zero-fill on the second."""
     _check_commute(target)
-    bare = Layout(target.mesh, target.shape, target.shard_order)
+    bare = target.relaid(partial={})
     end = [] if bare is target else [steps.local("zero_fill", bare, target)]
     for start in _complete(source):
         here = start[-1].target if start else source
@@ -44,18 +44,18 @@ def cross_mesh_paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
 
 def _complete(source: Layout) -> Iterator[list[Step]]:
     """Ways to be done with the pending reductions of a layout."""
-    bare = Layout(source.mesh, source.shape, source.shard_order)
+    bare = source.relaid(partial={})
     yield from paths(source, bare)
     if source.partial and source.ndim:
         dim = _longest_dim(source)
         order = list(source.shard_order)
         order[dim] = (*order[dim], *(axis for axis, _ in source.partial))
-        yield from paths(source, Layout(source.mesh, source.shape, order))
+        yield from paths(source, source.relaid(order, {}))
 
 
 def rescaled(source: Layout, target: Layout) -> Layout:
     """`source` with pending averages made sums, and the reverse, where the target has it so."""
-    partial: dict[int | str, str] = {}
+    partial: dict[int, str] = {}
     wanted = dict(target.partial)
     for axis, op in source.partial:
         new = wanted.get(axis, op)
@@ -73,7 +73,7 @@ def rescaled(source: Layout, target: Layout) -> Layout:
         _check_commute(source)
     if new_axes(source, target):
         _check_commute(target)
-    return Layout(source.mesh, source.shape, source.shard_order, partial)
+    return source.relaid(partial=partial)
 
 
 def _check_commute(layout: Layout) -> None:
@@ -123,16 +123,16 @@ def _before_zero_fill(source: Layout, target: Layout) -> Iterator[Layout]:
         return
     partial = without(target, tuple(new))
     order = list(target.shard_order)
-    yield Layout(target.mesh, target.shape, order, partial)
+    yield target.relaid(order, partial)
     for dim in range(target.ndim):
         spread = [axis for axis in new if axis in source.shard_order[dim]]
         order[dim] = (*order[dim], *spread)
-    yield Layout(target.mesh, target.shape, order, partial)
+    yield target.relaid(order, partial)
     rest = tuple(axis for axis in new if axis not in split_axes(source))
     if target.ndim and rest:
         dim = _longest_dim(target)
         order[dim] = (*order[dim], *rest)
-        yield Layout(target.mesh, target.shape, order, partial)
+        yield target.relaid(order, partial)
 
 
 def _reductions(source: Layout, target: Layout, axes: tuple[int, ...]) -> Iterator[list[Step]]:
@@ -141,9 +141,9 @@ def _reductions(source: Layout, target: Layout, axes: tuple[int, ...]) -> Iterat
         yield from _moves(source, target)
         return
     op = pending_op(source, axes)
-    starts = [source]
-    if (early := _sliced_early(source, target)) is not source:
-        starts.append(early)
+    early = _sliced_early(source, target)
+    # Cut inside axes that are outer in the target, shards may lie where nobody wants them.
+    starts = [early] if early is source or _is_on_the_way(early, target) else [early, source]
     for start in starts:
         first = [] if start is source else [steps.local("slice", source, start)]
         for reduction in _named_reductions(start, target, axes, op):
@@ -187,7 +187,13 @@ def _sliced_early(source: Layout, target: Layout) -> Layout:
         (*before, *(axis for axis in after if axis in whole))
         for before, after in zip(source.shard_order, target.shard_order, strict=True)
     ]
-    return Layout(source.mesh, source.shape, order, dict(source.partial))
+    return source.relaid(order)
+
+
+def _is_on_the_way(early: Layout, target: Layout) -> bool:
+    """Whether every shard of the target lies within one of `early`, dim by dim."""
+    orders = zip(early.shard_order, target.shard_order, strict=True)
+    return all(after[: len(before)] == before for before, after in orders)
 
 
 def _named_reductions(
@@ -201,7 +207,8 @@ def _named_reductions(
     wanted = {
         axis: dim for dim, split in enumerate(target.shard_order) for axis in split if axis in axes
     }
-    for dims in ({axis: wanted.get(axis, longest) for axis in axes}, dict.fromkeys(axes, longest)):
+    choices = [{axis: wanted.get(axis, longest) for axis in axes}, dict.fromkeys(axes, longest)]
+    for dims in choices[: 1 if choices[0] == choices[1] else 2]:
         path: list[Step] = []
         here = source
         for dim in dict.fromkeys(dims.values()):
@@ -221,7 +228,7 @@ def _spread_over_replicas(target: Layout) -> Layout:
     dim = _longest_dim(target)
     order = list(target.shard_order)
     order[dim] = (*order[dim], *replicas)
-    return Layout(target.mesh, target.shape, order, dict(target.partial))
+    return target.relaid(order)
 
 
 def _longest_dim(layout: Layout) -> int:

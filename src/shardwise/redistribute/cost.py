@@ -44,9 +44,10 @@ class Costs:
 
     Arguments:
         axes: by axis name; `shardwise calibrate` measures them.
-        default: for the axes not named. 5 us a message and 10 GB/s lie between a loopback and a
-            fast network.
+        default: for the axes not named.
         start: seconds that any collective takes before its first byte.
+
+    Without arguments: 5 us a message and 10 GB/s, as between hosts with accelerators.
     """
 
     axes: Mapping[str, AxisCost] = field(default_factory=dict)
@@ -55,16 +56,21 @@ class Costs:
 
     def __post_init__(self) -> None:
         _check_seconds("start", self.start)
+        # A key of the cache of plans: hashed at every move.
+        axes = tuple(sorted(self.axes.items(), key=str))
+        object.__setattr__(self, "_hash", hash((axes, self.default, self.start)))
 
     def __hash__(self) -> int:
-        return hash((tuple(sorted(self.axes.items(), key=str)), self.default, self.start))
+        return int(vars(self)["_hash"])
 
-    def seconds(self, axes: Iterable[str], peers: int, bytes: int) -> float:
-        """The time of one collective."""
-        costs = [self.axes.get(axis, self.default) for axis in axes] or [self.default]
-        alpha = max(cost.alpha for cost in costs)
-        beta = max(cost.beta for cost in costs)
-        return self.start + peers * alpha + bytes * beta
+    def seconds(self, axes: Iterable[str], peers: int, bytes: int, collectives: int = 1) -> float:
+        """The time of one step."""
+        alpha, beta = self.default.alpha, self.default.beta
+        if self.axes:
+            costs = [self.axes.get(axis, self.default) for axis in axes] or [self.default]
+            alpha = max(cost.alpha for cost in costs)
+            beta = max(cost.beta for cost in costs)
+        return collectives * self.start + peers * alpha + bytes * beta
 
     def least_seconds(self, bytes: int) -> float:
         """No plan that moves so many bytes to a rank takes less."""
@@ -96,12 +102,14 @@ class Costs:
 
 
 DEFAULT = Costs()
+LOOPBACK = Costs(default=AxisCost(alpha=5e-5, beta=1e-9), start=1e-4)
+"""What gloo takes between processes of one host, in round numbers."""
 
 
-def as_costs(costs: Costs | str | Path | None) -> Costs:
+def as_costs(costs: Costs | str | Path | None, device_type: str) -> Costs:
     """What `costs=` takes: nothing, costs, or the path of a file of them."""
     if costs is None:
-        return DEFAULT
+        return LOOPBACK if device_type == "cpu" else DEFAULT
     if isinstance(costs, Costs):
         return costs
     if isinstance(costs, str | Path):

@@ -10,6 +10,7 @@ import torch
 from shardwise import world
 from shardwise.box import Box
 from shardwise.comm import Communicator, Pending, communicator
+from shardwise.comm.c10d import LARGE
 from shardwise.comm.reduction import check_reduction, reduce_contributions
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -27,18 +28,24 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
     """
     check_local(local, plan.source)
     moves = list(plan.moves)
-    current: Pending[torch.Tensor] = Pending.done(local)
-    if moves:
-        current = _RUN[moves[0].kind](moves[0], local)
+    started = [_start(moves[0], local) if moves else Pending.done(local)]
 
-    def finish(result: torch.Tensor) -> torch.Tensor:
+    def finish() -> torch.Tensor:
+        result = started.pop().wait()  # nobody else holds it while the others run
         for step in moves[1:]:
-            result = _RUN[step.kind](step, result).wait()
+            result = _start(step, result).wait()
         if moves and result.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
             result = result.clone(memory_format=torch.contiguous_format)
         return result.contiguous()
 
-    return current.then(finish)
+    return Pending(finish)
+
+
+def _start(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+    mesh = step.source.mesh
+    if mesh is step.target.mesh and mesh.get_coordinate() is None:
+        return Pending.done(local)  # a move between two meshes has steps within one of them
+    return _RUN[step.kind](step, local)
 
 
 def check_local(local: torch.Tensor, layout: Layout) -> None:
@@ -61,9 +68,7 @@ def _box(layout: Layout) -> Box | None:
 
 def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Keep a part of what is here. Backward: gather."""
-    before, after = _box(step.source), _box(step.target)
-    if before is None or after is None:
-        return Pending.done(local)
+    before, after = step.source.box(), step.target.box()
     if after.is_empty:  # and so perhaps not within what is here
         return Pending.done(local.new_empty(after.shape))
     return Pending.done(local[after.within(before).slices])
@@ -98,10 +103,9 @@ def _contribution(
 
 def _zero_fill(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Be a contribution: what is here, and the neutral element elsewhere. Backward: slice."""
-    before, after = _box(step.source), _box(step.target)
+    before, after = step.source.box(), step.target.box()
     place = step.target.mesh.get_coordinate()
-    if before is None or after is None or place is None:
-        return Pending.done(local)
+    assert place is not None, "a rank outside takes no part"
     pending = dict(step.source.partial)
     split = {axis for axes in step.source.shard_order for axis in axes}
     # Where several ranks hold the same, the first of them contributes it.
@@ -162,14 +166,36 @@ def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     given = sends(step.source, step.target, rank)
     taken = receives(step.source, step.target, rank)
 
-    def finish(parts: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
-        if after is None:
-            return local.new_empty(0)
-        return _assembled(after, parts, local)
+    if step.received * local.itemsize >= LARGE:  # a global fact: all ranks choose alike
+        return _exchange_in_place(group, rank, given, taken, local, before, after)
 
-    if before is None:
-        given = []
+    def finish(parts: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+        return local.new_empty(0) if after is None else _assembled(after, parts, local)
+
     return _swap(group, rank, given, taken, local, before).then(finish)
+
+
+def _exchange_in_place(
+    group: Communicator,
+    rank: int,
+    given: list[Transfer],
+    taken: list[Transfer],
+    local: torch.Tensor,
+    before: Box | None,
+    after: Box | None,
+) -> Pending[torch.Tensor]:
+    """From slices of `local` into slices of the result: nothing is packed that need not be."""
+    index = {peer: at for at, peer in enumerate(group.ranks)}
+    result = local.new_empty(0 if after is None else after.shape)
+    parts = {peer: local[box.within(before).slices] for peer, box in given if before is not None}
+    places = {peer: result[box.within(after).slices] for peer, box in taken if after is not None}
+    if rank in places:
+        places.pop(rank).copy_(parts.pop(rank))
+    started = group.exchange_async(
+        {index[peer]: part for peer, part in parts.items()},
+        {index[peer]: place for peer, place in places.items()},
+    )
+    return started.then(lambda _: result)
 
 
 def _reduce_exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:

@@ -142,13 +142,13 @@ def _pair(
     forward = Move(src, dst, 1.0, forward_dtype, costs)
     back = dual(dst)
     if used_on:
-        back = Layout(dst.mesh, dst.shape, dst.shard_order, dict.fromkeys(used_on, "sum"))
-        for axis, _ in back.partial:
+        for axis in map(dst.mesh.axis, used_on):
             if not dst.placements[axis].is_replicate():
                 raise LayoutError(
                     f"used_on: expected axes on which {dst!r} is whole, "
                     f"got {dst.mesh.axis_name(axis)}: {dst.placements[axis]}"
                 )
+        back = Layout(dst.mesh, dst.shape, dst.shard_order, dict.fromkeys(used_on, "sum"))
     factor = _averaged(dst) / _averaged(src)
     return Pair(forward, Move(back, dual(src), factor, backward_dtype, costs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from shardwise.redistribute.candidates import (
     rescaled,
 )
 from shardwise.redistribute.cost import Costs, as_costs
-from shardwise.redistribute.memory import peak
+from shardwise.redistribute.memory import peaks
 from shardwise.redistribute.search import as_steps, cheapest_chain
 from shardwise.redistribute.step import Step
 
@@ -45,7 +46,7 @@ class PlanStep:
     peers: int
     """From how many ranks a rank receives."""
     peak_bytes: int
-    """Held at once by the busiest rank: input, buffers and result."""
+    """Held at once by the busiest rank: the plan's input, buffers and results."""
     seconds: float
     """By the model."""
 
@@ -156,7 +157,7 @@ def plan_redistribute(
     if not isinstance(src, Layout) or not isinstance(dst, Layout):
         wrong, name = (src, "src") if not isinstance(src, Layout) else (dst, "dst")
         raise LayoutError(f"{name}: expected a Layout, got {wrong!r} ({type(wrong).__name__})")
-    return _plan(src, dst, dtype, peak_bytes, as_costs(costs))
+    return _plan(src, dst, dtype, peak_bytes, as_costs(costs, src.mesh.device_type))
 
 
 _MODEL_ERROR = 1.02
@@ -175,59 +176,78 @@ def _plan(
     def seconds(step: Step) -> float:
         if not step.communicates:
             return 0.0
-        return costs.seconds(step.axis_names, step.peers, step.received * size)
+        received = step.received * size
+        return costs.seconds(step.axis_names, step.peers, received, steps.collectives(step))
 
     def score(path: list[Step]) -> tuple[float, float, int]:
         moved = sum(step.mean_received for step in path)
         return sum(map(seconds, path)), moved, len(path)
 
-    on_one_mesh = src.mesh is dst.mesh
-    found = list((paths if on_one_mesh else cross_mesh_paths)(src, dst))
-    if on_one_mesh:
-        best = min(score(path)[0] for path in found)
-        found += _chains(src, dst, size, costs, best)
+    least = bound.lower_bound(src, dst) * size
+    found = _candidates(src, dst, seconds, costs, least, size, first_good=peak_bytes is None)
     if peak_bytes is not None:
-        found = _within(found, peak_bytes, size, f"{src!r} -> {dst!r} in {dtype}")
-    fastest = min(score(path)[0] for path in found)
-    near = [path for path in found if score(path)[0] <= fastest * _MODEL_ERROR]
-    best_path = min(near, key=lambda path: (sum(map(steps.collectives, path)), *score(path)))
-    return Plan(
-        src,
-        dst,
-        dtype,
-        tuple(best_path),
-        tuple(_in_bytes(step, size, seconds(step)) for step in best_path),
-        bound.lower_bound(src, dst) * size,
-        costs,
+        found = _within(found, peak_bytes, dtype, f"{src!r} -> {dst!r} in {dtype}")
+    fastest = min(time for time, _ in found)
+    near = [path for time, path in found if time <= fastest * _MODEL_ERROR]
+    best = min(near, key=lambda path: (sum(map(steps.collectives, path)), *score(path)))
+    in_bytes = tuple(
+        _in_bytes(step, size, held, seconds(step))
+        for step, held in zip(best, peaks(best, dtype), strict=True)
     )
+    return Plan(src, dst, dtype, tuple(best), in_bytes, least, costs)
 
 
-def _chains(src: Layout, dst: Layout, size: int, costs: Costs, limit: float) -> list[list[Step]]:
+Timed = list[tuple[float, list[Step]]]
+
+
+def _candidates(
+    src: Layout,
+    dst: Layout,
+    seconds: Callable[[Step], float],
+    costs: Costs,
+    least: int,
+    size: int,
+    first_good: bool,
+) -> Timed:
+    """Ways to go, with their times; one is enough if nothing can be better."""
+    if src.mesh is not dst.mesh:
+        return [(sum(map(seconds, path)), path) for path in cross_mesh_paths(src, dst)]
+    found: Timed = []
+    goal = costs.least_seconds(least)
+    for path in paths(src, dst):
+        found.append((sum(map(seconds, path)), path))
+        good = found[-1][0] <= goal * _MODEL_ERROR and sum(map(steps.collectives, path)) <= 1
+        if good and first_good:
+            return found
+    limit = min(time for time, _ in found)
+    chains = _chains(src, dst, size, costs, limit, goal)
+    return found + [(sum(map(seconds, chain)), chain) for chain in chains]
+
+
+def _chains(
+    src: Layout, dst: Layout, size: int, costs: Costs, limit: float, least: float
+) -> list[list[Step]]:
     """The cheapest chain of one-axis moves, if there can be one below the limit."""
-    scaled = rescaled(src, dst)
-    if scaled is not src or new_axes(src, dst):
-        return []
-    least = costs.least_seconds(bound.lower_bound(src, dst) * size)
-    if limit <= least:
+    if limit <= least or new_axes(src, dst) or rescaled(src, dst) is not src:
         return []
     ending = ending_axes(src, dst)
     chain = cheapest_chain(src, dst, ending, costs, size, limit, _MOST_STATES)
     return [] if chain is None else [as_steps(src, chain, pending_op(src, ending))]
 
 
-def _within(found: list[list[Step]], peak_bytes: int, size: int, what: str) -> list[list[Step]]:
-    peaks = [max((peak(step) for step in path), default=0) * size for path in found]
-    allowed = [path for path, most in zip(found, peaks, strict=True) if most <= peak_bytes]
+def _within(found: Timed, peak_bytes: int, dtype: torch.dtype, what: str) -> Timed:
+    needed = [max(peaks(path, dtype), default=0) for _, path in found]
+    allowed = [each for each, most in zip(found, needed, strict=True) if most <= peak_bytes]
     if not allowed:
         raise MemoryCapError(
-            f"peak_bytes: {what} needs at least {min(peaks)} bytes, got {peak_bytes}"
+            f"peak_bytes: {what} needs at least {min(needed)} bytes, got {peak_bytes}"
         )
     return allowed
 
 
 def dual(layout: Layout) -> Layout:
     """How the gradient of a tensor lies: pending sums become whole, the rest is as it is."""
-    return Layout(layout.mesh, layout.shape, layout.shard_order)
+    return layout.relaid(partial={})
 
 
 def _check(src: Layout, dst: Layout) -> None:
@@ -241,7 +261,7 @@ def _check(src: Layout, dst: Layout) -> None:
         )
 
 
-def _in_bytes(step: Step, itemsize: int, seconds: float) -> PlanStep:
+def _in_bytes(step: Step, itemsize: int, peak_bytes: int, seconds: float) -> PlanStep:
     return PlanStep(
         step.kind,
         step.axis_names,
@@ -250,7 +270,7 @@ def _in_bytes(step: Step, itemsize: int, seconds: float) -> PlanStep:
         step.received * itemsize,
         step.mean_received * itemsize,
         step.peers,
-        peak(step) * itemsize,
+        peak_bytes,
         seconds,
     )
 

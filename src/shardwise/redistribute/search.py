@@ -103,7 +103,7 @@ def cheapest_chain(
         most_states: give up after looking at so many layouts (by default, never).
     """
     partial = steps.without(source, ending)
-    kept = Layout(source.mesh, source.shape, source.shard_order, partial)
+    kept = source.relaid(partial=partial)
     goal = State(target.shard_order, ())
     ticket = count()  # ties are broken by age, the same on every rank
     start = State(source.shard_order, ending)
@@ -131,7 +131,7 @@ def as_steps(source: Layout, chain: list[Hop], op: str) -> list[Step]:
     here = source
     for hop in chain:
         partial = steps.without(here, (hop.axis,))
-        target = Layout(here.mesh, here.shape, hop.target.order, partial)
+        target = here.relaid(hop.target.order, partial)
         match hop.kind:
             case "all_gather":
                 path.append(steps.all_gather(here, hop.dim, 1))

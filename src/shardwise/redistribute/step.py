@@ -5,7 +5,7 @@ A step's figures are global facts: those of the busiest rank, and means over all
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -49,9 +49,10 @@ class Step:
     target: Layout
     axes: tuple[int, ...] = ()
     """The axes it communicates over; none for a local step and between two meshes."""
+    moved: Sizes = field(default=0, compare=False)
+    """What each rank receives."""
     received: int = 0
     """By the busiest rank."""
-    mean_received: float = 0.0
     peers: int = 0
     """From how many ranks a rank receives, at most."""
     dim: int = 0
@@ -62,6 +63,11 @@ class Step:
     def axis_names(self) -> tuple[str, ...]:
         """The names of its axes."""
         return tuple(map(self.source.mesh.axis_name, self.axes))
+
+    @property
+    def mean_received(self) -> float:
+        """By a rank on average."""
+        return mean(self.moved)
 
     @property
     def communicates(self) -> bool:
@@ -84,7 +90,7 @@ def all_gather(source: Layout, dim: int, count: int) -> Step:
     axes = source.shard_order[dim][-count:]
     order = list(source.shard_order)
     order[dim] = order[dim][:-count]
-    target = Layout(source.mesh, source.shape, order, dict(source.partial))
+    target = source.relaid(order)
     return _collective("all_gather", source, target, axes, received(source, target), dim)
 
 
@@ -93,7 +99,7 @@ def reduce_scatter(source: Layout, axes: tuple[int, ...], dim: int, op: str) -> 
     """Reduce over axes, and split a dim over them, inside its other axes."""
     order = list(source.shard_order)
     order[dim] = (*order[dim], *axes)
-    target = Layout(source.mesh, source.shape, order, without(source, axes))
+    target = source.relaid(order, without(source, axes))
     moved = (axes_size(source.mesh, axes) - 1) * volume(target)
     return _collective("reduce_scatter", source, target, axes, moved, dim, op)
 
@@ -101,7 +107,7 @@ def reduce_scatter(source: Layout, axes: tuple[int, ...], dim: int, op: str) -> 
 @lru_cache(maxsize=4096)
 def all_reduce(source: Layout, axes: tuple[int, ...], op: str) -> Step:
     """Reduce over axes; every rank gets the result."""
-    target = Layout(source.mesh, source.shape, source.shard_order, without(source, axes))
+    target = source.relaid(partial=without(source, axes))
     size = axes_size(source.mesh, axes)
     moved = 2 * volume(source) * (size - 1) // size
     return _collective("all_reduce", source, target, axes, moved, op=op)
@@ -112,7 +118,7 @@ def exchange(source: Layout, target: Layout) -> Step:
     """Send every rank what it lacks, at once: one all-to-all of box overlaps."""
     moved, peers = received(source, target), busiest(givers(source, target))
     if source.mesh is not target.mesh:
-        return Step("exchange", source, target, (), busiest(moved), mean(moved), peers)
+        return Step("exchange", source, target, (), moved, busiest(moved), peers)
     axes = tuple(sorted(split_axes(source) - _outer_axes(source, target)))
     return replace(_collective("exchange", source, target, axes, moved), peers=peers)
 
@@ -148,7 +154,7 @@ def collectives(step: Step) -> int:
     return int(step.communicates)
 
 
-def without(layout: Layout, axes: tuple[int, ...]) -> dict[int | str, str]:
+def without(layout: Layout, axes: tuple[int, ...]) -> dict[int, str]:
     """The pending reductions of a layout but for those over `axes`."""
     return {axis: op for axis, op in layout.partial if axis not in axes}
 
@@ -195,4 +201,4 @@ def _collective(
     op: str = "sum",
 ) -> Step:
     peers = axes_size(source.mesh, axes) - 1
-    return Step(kind, source, target, axes, busiest(moved), mean(moved), peers, dim, op)
+    return Step(kind, source, target, axes, moved, busiest(moved), peers, dim, op)
