@@ -28,7 +28,7 @@ BYTES_ONLY = Costs(default=AxisCost(0.0, 1e-9), start=1e-15)
 
 
 def abstract(shape: Sequence[int]) -> DeviceMesh:
-    return DeviceMesh.abstract(shape, "xyzw"[: len(shape)])
+    return DeviceMesh.abstract(shape, tuple("xyzw"[: len(shape)]))
 
 
 def places(mesh: DeviceMesh) -> Iterator[Place]:

@@ -940,3 +940,15 @@ def test_the_examples_in_the_docstrings_are_true() -> None:
 
     result = on_eight(run)[0]
     assert result is not None and result.attempted >= 3 and result.failed == 0
+
+
+def test_a_string_of_names_is_refused_rather_than_taken_apart():
+    with pytest.raises(MeshError, match=r"mesh_dim_names: expected a tuple .* got 'dp'"):
+        DeviceMesh.abstract((2, 2), "dp")
+
+
+def test_an_abstract_mesh_has_no_groups_even_where_there_are_ranks():
+    mesh = DeviceMesh.abstract((2,), ("tp",))
+    for ask in (mesh.get_group, mesh.get_all_groups, mesh.to_torch):
+        with pytest.raises(MeshError, match="is abstract, it has no ranks behind it"):
+            ask()

@@ -7,6 +7,7 @@ here, so that no caller has to remember it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 whereabouts: Callable[[], str] = str
 """Says which rank this is, or nothing. `shardwise.world` fills it in."""
@@ -21,6 +22,10 @@ class ShardwiseError(Exception):
     def __init__(self, message: str) -> None:
         here = whereabouts() if self.names_rank else ""
         super().__init__(f"{message} [{here}]" if here else message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by calling the class again: the rank in the message is where it was raised first.
+        return _rebuilt, (type(self), self.args, vars(self))
 
 
 class MeshError(ShardwiseError, ValueError):
@@ -54,5 +59,11 @@ class RankError(LaunchError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[str, int]]:
-        return RankError, (str(self), self.rank)
+
+def _rebuilt(
+    kind: type[ShardwiseError], arguments: tuple[Any, ...], fields: dict[str, Any]
+) -> ShardwiseError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    vars(error).update(fields)
+    return error

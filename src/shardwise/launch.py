@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
+import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardwise import worker
@@ -110,6 +112,11 @@ class Workers:
             raise LaunchError(f"world_size: expected a positive int, got {world_size!r}")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise LaunchError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+        if torch.distributed.is_torchelastic_launched():
+            raise LaunchError(
+                f"torchrun started this process as rank {os.environ['RANK']} of "
+                f"{os.environ['WORLD_SIZE']}: call the function itself, without launch"
+            )
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise LaunchError(
                 "launch was called while a rank was importing the main script; "
@@ -122,8 +129,8 @@ class Workers:
         self._ranks: list[_Rank] = []
         # At exit multiprocessing waits for its processes, which only end when told to. This comes
         # before that; weakref.finalize may come after.
-        self.close = multiprocessing.util.Finalize(self, _end, (self._ranks,), exitpriority=0)
-        """End the processes. Also happens when the interpreter exits."""
+        self._end = multiprocessing.util.Finalize(self, _end, (self._ranks,), exitpriority=0)
+        self._one_run = threading.Lock()
         # Ranks start one after the other, and only the parent can say where all of them are.
         patience = None if timeout is None else max(timeout, _START_SECONDS)
         try:
@@ -140,6 +147,15 @@ class Workers:
         """Run `fn(*args, **kwargs)` on every rank; returns their results in order."""
         return self._run(_as_task(fn, args, kwargs))
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether they can run something: not closed, and nothing has failed."""
+        return bool(self._end.still_active())
+
+    def close(self) -> None:
+        """End the processes. Also happens when the interpreter exits."""
+        self._end()
+
     def __enter__(self) -> Workers:
         return self
 
@@ -149,7 +165,11 @@ class Workers:
     # ---- inside
 
     def _run(self, task: bytes) -> list[Any]:
-        if not self.close.still_active():
+        with self._one_run:  # other threads wait for their turn
+            return self._run_now(task)
+
+    def _run_now(self, task: bytes) -> list[Any]:
+        if not self.is_alive:
             reason = self._ended_because or "they were closed"
             raise LaunchError(f"these workers have ended, because {reason}; start new ones")
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
@@ -175,7 +195,9 @@ class Workers:
                     while run.waiting and self._listen(run, settled):
                         pass
                     raise self._failure(run, starting)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not starting:
+                error.add_note(self._whereabouts(run))
             for rank in run.waiting:  # they are busy and would not hear a goodbye
                 self._ranks[rank].process.terminate()
             raise
@@ -243,12 +265,15 @@ class Workers:
     def _overdue(self, run: _Run, starting: bool) -> LaunchError:
         limit = _START_SECONDS if starting else self.timeout
         what = "the ranks did not start" if starting else "the ranks did not end"
-        lines = [f"timeout: {what} within {limit:g} s"]
-        for rank in sorted(run.waiting):
-            lines.append(f"rank {rank} was here:\n{_stack_of(self._ranks[rank])}")
-        if run.results:
-            lines.append(f"returned: ranks {sorted(run.results)}")
-        return LaunchError("\n".join(lines))
+        return LaunchError(f"timeout: {what} within {limit:g} s\n{self._whereabouts(run)}")
+
+    def _whereabouts(self, run: _Run) -> str:
+        """Where every rank is that has not answered."""
+        stacks = [
+            f"rank {rank} was here:\n{_stack_of(self._ranks[rank])}" for rank in sorted(run.waiting)
+        ]
+        returned = [f"returned: ranks {sorted(run.results)}"] if run.results else []
+        return "\n".join(stacks + returned)
 
 
 def _as_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -68,6 +68,8 @@ class Layout:
     ) -> Layout:
         mesh, shape = as_mesh(mesh), _as_shape(shape)
         order = _as_order(mesh, shape, shard_order)
+        if partial is not None and not isinstance(partial, Mapping):
+            raise LayoutError(f"partial: expected such as {{'pp': 'sum'}}, got {partial!r}")
         pending = tuple(sorted((mesh.axis(axis), op) for axis, op in (partial or {}).items()))
         return _intern(mesh, shape, order, pending)
 

@@ -336,6 +336,7 @@ class DeviceMesh:
 
     def to_torch(self) -> TorchMesh:
         """The same mesh as torch's, over the same process groups; every member must call it."""
+        self._check_real("torch DeviceMesh")
         result: TorchMesh = world.current().torch_mesh(self)
         return result
 
@@ -435,6 +436,10 @@ class DeviceMesh:
             raise MeshError(f"rank {self.get_rank()} is not part of {self!r}")
         return coordinate
 
+    def _check_real(self, what: str) -> None:
+        if self.is_abstract:
+            raise MeshError(f"no {what}: {self!r} is abstract, it has no ranks behind it")
+
     def _one_axis(self, axis: Axis | None, method: str) -> int:
         if axis is not None:
             return self.axis(axis)
@@ -443,6 +448,7 @@ class DeviceMesh:
         return 0
 
     def _group(self, axes: tuple[int, ...]) -> ProcessGroup:
+        self._check_real("process group")
         group: ProcessGroup = world.current().process_group(self.ranks_along(axes))
         return group
 
@@ -505,6 +511,8 @@ def _intern(
     is_abstract: bool = False,
 ) -> DeviceMesh:
     """The one mesh with these properties. Checks all that does not depend on the world."""
+    if isinstance(names, str):
+        raise MeshError(f"mesh_dim_names: expected a tuple such as ('dp', 'tp'), got {names!r}")
     named = None if names is None else tuple(names)
     key = (as_device_type(device_type), ranks.shape, ranks.tobytes(), named, is_abstract)
     with _interning:

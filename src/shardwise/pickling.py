@@ -66,9 +66,10 @@ def _dumps(pickler: type[pickle.Pickler], known: Any, value: Any) -> bytes:
 def _reduce_tensor(x: torch.Tensor) -> Any:
     """Two things torch 2.13 does not do: send of a view only what it shows, and read tensors of
     its newer dtypes (float8, uint16...), which it writes."""
-    if x.is_leaf and x.untyped_storage().nbytes() > x.numel() * x.itemsize:
+    strided = x.layout is torch.strided
+    if strided and x.is_leaf and x.untyped_storage().nbytes() > x.numel() * x.itemsize:
         x = x.detach().clone().requires_grad_(x.requires_grad)
-    if x.dtype not in torch.storage._new_dtypes():
+    if not strided or x.dtype not in torch.storage._new_dtypes():
         return x.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
     return _rebuild_tensor, (x.detach().view(_BITS[x.dtype.itemsize]), x.dtype, x.requires_grad)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise import world
+from shardwise.checks import as_int
 from shardwise.comm.meeting import MeetingPlace, Stopped
 from shardwise.comm.threads import ThreadsWorld
 from shardwise.errors import LaunchError, MismatchError, RankError
@@ -49,8 +50,10 @@ def simulate(
         >>> simulate(rank_sum, 4)
         [6, 6, 6, 6]
     """
-    if not isinstance(world_size, int) or world_size < 1:
+    size = as_int(world_size)
+    if size is None or size < 1:
         raise LaunchError(f"world_size: expected a positive int, got {world_size!r}")
+    world_size = size
     place = MeetingPlace(world_size, parallel)
     results: list[Any] = [None] * world_size
 
@@ -90,10 +93,18 @@ def simulate(
             thread.join(max(0.0, deadline - time.monotonic()))
         torch.set_rng_state(random_state)
     if place.failure is not None:
+        _note_left_running(place.failure, threads)
         raise place.failure
     if unmet := place.unmet():
         raise MismatchError(f"all ranks returned, but some collectives were not met:\n{unmet}")
     return results
+
+
+def _note_left_running(error: BaseException, threads: list[threading.Thread]) -> None:
+    """A rank in a blocking call outside Python, such as a sleep, cannot be stopped in it."""
+    names = [thread.name for thread in threads if thread.is_alive()]
+    if names:
+        error.add_note(f"still in a blocking call, and stopped after it: {', '.join(names)}")
 
 
 def _rank_error(rank: int, error: BaseException) -> RankError:

@@ -14,7 +14,7 @@ class Pool:
         self.workers: sw.Workers | None = None
 
     def get(self) -> sw.Workers:
-        if self.workers is None or not self.workers.close.still_active():
+        if self.workers is None or not self.workers.is_alive:
             self.workers = sw.Workers(4, timeout=TIMEOUT)
         return self.workers
 

@@ -570,11 +570,13 @@ def printed_pids(process: subprocess.Popen[str]) -> list[int]:
 
 
 def assert_interrupted(process: subprocess.Popen[str], seconds: float) -> None:
-    """The script ends as one that Ctrl-C ended, with the traceback of the parent alone."""
+    """The script ends as one that Ctrl-C ended, with the traceback of the parent alone, which may
+    say where the ranks were."""
     _, errors = process.communicate(timeout=seconds)
-    assert errors.endswith("\nKeyboardInterrupt\n")
+    parents, _, ranks = errors.partition("\nKeyboardInterrupt\n")
     assert process.returncode == -signal.SIGINT
-    assert "sleepers.py" in errors and "in sleep\n" not in errors
+    assert "sleepers.py" in parents and "in sleep\n" not in parents
+    assert not ranks or (ranks.startswith("rank 0 was here:\n") and "in sleep\n" in ranks)
     assert "spawn_main" not in errors, "a rank shows a traceback"
 
 
@@ -635,3 +637,25 @@ def test_ctrl_c_while_the_ranks_start_ends_them(sleepers: subprocess.Popen[str])
     os.killpg(sleepers.pid, signal.SIGINT)
     assert_interrupted(sleepers, 10)
     assert_gone(pids, 2)
+
+
+def sparse_and_dense():
+    return torch.eye(3).to_sparse(), torch.arange(1000.0)[:2]
+
+
+def test_sparse_tensors_come_back_and_views_travel_without_their_base(workers4):
+    for sparse, view in workers4.run(sparse_and_dense):
+        assert torch.equal(sparse.to_dense(), torch.eye(3))
+        assert torch.equal(view, torch.tensor([0.0, 1.0]))
+        assert view.untyped_storage().nbytes() == 8
+
+
+def slowly(number):
+    time.sleep(0.2)
+    return number
+
+
+def test_runs_from_several_threads_take_turns_and_get_their_own_results(workers4):
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda number: workers4.run(slowly, number), range(4)))
+    assert results == [[number] * 4 for number in range(4)]

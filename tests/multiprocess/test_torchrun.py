@@ -237,3 +237,13 @@ def lay_cable(names: list[str]) -> None:
 def test_two_agents_are_two_hosts(script: Path, network: Network) -> None:
     where = [f"--master-addr={network.address}", f"--master-port={network.port}"]
     assert_answered(torchrun(*where, "--nproc-per-node=2", script, hosts=network.hosts))
+
+
+def test_launch_under_torchrun_is_refused_with_the_remedy(tmp_path: Path):
+    script = tmp_path / "launches.py"
+    script.write_text(
+        'import shardwise as sw\nif __name__ == "__main__":\n    sw.launch(print, 2)\n'
+    )
+    run = torchrun("--standalone", "--nproc-per-node=1", script)
+    assert run.returncode != 0
+    assert "torchrun started this process as rank 0 of 1: call the function itself" in run.stderr

@@ -66,8 +66,6 @@ class C10dWorld(World):
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
         """The torch DeviceMesh of the same ranks, over the same process groups."""
-        if mesh.is_abstract:
-            raise MeshError(f"to_torch: {mesh!r} has no ranks behind it")
         names = mesh.mesh_dim_names
         if names is None and mesh.ndim > 1:
             raise MeshError(
