@@ -197,7 +197,8 @@ class Workers:
                     raise self._failure(run, starting)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not starting:
-                error.add_note(self._whereabouts(run))
+                with suppress(KeyboardInterrupt):  # a second one: do not ask them, end them
+                    error.add_note(self._whereabouts(run))
             for rank in run.waiting:  # they are busy and would not hear a goodbye
                 self._ranks[rank].process.terminate()
             raise
