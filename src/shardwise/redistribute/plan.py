@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -101,7 +102,8 @@ class Plan:
             if step.kind in steps.COLLECTIVES:
                 cost = (
                     f"each rank receives up to {_amount(step.bytes_received)} "
-                    f"from {step.peers} peers, about {step.seconds * 1e6:.0f} us"
+                    f"from {step.peers} peer{'s' * (step.peers != 1)}, "
+                    f"about {step.seconds * 1e6:.0f} us"
                 )
             else:
                 cost = "no communication"
@@ -214,13 +216,17 @@ def _candidates(
         return [(sum(map(seconds, path)), path) for path in cross_mesh_paths(src, dst)]
     found: Timed = []
     goal = costs.least_seconds(least)
+    fastest = math.inf
     for path in paths(src, dst):
+        at_least = costs.least_seconds(size * sum(step.received for step in path))
+        if first_good and at_least > fastest * _MODEL_ERROR:
+            continue  # whoever its peers are
         found.append((sum(map(seconds, path)), path))
+        fastest = min(fastest, found[-1][0])
         good = found[-1][0] <= goal * _MODEL_ERROR and sum(map(steps.collectives, path)) <= 1
         if good and first_good:
             return found
-    limit = min(time for time, _ in found)
-    chains = _chains(src, dst, size, costs, limit, goal)
+    chains = _chains(src, dst, size, costs, fastest, goal)
     return found + [(sum(map(seconds, chain)), chain) for chain in chains]
 
 

@@ -5,7 +5,7 @@ A step's figures are global facts: those of the busiest rank, and means over all
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -53,8 +53,6 @@ class Step:
     """What each rank receives."""
     received: int = 0
     """By the busiest rank."""
-    peers: int = 0
-    """From how many ranks a rank receives, at most."""
     dim: int = 0
     """The dim that an all_gather joins or a reduce_scatter splits."""
     op: str = "sum"
@@ -63,6 +61,17 @@ class Step:
     def axis_names(self) -> tuple[str, ...]:
         """The names of its axes."""
         return tuple(map(self.source.mesh.axis_name, self.axes))
+
+    @property
+    def peers(self) -> int:
+        """From how many ranks a rank receives, at most."""
+        match self.kind:
+            case "exchange":
+                return _peers_of_exchange(self.source, self.target)
+            case "reduce_exchange":
+                return _peers_of_rounds(self.source, self.target)
+            case _:
+                return axes_size(self.source.mesh, self.axes) - 1
 
     @property
     def mean_received(self) -> float:
@@ -116,11 +125,10 @@ def all_reduce(source: Layout, axes: tuple[int, ...], op: str) -> Step:
 @lru_cache(maxsize=4096)
 def exchange(source: Layout, target: Layout) -> Step:
     """Send every rank what it lacks, at once: one all-to-all of box overlaps."""
-    moved, peers = received(source, target), busiest(givers(source, target))
-    if source.mesh is not target.mesh:
-        return Step("exchange", source, target, (), moved, busiest(moved), peers)
-    axes = tuple(sorted(split_axes(source) - _outer_axes(source, target)))
-    return replace(_collective("exchange", source, target, axes, moved), peers=peers)
+    axes: tuple[int, ...] = ()
+    if source.mesh is target.mesh:
+        axes = tuple(sorted(split_axes(source) - _outer_axes(source, target)))
+    return _collective("exchange", source, target, axes, received(source, target))
 
 
 @lru_cache(maxsize=4096)
@@ -130,8 +138,7 @@ def reduce_exchange(source: Layout, target: Layout, op: str) -> Step:
     first, second = rounds(source, target, roles)
     given_along = {*roles.ending, *roles.split} - _outer_axes(source, target)
     axes = tuple(sorted({*given_along, *roles.replicas}))
-    step = _collective("reduce_exchange", source, target, axes, first + second, op=op)
-    return replace(step, peers=_peers_of_rounds(source, target, roles))
+    return _collective("reduce_exchange", source, target, axes, first + second, op=op)
 
 
 def rounds(source: Layout, target: Layout, roles: Roles) -> tuple[Sizes, Sizes]:
@@ -176,8 +183,15 @@ def _outer_axes(source: Layout, target: Layout) -> set[int]:
     return same
 
 
-def _peers_of_rounds(source: Layout, target: Layout, roles: Roles) -> int:
+@lru_cache(maxsize=4096)
+def _peers_of_exchange(source: Layout, target: Layout) -> int:
+    return busiest(givers(source, target))
+
+
+@lru_cache(maxsize=4096)
+def _peers_of_rounds(source: Layout, target: Layout) -> int:
     """How many ranks a rank receives from, at most, in the two rounds of a reduce-exchange."""
+    roles = Roles(source, target)
     home = np.broadcast_to(overlap(source, target) > 0, source.mesh.shape).astype(int)
     free = frozenset(roles.split - roles.fixed)
     away = tiles(source, target) - tiles(source, target, free)
@@ -200,5 +214,4 @@ def _collective(
     dim: int = 0,
     op: str = "sum",
 ) -> Step:
-    peers = axes_size(source.mesh, axes) - 1
-    return Step(kind, source, target, axes, moved, busiest(moved), peers, dim, op)
+    return Step(kind, source, target, axes, moved, busiest(moved), dim, op)
