@@ -783,7 +783,7 @@ def test_a_plan_explains_itself() -> None:
     assert made.explain() == (
         "[4096, 1024] +sum@x -> [4096@y, 1024], torch.float32\n"
         "  1. slice -> [4096@y, 1024] +sum@x: no communication\n"
-        "  2. all_reduce over x -> [4096@y, 1024]: each rank receives up to 4.19 MB from 1 peers, "
+        "  2. all_reduce over x -> [4096@y, 1024]: each rank receives up to 4.19 MB from 1 peer, "
         "about 444 us\n"
         "  In all 4.19 MB to the busiest rank; at least 4.19 MB must be received on average: "
         f"which is the least possible. Peak memory {made.peak_bytes / 1e6:.3g} MB."

@@ -27,6 +27,8 @@ class World(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.lock = threading.RLock()
+        """Held while communicators and process groups are made, so that all threads get the same."""
         self.roots: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
         """The mesh that a mesh was last cut from, for those that this rank derived."""
         self.flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[str, ...]]] = (

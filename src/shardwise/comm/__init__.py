@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwise import world
+from shardwise.checks import as_int
 from shardwise.comm.abstract import AbstractCommunicator
 from shardwise.comm.alone import AloneCommunicator
 from shardwise.comm.groups import process_world
@@ -51,29 +52,38 @@ def communicator(
         axes = range(mesh.ndim)
     elif isinstance(axes, int | str):
         axes = (axes,)
+    elif not isinstance(axes, Sequence):
+        raise MeshError(f"axes: expected names or positions of axes, got {axes!r}")
     positions = tuple(map(mesh.axis, axes))
     if mesh.is_abstract:
-        return _abstract(mesh, positions, rank or 0)
+        return _abstract(mesh, positions, 0 if rank is None else rank)
     if rank is not None:
-        raise MeshError(f"rank: expected None, as {mesh!r} has real ranks; got {rank}")
+        raise MeshError(f"rank: expected None, as {mesh!r} has real ranks; got {rank!r}")
     here = world.current()
     found = here.communicators.get((mesh, positions))
     if found is None or not found.is_usable:
-        ranks = mesh.ranks_along(positions)
-        if max(ranks) >= here.size:  # the mesh was made in another world
-            raise MeshError(
-                f"mesh: expected ranks 0 to {here.size - 1}, got {mesh!r}; {here.describe()}"
-            )
-        names = tuple(map(mesh.axis_name, positions))
-        found = here.communicator(ranks, names)
-        here.communicators[mesh, positions] = found
+        with here.lock:
+            found = here.communicators.get((mesh, positions))
+            if found is None or not found.is_usable:
+                found = _made(here, mesh, positions)
+                here.communicators[mesh, positions] = found
     return found
 
 
+def _made(here: world.World, mesh: DeviceMesh, positions: tuple[int, ...]) -> Communicator:
+    ranks = mesh.ranks_along(positions)
+    if max(ranks) >= here.size:  # the mesh was made in another world
+        raise MeshError(
+            f"mesh: expected ranks 0 to {here.size - 1}, got {mesh!r}; {here.describe()}"
+        )
+    return here.communicator(ranks, tuple(map(mesh.axis_name, positions)))
+
+
 def _abstract(mesh: DeviceMesh, positions: tuple[int, ...], rank: int) -> Communicator:
-    coordinate = mesh.coordinate_of(rank)
+    number = as_int(rank)
+    coordinate = None if number is None else mesh.coordinate_of(number)
     if coordinate is None:
-        raise MeshError(f"rank: expected one of {mesh!r}, got {rank}")
+        raise MeshError(f"rank: expected one of {mesh!r}, got {rank!r}")
     ranks = mesh.ranks_along(positions, coordinate)
     names = tuple(map(mesh.axis_name, positions))
     engine = AloneCommunicator if len(ranks) == 1 else AbstractCommunicator

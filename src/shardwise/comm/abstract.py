@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 import torch
 
-from shardwise.comm.interface import Communicator, Shape
+from shardwise.comm.arguments import Shape
+from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.errors import CollectiveError
 
@@ -68,7 +69,7 @@ class AbstractCommunicator(Communicator):
     def _start_barrier(self) -> Pending[None]:
         return Pending.done(None)
 
-    def _start_gather_objects(self, value: Any) -> Pending[list[Any]]:
+    def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> NoReturn:
         raise CollectiveError(
             "gather_objects: an abstract mesh has no other ranks to get objects from"
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from shardwise.comm.interface import Communicator, Shape, copied
+from shardwise.comm.arguments import Shape
+from shardwise.comm.interface import Communicator, copied
+from shardwise.comm.meeting import simulation_runs
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import reduce_contributions
 from shardwise.world import World
@@ -62,8 +63,8 @@ class AloneCommunicator(Communicator):
     def _start_barrier(self) -> Pending[None]:
         return Pending.done(None)
 
-    def _start_gather_objects(self, value: Any) -> Pending[list[Any]]:
-        return Pending.done([pickle.loads(pickle.dumps(value))])  # an object of its own, as ever
+    def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> Pending[list[bytes]]:
+        return Pending.done([data])
 
 
 class AloneWorld(World):
@@ -74,6 +75,8 @@ class AloneWorld(World):
 
     def describe(self) -> str:
         """How to get more ranks."""
+        if simulation_runs():
+            return "this thread is no rank of the running simulation; use the rank's own thread"
         return (
             "this process is alone: run it under torchrun, call it through sw.launch or "
             "sw.simulate, or plan without ranks on DeviceMesh.abstract"

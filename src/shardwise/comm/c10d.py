@@ -10,13 +10,13 @@ shape this file:
 - it sums bf16 and fp16 with a rounding at every step; here they are summed in float32;
 - its max and min of floats lose NaN; here they are those of integers in the same order.
 
-Every collective is one call of the backend, made when it starts, so that the order of calls is the
-order of the program on every rank, however the results are waited for.
+Every call of the backend is made when the collective starts, so that the order of calls is the
+order of the program on every rank, however the results are waited for. Only `gather_objects` makes
+two, of which it waits for the first.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise.comm.interface import Communicator, Shape
+from shardwise.comm.arguments import Shape, shown
+from shardwise.comm.interface import Communicator, copied
 from shardwise.comm.pending import Pending
-from shardwise.comm.reduction import reduce_contributions
+from shardwise.comm.reduction import BOOL_OPS, UNSIGNED, reduce_contributions
 from shardwise.errors import CollectiveError
 
 T = TypeVar("T")
@@ -43,13 +44,12 @@ _REDUCE_OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-# On bool, "sum" means any and "product" means all.
-_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 # What gloo must be given instead, so that nothing is lost: int16 sums wrap alike in int32.
 _WIDER = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
     torch.int16: torch.int32,
+    **UNSIGNED,
 }
 _SAME_SIZE = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -68,6 +68,9 @@ class C10dCommunicator(Communicator):
         # Weak, so that destroy_process_group frees the group.
         self._group_reference = ref(group)
         self._exchanges = 0
+        self._messages: dict[int, tuple[list[Any], tuple[torch.Tensor, ...]]] = {}
+        """Those under way. A backend forgets a message that nobody holds, even before it is sent;
+        gloo does not say when it is, so one that is never waited for stays here."""
 
     @property
     def is_usable(self) -> bool:
@@ -79,7 +82,7 @@ class C10dCommunicator(Communicator):
         group = living(self._group_reference)
         if group is None:
             raise CollectiveError(
-                f"the process group of ranks {self.ranks} was destroyed; if the default group "
+                f"the process group of ranks {shown(self.ranks)} was destroyed; if the default group "
                 "still exists or does so again, ask sw.communicator for a new one"
             )
         return group
@@ -110,7 +113,8 @@ class C10dCommunicator(Communicator):
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...], op: str
     ) -> Pending[torch.Tensor]:
         pieces = list(x.detach().split_with_sizes(sizes, dim))
-        if x.device.type != "cpu" and len(set(sizes)) == 1 and not x.is_complex():
+        native = not x.is_complex() and x.dtype not in UNSIGNED
+        if x.device.type != "cpu" and len(set(sizes)) == 1 and native:
             return self._start_native_reduce_scatter(pieces, op)
         shapes = [tuple(pieces[self.index].shape)] * self.size
         if x.numel() * x.itemsize >= LARGE:
@@ -130,7 +134,7 @@ class C10dCommunicator(Communicator):
         options.reduceOp = _REDUCE_OPS[op]
         if result.dtype is torch.bool:
             packed, out = _bytes(packed), _bytes(out)
-            options.reduceOp = _REDUCE_OPS[_BOOL_OPS[op]]
+            options.reduceOp = _REDUCE_OPS[BOOL_OPS[op]]
         work = self._group._reduce_scatter_base(out, packed, options)
         return self._pending(
             "reduce_scatter", work, lambda: result / self.size if op == "avg" else result, packed
@@ -216,14 +220,13 @@ class C10dCommunicator(Communicator):
         nothing = x.new_empty(0)
         sent = [x if peer == destination else nothing for peer in range(self.size)]
         if destination == self.index:
-            return self._start_all_to_all(sent, shapes).then(lambda received: received)
+            return self._start_all_to_all(sent, shapes).then(lambda got: list(map(_owned, got)))
         return self._start_all_to_all(sent, [(0,)] * self.size).then(lambda received: None)
 
     def _start_exchange(
         self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
     ) -> Pending[None]:
         self._exchanges += 1  # the same on all ranks: keeps the messages of two exchanges apart
-        kept: list[torch.Tensor] = []
         unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []
         calls = []
         for shift in range(1, self.size):  # each rank starts with another peer
@@ -235,15 +238,16 @@ class C10dCommunicator(Communicator):
                     unpacked.append((out, buffer))
                 calls.append(self._p2p(dist.irecv, _bytes(buffer), source))
             if destination in sends and sends[destination].numel():
-                kept.append(_flat([sends[destination]]))
-                calls.append(self._p2p(dist.isend, _bytes(kept[-1]), destination))
+                packed = _flat([sends[destination]])
+                calls.append(self._p2p(dist.isend, _bytes(packed), destination))
 
         def finish() -> None:
             for out, buffer in unpacked:
                 out.copy_(buffer)
 
         works = dist.batch_isend_irecv(calls) if calls else []
-        return self._pending("exchange", works, finish, *kept)
+        buffers = [call.tensor for call in calls]
+        return self._pending_message("exchange", works, finish, *buffers)
 
     def _p2p(self, call: Any, data: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(call, data, self.ranks[peer], self._group, self._exchanges)
@@ -253,14 +257,14 @@ class C10dCommunicator(Communicator):
             return Pending.done(None)
         packed = _flat([x])
         work = self._group.send([_bytes(packed)], destination, 0)
-        return self._pending("send", work, lambda: None, packed)
+        return self._pending_message("send", [work], lambda: None, packed)
 
     def _start_recv(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         result = _empty_like(like)
         if result.numel() == 0:
             return Pending.done(result)
         work = self._group.recv([_bytes(result)], source, 0)
-        return self._pending("recv", work, lambda: result)
+        return self._pending_message("recv", [work], lambda: result, result)
 
     # ---- without tensors
 
@@ -268,14 +272,11 @@ class C10dCommunicator(Communicator):
         work = dist.barrier(self._group, async_op=True)
         return self._pending("barrier", work, lambda: None)
 
-    def _start_gather_objects(self, value: Any) -> Pending[list[Any]]:
+    def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> Pending[list[bytes]]:
         device = torch.device(c10d._get_object_coll_device(self._group))
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        # The lengths must be known before the gather starts, so this much is not asynchronous.
-        lengths = self._start_gathered(torch.tensor([data.numel()], device=device)).wait()
-        shapes: list[Shape] = [(int(length),) for length in lengths]
-        return self._start_gathered(data, shapes).then(
-            lambda pieces: [pickle.loads(piece.cpu().numpy().tobytes()) for piece in pieces]
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        return self._start_gathered(mine, [(length,) for length in lengths]).then(
+            lambda pieces: [piece.cpu().numpy().tobytes() for piece in pieces]
         )
 
     # ---- inside
@@ -293,12 +294,27 @@ class C10dCommunicator(Communicator):
             except RuntimeError as error:
                 over = f" over {'.'.join(self.axes)}" if self.axes else ""
                 raise CollectiveError(
-                    f"{kind}{over} of ranks {self.ranks} failed: {error}\nA peer has probably "
+                    f"{kind}{over} of ranks {shown(self.ranks)} failed: {error}\nA peer has probably "
                     "ended or waits elsewhere: look at the output of the others"
                 ) from error
             return finish()
 
         return Pending(wait)
+
+    def _pending_message(
+        self, kind: str, works: list[Any], finish: Callable[[], T], *buffers: torch.Tensor
+    ) -> Pending[T]:
+        """The same for messages, which are kept also if the caller drops what this returns."""
+        for key, (others, _) in list(self._messages.items()):
+            if all(work.is_completed() for work in others):
+                self._messages.pop(key, None)
+        self._messages[id(works)] = works, buffers
+
+        def finish_and_let_go() -> T:
+            self._messages.pop(id(works), None)
+            return finish()
+
+        return self._pending(kind, works, finish_and_let_go, *buffers)
 
 
 def living(reference: ReferenceType[dist.ProcessGroup]) -> dist.ProcessGroup | None:
@@ -313,8 +329,8 @@ def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     if x.dtype is torch.bool:
-        x, op = x.view(torch.uint8), _BOOL_OPS[op]
-    wider = _WIDER.get(x.dtype, x.dtype) if x.device.type == "cpu" else x.dtype
+        x, op = x.view(torch.uint8), BOOL_OPS[op]
+    wider = (_WIDER if x.device.type == "cpu" else UNSIGNED).get(x.dtype, x.dtype)
     return x.to(wider, copy=True, memory_format=torch.contiguous_format), op
 
 
@@ -334,6 +350,11 @@ def _allreduce_options(op: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return options
+
+
+def _owned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy if its memory holds more than `x`."""
+    return x if x.untyped_storage().nbytes() == x.numel() * x.itemsize else copied(x)
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:

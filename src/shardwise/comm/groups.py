@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import threading
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardwise.comm.alone import AloneCommunicator, AloneWorld
+from shardwise.comm.arguments import shown
 from shardwise.comm.c10d import C10dCommunicator, living
 from shardwise.comm.interface import Communicator
 from shardwise.errors import MeshError
@@ -48,20 +50,22 @@ class C10dWorld(World):
 
     def process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of exactly these ranks, in this order, made on demand by its members."""
-        group = self._known(ranks)
-        if group is None:
-            self._made[ranks] += 1
-            group = _new_group(ranks, self.rank, self._made[ranks])
-            self._groups[ranks] = ref(group)
-        return group
+        with self.lock:
+            group = self._known(ranks)
+            if group is None:
+                self._made[ranks] += 1
+                group = _new_group(ranks, self.rank, self._made[ranks])
+                self._groups[ranks] = ref(group)
+            return group
 
     def adopt(self, group: Any) -> tuple[int, ...]:
         """Use a group the user made; returns its global ranks."""
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
         ranks = tuple(dist.get_process_group_ranks(group))
-        if self._known(ranks) is None:
-            self._groups[ranks] = ref(group)
+        with self.lock:
+            if self._known(ranks) is None:
+                self._groups[ranks] = ref(group)
         return ranks
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
@@ -84,6 +88,7 @@ class C10dWorld(World):
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, C10dWorld] = WeakKeyDictionary()
 _alone = AloneWorld()
+_making = threading.Lock()
 
 
 def process_world(start: bool) -> World:
@@ -95,11 +100,15 @@ def process_world(start: bool) -> World:
             start and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
         ):
             return _alone
-        _join()
+        with _making:
+            if not dist.is_initialized():
+                _join()
     default = c10d._get_default_group()
-    if default not in _worlds:
-        _worlds[default] = C10dWorld(default)
-    return _worlds[default]
+    found = _worlds.get(default)
+    if found is None:
+        with _making:
+            found = _worlds.setdefault(default, C10dWorld(default))
+    return found
 
 
 def _join() -> None:
@@ -124,7 +133,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: int) -> dist.ProcessGrou
     how many groups of just these ranks there were, which all of its members know.
     """
     if rank not in ranks:
-        raise MeshError(f"group: expected ranks that include this one, got {ranks}")
+        raise MeshError(f"group: expected ranks that include this one, got {shown(ranks)}")
     default = c10d._get_default_group()
     backend, store = c10d._world.pg_map[default]
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()

@@ -2,15 +2,17 @@
 
 The public methods are here, once: they check arguments, tell the trace and hand over to the
 engine's `_start_...`. Every collective has two forms, `name` and `name_async`; the second returns a
-`Pending`. Results are new contiguous tensors that own their memory; inputs are never written to.
-Peers are given by their *index* in the communicator, not by global rank.
+`Pending` before anybody else has come, except `gather_objects_async`, which first waits for the
+lengths of the others' objects. Results are new contiguous tensors that own their memory, but for
+`all_to_all`'s, which may share one new buffer; inputs are never written to. Peers are given by their
+*index* in the communicator, not by global rank.
 
 None of these is differentiable: gradients are the business of `shardwise.redistribute`.
 """
 
 from __future__ import annotations
 
-import time
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,11 +20,21 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm import trace
+from shardwise.comm.arguments import (
+    Shape,
+    as_dim,
+    as_messages,
+    as_peer,
+    as_pieces,
+    as_shapes,
+    as_sizes,
+    check_tensor,
+    shown,
+)
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import check_reduction
 from shardwise.errors import CollectiveError
 
-Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
@@ -43,7 +55,8 @@ class Communicator(ABC):
 
     def __repr__(self) -> str:
         over = f" over {'.'.join(self.axes)}" if self.axes else ""
-        return f"{type(self).__name__}(rank {self.ranks[self.index]} of {self.ranks}{over})"
+        among = f"{self.ranks[self.index]} of {shown(self.ranks)}"
+        return f"{type(self).__name__}(rank {among}{over})"
 
     @property
     def is_usable(self) -> bool:
@@ -61,8 +74,9 @@ class Communicator(ABC):
 
     def all_reduce_async(self, x: torch.Tensor, op: str = "sum") -> Pending[torch.Tensor]:
         """`all_reduce`, under way."""
+        check_tensor("all_reduce(x)", x)
         check_reduction(op, x.dtype)
-        received = 2 * _bytes(x) * (self.size - 1) // self.size
+        received = 2 * _size_in_bytes(x) * (self.size - 1) // self.size
         return self._traced("all_reduce", x, received, lambda: self._start_all_reduce(x, op))
 
     def reduce_scatter(
@@ -79,8 +93,9 @@ class Communicator(ABC):
         self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum"
     ) -> Pending[torch.Tensor]:
         """`reduce_scatter`, under way."""
+        check_tensor("reduce_scatter(x)", x)
         check_reduction(op, x.dtype)
-        dim = self._dim(x, dim)
+        dim = as_dim(x, dim)
         if sizes is None:
             if x.shape[dim] % self.size:
                 raise CollectiveError(
@@ -88,18 +103,18 @@ class Communicator(ABC):
                     f"dim {dim} of {tuple(x.shape)} does not divide evenly; got None"
                 )
             sizes = [x.shape[dim] // self.size] * self.size
-        self._check_sizes("reduce_scatter", sizes)
-        if sum(sizes) != x.shape[dim]:
+        lengths = as_sizes("reduce_scatter(sizes)", sizes, self.size)
+        if sum(lengths) != x.shape[dim]:
             raise CollectiveError(
                 f"reduce_scatter(sizes): expected a sum of {x.shape[dim]}, the length of dim {dim} "
-                f"of {tuple(x.shape)}; got {tuple(sizes)}"
+                f"of {tuple(x.shape)}; got {shown(lengths)}"
             )
-        own = _row_bytes(x, dim) * sizes[self.index]
+        own = _row_bytes(x, dim) * lengths[self.index]
         return self._traced(
             "reduce_scatter",
             x,
             own * (self.size - 1),
-            lambda: self._start_reduce_scatter(x, dim, tuple(sizes), op),
+            lambda: self._start_reduce_scatter(x, dim, lengths, op),
         )
 
     # ---- moves
@@ -118,27 +133,30 @@ class Communicator(ABC):
         self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Pending[torch.Tensor]:
         """`all_gather`, under way."""
-        dim = self._dim(x, dim)
+        check_tensor("all_gather(x)", x)
+        dim = as_dim(x, dim)
         if sizes is None:
             sizes = [x.shape[dim]] * self.size
-        self._check_sizes("all_gather", sizes)
-        if sizes[self.index] != x.shape[dim]:
+        lengths = as_sizes("all_gather(sizes)", sizes, self.size)
+        if lengths[self.index] != x.shape[dim]:
             raise CollectiveError(
                 f"all_gather(sizes): expected sizes[{self.index}] to be {x.shape[dim]}, the length "
-                f"of dim {dim} of this rank's {tuple(x.shape)}; got {tuple(sizes)}"
+                f"of dim {dim} of this rank's {tuple(x.shape)}; got {shown(lengths)}"
             )
         row = _row_bytes(x, dim)
         return self._traced(
             "all_gather",
             x,
-            row * (sum(sizes) - x.shape[dim]),
-            lambda: self._start_all_gather(x, dim, tuple(sizes)),
+            row * (sum(lengths) - x.shape[dim]),
+            lambda: self._start_all_gather(x, dim, lengths),
         )
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
     ) -> list[torch.Tensor]:
         """Rank i gets `pieces[i]` of every rank, as a list in rank order.
+
+        The tensors of the list may share one new buffer: to hold one is to hold all.
 
         Arguments:
             pieces: one tensor for each rank; all of one dtype, of any shapes.
@@ -150,27 +168,23 @@ class Communicator(ABC):
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
     ) -> Pending[list[torch.Tensor]]:
         """`all_to_all`, under way."""
-        self._check_pieces("all_to_all", pieces)
+        sent = as_pieces("all_to_all(pieces)", pieces, self.size)
         if shapes is None:
-            shapes = [tuple(piece.shape) for piece in pieces]
-        if len(shapes) != self.size:
-            raise CollectiveError(
-                f"all_to_all(shapes): expected {self.size}, one per rank; got {len(shapes)}"
-            )
-        shapes = [tuple(shape) for shape in shapes]
-        if shapes[self.index] != tuple(pieces[self.index].shape):
+            shapes = [tuple(piece.shape) for piece in sent]
+        expected = as_shapes("all_to_all(shapes)", shapes, self.size)
+        if expected[self.index] != tuple(sent[self.index].shape):
             raise CollectiveError(
                 f"all_to_all(shapes): expected shapes[{self.index}] to be "
-                f"{tuple(pieces[self.index].shape)}, what this rank sends itself; "
-                f"got {shapes[self.index]}"
+                f"{tuple(sent[self.index].shape)}, what this rank sends itself; "
+                f"got {expected[self.index]}"
             )
-        others = sum(torch.Size(shape).numel() for shape in shapes)
-        others -= pieces[self.index].numel()
+        others = sum(torch.Size(shape).numel() for shape in expected)
+        others -= sent[self.index].numel()
         return self._traced(
             "all_to_all",
-            pieces[0],
-            others * pieces[0].itemsize,
-            lambda: self._start_all_to_all(list(pieces), shapes),
+            sent[0],
+            others * sent[0].itemsize,
+            lambda: self._start_all_to_all(sent, expected),
         )
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -179,8 +193,9 @@ class Communicator(ABC):
 
     def broadcast_async(self, x: torch.Tensor, source: int = 0) -> Pending[torch.Tensor]:
         """`broadcast`, under way."""
-        self._check_peer("broadcast(source)", source)
-        received = 0 if source == self.index else _bytes(x)
+        check_tensor("broadcast(x)", x)
+        source = as_peer("broadcast(source)", source, self.size)
+        received = 0 if source == self.index else _size_in_bytes(x)
         return self._traced("broadcast", x, received, lambda: self._start_broadcast(x, source))
 
     def scatter(
@@ -198,21 +213,22 @@ class Communicator(ABC):
         self, like: torch.Tensor, pieces: Sequence[torch.Tensor] | None, source: int = 0
     ) -> Pending[torch.Tensor]:
         """`scatter`, under way."""
-        self._check_peer("scatter(source)", source)
-        if source != self.index:
-            pieces = None
-        elif pieces is None:
-            raise CollectiveError("scatter(pieces): expected tensors on the source rank, got None")
-        else:
-            self._check_pieces("scatter", pieces)
-            mine = pieces[self.index]
+        check_tensor("scatter(like)", like)
+        source = as_peer("scatter(source)", source, self.size)
+        sent = None
+        if source == self.index:
+            if pieces is None:
+                raise CollectiveError(
+                    "scatter(pieces): expected tensors on the source rank, got None"
+                )
+            sent = as_pieces("scatter(pieces)", pieces, self.size)
+            mine = sent[self.index]
             if mine.shape != like.shape or mine.dtype != like.dtype:
                 raise CollectiveError(
                     f"scatter(like): expected {_shown(mine)}, the piece for this rank; "
                     f"got {_shown(like)}"
                 )
-        received = 0 if source == self.index else _bytes(like)
-        sent = None if pieces is None else list(pieces)
+        received = 0 if source == self.index else _size_in_bytes(like)
         return self._traced(
             "scatter", like, received, lambda: self._start_scatter(like, sent, source)
         )
@@ -231,19 +247,20 @@ class Communicator(ABC):
         self, x: torch.Tensor, shapes: Sequence[Shape] | None = None, destination: int = 0
     ) -> Pending[list[torch.Tensor] | None]:
         """`gather`, under way."""
-        self._check_peer("gather(destination)", destination)
+        check_tensor("gather(x)", x)
+        destination = as_peer("gather(destination)", destination, self.size)
         if shapes is None:
             shapes = [tuple(x.shape)] * self.size
-        shapes = [tuple(shape) for shape in shapes]
-        if len(shapes) != self.size or shapes[self.index] != tuple(x.shape):
+        expected = as_shapes("gather(shapes)", shapes, self.size)
+        if expected[self.index] != tuple(x.shape):
             raise CollectiveError(
                 f"gather(shapes): expected {self.size}, one per rank, with {tuple(x.shape)} "
-                f"at {self.index}; got {shapes}"
+                f"at {self.index}; got {shown(expected)}"
             )
-        total = sum(torch.Size(shape).numel() for shape in shapes) - x.numel()
+        total = sum(torch.Size(shape).numel() for shape in expected) - x.numel()
         received = total * x.itemsize if destination == self.index else 0
         return self._traced(
-            "gather", x, received, lambda: self._start_gather(x, shapes, destination)
+            "gather", x, received, lambda: self._start_gather(x, expected, destination)
         )
 
     def exchange(
@@ -265,24 +282,23 @@ class Communicator(ABC):
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Pending[None]:
         """`exchange`, under way."""
-        for name, peers in (("sends", sends), ("receives", receives)):
-            for peer in peers:
-                self._check_peer(f"exchange({name})", peer, other=True)
-        first = next(iter(sends.values()), None)
+        given = as_messages("exchange(sends)", sends, self.size, self.index)
+        taken = as_messages("exchange(receives)", receives, self.size, self.index)
         return self._traced(
             "exchange",
-            first,
-            sum(map(_bytes, receives.values())),
-            lambda: self._start_exchange(dict(sends), dict(receives)),
+            next(iter(given.values()), None),
+            sum(map(_size_in_bytes, taken.values())),
+            lambda: self._start_exchange(given, taken),
         )
 
     def send(self, x: torch.Tensor, destination: int) -> None:
-        """Send `x` to one rank, which must `recv` it."""
+        """Send `x` to one rank, which must `recv` it; waits until it does."""
         self.send_async(x, destination).wait()
 
     def send_async(self, x: torch.Tensor, destination: int) -> Pending[None]:
         """`send`, under way."""
-        self._check_peer("send(destination)", destination, other=True)
+        check_tensor("send(x)", x)
+        destination = as_peer("send(destination)", destination, self.size, self.index)
         return self._traced("send", x, 0, lambda: self._start_send(x, destination))
 
     def recv(self, like: torch.Tensor, source: int) -> torch.Tensor:
@@ -291,8 +307,11 @@ class Communicator(ABC):
 
     def recv_async(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         """`recv`, under way."""
-        self._check_peer("recv(source)", source, other=True)
-        return self._traced("recv", like, _bytes(like), lambda: self._start_recv(like, source))
+        check_tensor("recv(like)", like)
+        source = as_peer("recv(source)", source, self.size, self.index)
+        return self._traced(
+            "recv", like, _size_in_bytes(like), lambda: self._start_recv(like, source)
+        )
 
     # ---- without tensors
 
@@ -309,8 +328,15 @@ class Communicator(ABC):
         return self.gather_objects_async(value).wait()
 
     def gather_objects_async(self, value: Any) -> Pending[list[Any]]:
-        """`gather_objects`, under way."""
-        return self._traced("gather_objects", None, 0, lambda: self._start_gather_objects(value))
+        """`gather_objects`, under way once this rank has waited for the lengths of all objects."""
+        data = pickle.dumps(value)
+        event = self._tell("gather_objects", None, 0)
+        sent = self._start_gather_bytes(len(data).to_bytes(8, "little"), [8] * self.size).wait()
+        lengths = [int.from_bytes(each, "little") for each in sent]
+        if event is not None:
+            event.bytes = sum(lengths) - len(data)
+        gathered = self._start_gather_bytes(data, lengths)
+        return trace.ending(event, gathered.then(lambda each: list(map(pickle.loads, each))))
 
     # ---- what an engine does
 
@@ -360,7 +386,7 @@ class Communicator(ABC):
     def _start_barrier(self) -> Pending[None]: ...
 
     @abstractmethod
-    def _start_gather_objects(self, value: Any) -> Pending[list[Any]]: ...
+    def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> Pending[list[bytes]]: ...
 
     # ---- inside
 
@@ -371,8 +397,12 @@ class Communicator(ABC):
         received: int,
         start: Callable[[], Pending[T]],
     ) -> Pending[T]:
+        event = self._tell(kind, x, received)
+        return trace.ending(event, start())
+
+    def _tell(self, kind: str, x: torch.Tensor | None, received: int) -> trace.Event | None:
         if not trace.listeners:
-            return start()
+            return None
         event = trace.Event(
             rank=self.ranks[self.index],
             kind=kind,
@@ -383,42 +413,7 @@ class Communicator(ABC):
             bytes=received,
         )
         trace.tell(event)
-
-        def ended(result: T) -> T:
-            event.ended = time.perf_counter()
-            return result
-
-        return start().then(ended)
-
-    def _dim(self, x: torch.Tensor, dim: int) -> int:
-        if not -x.ndim <= dim < x.ndim:
-            raise CollectiveError(
-                f"dim: expected one of a {x.ndim}-d tensor, -{x.ndim} <= dim < {x.ndim}; got {dim}"
-            )
-        return dim % x.ndim
-
-    def _check_sizes(self, name: str, sizes: Sequence[int]) -> None:
-        if len(sizes) != self.size or min(sizes) < 0:
-            raise CollectiveError(
-                f"{name}(sizes): expected {self.size} lengths, one per rank; got {tuple(sizes)}"
-            )
-
-    def _check_pieces(self, name: str, pieces: Sequence[torch.Tensor]) -> None:
-        if len(pieces) != self.size:
-            raise CollectiveError(
-                f"{name}(pieces): expected {self.size}, one per rank; got {len(pieces)}"
-            )
-        dtypes = {piece.dtype for piece in pieces}
-        if len(dtypes) != 1:
-            shown = ", ".join(sorted(map(str, dtypes)))
-            raise CollectiveError(f"{name}(pieces): expected one dtype, got {shown}")
-
-    def _check_peer(self, argument: str, peer: int, other: bool = False) -> None:
-        if not 0 <= peer < self.size or (other and peer == self.index):
-            besides = f" besides {self.index}, which is this rank" if other else ""
-            raise CollectiveError(
-                f"{argument}: expected an index from 0 to {self.size - 1}{besides}; got {peer}"
-            )
+        return event
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
@@ -426,7 +421,7 @@ def copied(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _bytes(x: torch.Tensor) -> int:
+def _size_in_bytes(x: torch.Tensor) -> int:
     return x.numel() * x.itemsize
 
 

@@ -11,19 +11,19 @@ Everything is guarded by one lock; each rank sleeps on a condition of its own.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from shardwise.errors import MismatchError
+from shardwise.comm.arguments import listed
+from shardwise.errors import CollectiveError, MismatchError
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Stopped(BaseException):
@@ -61,11 +61,26 @@ class Meeting:
         self.members = members
         self.calls: dict[int, Call] = {}
         self.results: dict[int, Any] | None = None
+        self.error: Exception | None = None
+        """What went wrong while the results were computed, and where."""
+        self.error_trace: TracebackType | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are results, or an error instead."""
+        return self.results is not None or self.error is not None
 
     @property
     def absent(self) -> list[int]:
         """The ranks that have not come."""
         return [rank for rank in self.members if rank not in self.calls]
+
+    def result(self, rank: int) -> Any:
+        """What a rank gets of a complete meeting."""
+        if self.error is not None:  # every member raises it, each from its own line
+            raise self.error.with_traceback(self.error_trace)
+        assert self.results is not None, "complete"
+        return self.results[rank]
 
 
 @dataclass(slots=True)
@@ -79,6 +94,13 @@ class _Rank:
 
 
 Combine = Callable[[list[Any]], list[Any]]
+
+_running: set[MeetingPlace] = set()
+
+
+def simulation_runs() -> bool:
+    """Whether there is a simulation in this process that is not over."""
+    return bool(_running)
 
 
 class MeetingPlace:
@@ -97,6 +119,7 @@ class MeetingPlace:
         """Whose random state torch has now."""
         self._meetings: dict[Hashable, Meeting] = {}
         self._counts: dict[tuple[int, Hashable], int] = {}
+        _running.add(self)
 
     # ---- the life of a rank, called on its own thread
 
@@ -147,13 +170,14 @@ class MeetingPlace:
     def wait(self, rank: int, meeting: Meeting) -> Any:
         """This rank's result of a meeting; other ranks run until it is there."""
         with self.lock:
-            self._check_running()
-            if meeting.results is None:
-                self._ranks[rank].waits_in = meeting
-            self._hand_over(rank)
-            self._sleep(rank)
-            assert meeting.results is not None, "woken only when the meeting is complete"
-            return meeting.results[rank]
+            self._check_stopped()
+            if not (self.over.is_set() and meeting.is_complete):
+                self._check_running()
+                if not meeting.is_complete:
+                    self._ranks[rank].waits_in = meeting
+                self._hand_over(rank)
+                self._sleep(rank)
+            return meeting.result(rank)
 
     def unmet(self) -> str:
         """What was started and never completed, in words; nothing if all is well."""
@@ -178,7 +202,10 @@ class MeetingPlace:
         except MismatchError as error:
             met = "\n".join(f"  rank {call.rank}: {call}" for call in calls)
             self._stop_with(f"{error}\n{met}")
-        meeting.results = dict(zip(meeting.members, results, strict=True))
+        except Exception as error:
+            meeting.error, meeting.error_trace = error, error.__traceback__
+        else:
+            meeting.results = dict(zip(meeting.members, results, strict=True))
         for rank in meeting.members:
             if self._ranks[rank].waits_in is meeting:
                 self._ranks[rank].waits_in = None
@@ -196,7 +223,7 @@ class MeetingPlace:
         ]
         if not able:
             if all(state.finished for state in self._ranks):
-                self.over.set()
+                self._end()
             else:
                 self._fail(MismatchError(self._stall_shown()))
             return
@@ -218,8 +245,18 @@ class MeetingPlace:
             torch.set_rng_state(state.random_state)
 
     def _check_running(self) -> None:
-        if self.failure is not None:
+        self._check_stopped()
+        if self.over.is_set():
+            raise CollectiveError("the simulation these ranks belong to has ended")
+
+    def _check_stopped(self) -> None:
+        here = threading.current_thread()
+        if self.failure is not None and any(state.thread is here for state in self._ranks):
             raise Stopped
+
+    def _end(self) -> None:
+        self.over.set()
+        _running.discard(self)
 
     def _stop_with(self, message: str) -> None:
         self._fail(MismatchError(message))
@@ -229,7 +266,7 @@ class MeetingPlace:
         if self.failure is not None:
             return
         self.failure = error
-        self.over.set()
+        self._end()
         here = threading.current_thread()
         by_a_rank = any(state.thread is here for state in self._ranks)
         for state in self._ranks:
@@ -268,14 +305,15 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 def user_line() -> str:
     """Where the code outside this package called in."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and _is_inside(frame.f_globals):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
+def _is_inside(module: dict[str, Any]) -> bool:
+    """Whether these are the globals of a module of this package, wherever it was loaded from."""
+    return str(module.get("__name__")).partition(".")[0] == _PACKAGE
+
+
 def _ranks_shown(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
-    return f"ranks {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"

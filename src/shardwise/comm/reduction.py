@@ -1,7 +1,7 @@
 """Reductions of the contributions of several ranks, computed on one of them.
 
 The order is that of the ranks, so a result does not depend on who came first. Half types are
-accumulated in float32 and rounded once.
+accumulated in float32 and rounded once. Integers wrap.
 """
 
 from __future__ import annotations
@@ -13,6 +13,20 @@ import torch
 from shardwise.errors import CollectiveError
 from shardwise.placement import REDUCE_OPS
 
+BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
+"""On bool, "sum" means any and "product" means all."""
+
+UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+"""What to compute in, where torch lacks the kernels. Sums and products wrap to the same bits."""
+
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, **UNSIGNED}
+_REDUCED = {
+    torch.bool,
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+}
 _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.Tensor.add_,
     "avg": torch.Tensor.add_,
@@ -20,29 +34,38 @@ _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "min": lambda total, next: torch.minimum(total, next, out=total),
     "product": torch.Tensor.mul_,
 }
-# On bool, "sum" means any and "product" means all.
-_BOOL_OP = {"sum": "max", "max": "max", "min": "min", "product": "min"}
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
     """Refuse an unknown reduction, and one that has no exact meaning for the dtype."""
     if op not in REDUCE_OPS:
         raise CollectiveError(f"op: expected one of {', '.join(REDUCE_OPS)}, got {op!r}")
+    if dtype not in _REDUCED:
+        wider = torch.complex64 if dtype.is_complex else torch.float32
+        raise CollectiveError(
+            f"op: {op!r} of {dtype} is not computed, for it would round at every step; "
+            f"convert first, with x.to({wider})"
+        )
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise CollectiveError(
             f"op: 'avg' of {dtype} would lose the fraction; use 'sum', or convert to a float first"
         )
     if op in ("max", "min") and dtype.is_complex:
         raise CollectiveError(f"op: {op!r} has no meaning for {dtype}; use 'sum' or 'product'")
+    if op in ("max", "min") and dtype is torch.uint64:
+        raise CollectiveError(
+            f"op: {op!r} of {dtype} is not computed, as torch cannot compare it; if all values are "
+            "below 2**63, convert first, with x.to(torch.int64)"
+        )
 
 
 def reduce_contributions(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """One new tensor: the pieces, equal in shape and dtype, reduced in their order."""
     dtype = pieces[0].dtype
-    wide = torch.float32 if dtype in _HALF and op not in ("max", "min") else dtype
+    as_it_is = dtype.is_floating_point and op in ("max", "min")  # nothing is rounded
+    wide = dtype if as_it_is else _WIDER.get(dtype, dtype)
     if dtype is torch.bool:
-        op = _BOOL_OP[op]
+        op = BOOL_OPS[op]
     total = pieces[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     for piece in pieces[1:]:
         total = _FOLD[op](total, piece.to(wide))

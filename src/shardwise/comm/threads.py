@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.interface import Communicator, Shape, copied
+from shardwise.comm.arguments import Shape
+from shardwise.comm.interface import Communicator, copied
 from shardwise.comm.meeting import Call, Combine, MeetingPlace, user_line
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import reduce_contributions
@@ -135,23 +135,16 @@ class ThreadsCommunicator(Communicator):
         return self._meet("exchange", {}, list(sends.values()), (sends, receives), combine)
 
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
-        # Buffered, as on gloo: the sender goes on before the receiver comes.
-        self._join_pair(self.index, destination, x, copied(x))
-        return Pending.done(None)
+        return self._meet_peer(self.index, destination, x, [x], x.detach())
 
     def _start_recv(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:
-        meeting = self._join_pair(source, self.index, like, None)
-        return Pending(lambda: self._place.wait(self._rank, meeting))
+        return self._meet_peer(source, self.index, like, [], None)
 
     def _start_barrier(self) -> Pending[None]:
         return self._meet("barrier", {}, [], None, lambda inputs: [None for _ in inputs])
 
-    def _start_gather_objects(self, value: Any) -> Pending[list[Any]]:
-        # Pickled, as between processes: every rank gets objects of its own.
-        def combine(inputs: list[bytes]) -> list[list[Any]]:
-            return [[pickle.loads(each) for each in inputs] for _ in inputs]
-
-        return self._meet("gather_objects", {}, [], pickle.dumps(value), combine)
+    def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> Pending[list[bytes]]:
+        return self._meet("gather_objects", {}, [], data, lambda inputs: [inputs for _ in inputs])
 
     # ---- inside
 
@@ -171,12 +164,21 @@ class ThreadsCommunicator(Communicator):
         meeting = self._place.join(self.ranks, self.ranks, call, combine)
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
-    def _join_pair(self, source: int, destination: int, x: torch.Tensor, payload: Any) -> Any:
+    def _meet_peer(
+        self,
+        source: int,
+        destination: int,
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        payload: torch.Tensor | None,
+    ) -> Pending[Any]:
+        """Of two ranks. As on gloo, the sender cannot go on before the receiver comes."""
         members = (self.ranks[source], self.ranks[destination])
         agreed = {"from": members[0], "to": members[1], "shape": tuple(x.shape), "dtype": x.dtype}
-        call = Call(self._rank, "send/recv", self.axes, agreed, [], payload, user_line())
+        call = Call(self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line())
         place = ("pair", self.ranks, source, destination)
-        return self._place.join(place, members, call, lambda inputs: [None, inputs[0]])
+        meeting = self._place.join(place, members, call, lambda given: [None, copied(given[0])])
+        return Pending(lambda: self._place.wait(self._rank, meeting))
 
 
 class ThreadsWorld(World):

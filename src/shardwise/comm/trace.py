@@ -10,8 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
+
+from shardwise.comm.pending import Pending
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -30,7 +35,7 @@ class Event:
     dtype: torch.dtype | None
     """What this rank puts in; None where that is no tensor."""
     bytes: int
-    """What this rank must receive from others, at the least."""
+    """What this rank must receive from others, at the least; of objects, once it is known."""
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
     """When its result was waited for; None while it is under way."""
@@ -68,3 +73,15 @@ def tell(event: Event) -> None:
     """Pass an event to everybody who listens."""
     for listener in listeners:
         listener(event)
+
+
+def ending(event: Event | None, pending: Pending[T]) -> Pending[T]:
+    """The same result, which ends the event when it is waited for."""
+    if event is None:
+        return pending
+
+    def end(result: T) -> T:
+        event.ended = time.perf_counter()
+        return result
+
+    return pending.then(end)
