@@ -7,6 +7,7 @@ the others put in. The cases run on simulated ranks (test_collectives_threads.py
 
 from __future__ import annotations
 
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from functools import reduce
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ import shardwise as sw
 OPS = ("sum", "avg", "max", "min", "product")
 HALF = (torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 DTYPES = (
     *HALF,
     torch.float32,
@@ -33,9 +36,12 @@ DTYPES = (
     torch.int32,
     torch.int64,
     torch.uint8,
+    *UNSIGNED,
     torch.bool,
     *COMPLEX,
 )
+MOVED_ONLY = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32)
+MOVED = (*DTYPES, *MOVED_ONLY)
 
 
 # ---- where: a mesh and the axes to talk along
@@ -90,10 +96,11 @@ def value(
     if dtype is torch.bool:
         x = torch.randint(0, 2, shape, generator=generator).bool()
     elif dtype.is_floating_point or dtype.is_complex:
-        x = torch.randn(shape, generator=generator, dtype=torch.complex128).to(
-            dtype if dtype.is_complex else torch.complex128
-        )
-        x = x if dtype.is_complex else x.real.to(dtype).contiguous()
+        x = torch.randn(shape, generator=generator, dtype=torch.complex128)
+        x = x.to(dtype) if dtype.is_complex else x.real.to(dtype).contiguous()
+    elif dtype in UNSIGNED:
+        low, high = -(2**63), 2**63 - 1  # every bit counts
+        x = torch.randint(low, high, shape, generator=generator).to(dtype)
     else:
         x = torch.randint(0 if dtype is torch.uint8 else -100, 100, shape, generator=generator)
         x = x.to(dtype)
@@ -124,13 +131,24 @@ def laid_out(x: torch.Tensor, form: str) -> torch.Tensor:
         return x[:1].expand_as(x)
     if form == "conj":
         y = x.conj().resolve_conj().conj()
-        assert y.is_conj() and torch.equal(y, x)
+        assert y.is_conj() and same(y, x)
         return y
     if form == "neg":
         y = torch.complex(torch.zeros_like(x), -x).conj().imag
         assert y.is_neg() and torch.equal(y, x)
         return y
     raise AssertionError(form)
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """`torch.equal`, also for dtypes that it does not know."""
+    if x.dtype in MOVED_ONLY:
+        return x.shape == y.shape and torch.equal(bits(x), bits(y))
+    return torch.equal(x, y)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return plain(x).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -159,7 +177,7 @@ def size_patterns(count: int) -> Iterator[list[int]]:
 def allowed(op: str, dtype: torch.dtype) -> bool:
     if op == "avg":
         return dtype.is_floating_point or dtype.is_complex
-    return not (op in ("max", "min") and dtype.is_complex)
+    return not (op in ("max", "min") and (dtype.is_complex or dtype is torch.uint64))
 
 
 # ---- what is expected
@@ -169,6 +187,9 @@ def reduced(contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction in rank order; half types in float32, rounded once."""
     dtype = contributions[0].dtype
     stacked = torch.stack(list(contributions))
+    if dtype in UNSIGNED:
+        numpy = {"sum": np.add, "product": np.multiply, "max": np.maximum, "min": np.minimum}[op]
+        return torch.from_numpy(np.asarray(reduce(numpy, stacked.numpy())))
     if dtype is torch.bool:
         return stacked.any(0) if op in ("sum", "max") else stacked.all(0)
     if op == "max":
@@ -221,7 +242,7 @@ def check(
 ) -> None:
     """Exactly these values, in a tensor that has nothing to do with the inputs."""
     check_fresh(result, expected, inputs)
-    assert torch.equal(result, expected), f"{result} != {expected}"
+    assert same(result, expected), f"{result} != {expected}"
 
 
 def check_fresh(
@@ -244,7 +265,7 @@ def untouched(*inputs: torch.Tensor) -> Iterator[None]:
     strides = [x.stride() for x in inputs]
     yield
     for x, y, stride in zip(inputs, before, strides, strict=True):
-        assert torch.equal(x, y) and x.stride() == stride, "an input was modified"
+        assert same(x, y) and x.stride() == stride, "an input was modified"
 
 
 def both_forms(comm: sw.Communicator, name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -344,7 +365,7 @@ def all_gather(comm: sw.Communicator, exact: bool) -> None:
     for other in ((1, 2, 0), (2, 1, 0), (1, 1, 0)):  # dims of length 1 before the joined one
         one(2, [3] * comm.size, other=other)
     uneven = [(3 * index + 1) % 4 for index in range(comm.size)]
-    for dtype in DTYPES:
+    for dtype in MOVED:
         one(0, [2] * comm.size, dtype)
         one(1, uneven, dtype, given=uneven)
     for dtype in (torch.float32, torch.bool, *COMPLEX):
@@ -413,7 +434,7 @@ def all_to_all(comm: sw.Communicator, exact: bool) -> None:
                 for result, each in zip(results, expected, strict=True):
                     check(result, each, pieces)
 
-    for dtype in DTYPES:
+    for dtype in MOVED:
         one(lambda source, target: (2, 3), dtype)
         one(lambda source, target: ((source + 2 * target) % 3, target + 1), dtype)
     one(lambda source, target: (2, 3), shapes_given=False)
@@ -467,7 +488,7 @@ def broadcast(comm: sw.Communicator, exact: bool) -> None:
     for source in range(comm.size):
         for shape in ((), (7,), (2, 3), (0, 3)):
             one(source, shape)
-        for dtype in DTYPES:
+        for dtype in MOVED:
             one(source, (2, 3), dtype)
         for dtype in (torch.float32, *COMPLEX):
             for form in forms(dtype):
@@ -506,7 +527,7 @@ def scatter(comm: sw.Communicator, exact: bool) -> None:
         one(source, lambda target: (0,))
         for form in forms(torch.complex64):
             one(source, lambda target: (target + 1, 2), torch.complex64, form)
-    for dtype in DTYPES:
+    for dtype in MOVED:
         one(comm.size - 1, lambda target: (target, 2), dtype)
 
 
@@ -538,7 +559,7 @@ def gather(comm: sw.Communicator, exact: bool) -> None:
         one(destination, lambda index: (0,))
         for form in forms(torch.complex64):
             one(destination, lambda index: (index + 1, 2), torch.complex64, form)
-    for dtype in DTYPES:
+    for dtype in MOVED:
         one(comm.size - 1, lambda index: (index, 2), dtype)
 
 
@@ -562,7 +583,7 @@ def send_recv(comm: sw.Communicator, exact: bool) -> None:
             passed_on = comm.recv(like, before)
         check(passed_on, plain(value(0, shape, dtype, form)), [like, *([x] if comm.index else [])])
 
-    for dtype in DTYPES:
+    for dtype in MOVED:
         around((2, 3), dtype)
     for shape in ((), (0,), (2, 0, 3)):
         around(shape, torch.float32)
@@ -583,7 +604,7 @@ def exchange(comm: sw.Communicator, exact: bool) -> None:
         return (source + 2 * target) % 4, 3
 
     sources = [peer for peer in range(comm.size) if comm.index in peers(peer)]
-    for dtype in DTYPES:
+    for dtype in MOVED:
         for form in forms(dtype):
             sends = {
                 peer: value(comm.index, shape(comm.index, peer), dtype, form)
@@ -596,8 +617,8 @@ def exchange(comm: sw.Communicator, exact: bool) -> None:
                     assert start(sends, receives) is None
                 for peer, x in receives.items():
                     sent = plain(value(peer, shape(peer, comm.index), dtype, form))
-                    assert torch.equal(x, sent)
-                    assert not wide[peer][:, 1::2].any(), "wrote beside its place"
+                    assert same(x, sent)
+                    assert not bits(wide[peer][:, 1::2]).any(), "wrote beside its place"
 
 
 def large_pieces_take_another_way(comm: sw.Communicator, exact: bool) -> None:
@@ -730,12 +751,15 @@ def results_belong_to_the_rank_alone(comm: sw.Communicator, exact: bool) -> None
     results = [
         comm.all_reduce(x),
         comm.all_gather(x),
+        comm.all_gather(x, 1),
         comm.reduce_scatter(x),
         comm.broadcast(x),
         comm.scatter(pieces[0], pieces),
-        *comm.all_to_all(pieces),
         *(comm.gather(x) or []),
     ]
+    for result in results:
+        assert result.untyped_storage().nbytes() == result.numel() * result.itemsize
+    results += comm.all_to_all(pieces)  # which may share a buffer
     with untouched(x, *pieces):
         for result in results:
             result.fill_(100 + comm.index)
@@ -762,12 +786,36 @@ def inputs_may_require_grad(comm: sw.Communicator, exact: bool) -> None:
 
 
 def reductions_without_meaning_are_refused(comm: sw.Communicator, exact: bool) -> None:
-    for dtype, op in product(DTYPES, OPS):
-        if not allowed(op, dtype):
+    for dtype, op in product(MOVED, OPS):
+        if dtype in MOVED_ONLY or not allowed(op, dtype):
             x = value(comm.index, (comm.size,), dtype)
             for name in ("all_reduce", "all_reduce_async", "reduce_scatter"):
-                with pytest.raises(sw.CollectiveError, match=f"^op: '{op}'.*{dtype}"):
+                with pytest.raises(sw.CollectiveError, match=f"^op: '{op}'.*{dtype}") as caught:
                     getattr(comm, name)(x, op=op)
+                assert re.search(r"use 'sum'|convert", str(caught.value))  # what to do
+
+
+class Unreadable:
+    """Its pickle cannot be read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def an_error_of_a_result_comes_from_wait_on_every_rank(comm: sw.Communicator, exact: bool) -> None:
+    pending = comm.gather_objects_async(Unreadable() if comm.index == 0 else 1)
+    with pytest.raises(ValueError, match="no number"):
+        pending.wait()
+    assert comm.gather_objects(comm.index) == list(range(comm.size))
+
+
+def gather_objects_waits_for_lengths_only(comm: sw.Communicator, exact: bool) -> None:
+    """`gather_objects_async` returns when all have come, not when all have waited."""
+    came = time.monotonic()
+    pending = comm.gather_objects_async(came)
+    started = time.monotonic()
+    assert max(comm.gather_objects(came)) <= started
+    assert len(pending.wait()) == comm.size
 
 
 CASES: dict[str, Callable[[sw.Communicator, bool], None]] = {
@@ -794,6 +842,8 @@ CASES: dict[str, Callable[[sw.Communicator, bool], None]] = {
         results_belong_to_the_rank_alone,
         inputs_may_require_grad,
         reductions_without_meaning_are_refused,
+        an_error_of_a_result_comes_from_wait_on_every_rank,
+        gather_objects_waits_for_lengths_only,
     )
 }
 

@@ -14,6 +14,9 @@ import shardwise as sw
 from shardwise.comm.abstract import AbstractCommunicator
 from shardwise.comm.alone import AloneCommunicator
 
+# torch warns that it knows complex32 only in part; moves need no more.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
 
 @pytest.mark.parametrize("where", WHERES)
 @pytest.mark.parametrize("case", CASES)
@@ -80,9 +83,10 @@ def collectives(comm: sw.Communicator, make: Callable[..., torch.Tensor]) -> dic
         results[f"scatter {peer}"] = comm.scatter(
             make(me, (me, 4)), pieces if me == peer else None, peer
         )
-    results["send"] = comm.send(make(me, (me, 5)), (me + 1) % n)
+    sent = comm.send_async(make(me, (me, 5)), (me + 1) % n)
     before = (me - 1) % n
     results["recv"] = comm.recv(make(me, (before, 5)), before)
+    results["send"] = sent.wait()
     results["barrier"] = comm.barrier()
     return results
 
@@ -171,9 +175,9 @@ def test_abstract_ranks_have_no_objects_to_gather() -> None:
 
 def test_the_rank_to_look_from_is_checked() -> None:
     mesh = sw.DeviceMesh.abstract((2, 2))
-    for rank in (4, -1):
-        with pytest.raises(sw.MeshError, match=rf"^rank: expected one of .*got {rank}"):
-            sw.communicator(mesh, rank=rank)
+    for rank in (4, -1, "a", 1.0, True):
+        with pytest.raises(sw.MeshError, match=rf"^rank: expected one of .*got {rank!r}"):
+            sw.communicator(mesh, rank=rank)  # type: ignore[arg-type]
     with pytest.raises(sw.MeshError, match=r"^rank: expected None"):
         sw.communicator(sw.init_device_mesh("cpu", (1,)), rank=0)
 
@@ -204,6 +208,8 @@ def test_bad_axes_are_refused_by_name() -> None:
     mesh = sw.init_device_mesh("cpu", (1, 1), ("dp", "tp"))
     with pytest.raises(sw.MeshError, match=r"axis: expected one of .*dp.*got 'pp'"):
         sw.communicator(mesh, "pp")
+    with pytest.raises(sw.MeshError, match=r"^axes: expected names or positions.*got 0\.5"):
+        sw.communicator(mesh, 0.5)  # type: ignore[arg-type]
     with pytest.raises(sw.MeshError, match="axes: expected each axis once"):
         sw.communicator(mesh, ("dp", "dp"))
     with pytest.raises(sw.MeshError, match=r"mesh: expected a DeviceMesh, got 3 \(int\)"):
@@ -241,6 +247,15 @@ def test_a_communicator_shows_who_it_is() -> None:
     assert shown == "AbstractCommunicator(rank 2 of (0, 2, 1, 3) over tp.dp)"
 
 
+def test_a_communicator_of_very_many_shows_the_first_of_them() -> None:
+    comm = sw.communicator(sw.DeviceMesh.abstract((100_000,), ("x",)), rank=99_999)
+    first = "0, 1, 2, 3, 4, 5, 6, 7 and 99992 more"
+    assert repr(comm) == f"AbstractCommunicator(rank 99999 of ({first}) over x)"
+    with pytest.raises(sw.CollectiveError, match=r"got \(1, 1, .* and 99992 more\)$") as caught:
+        comm.all_gather(torch.empty(2, device="meta"), sizes=[1] * 100_000)
+    assert len(str(caught.value)) < 300
+
+
 # ---- bad arguments, refused on the rank that gives them, by the argument's name
 
 X = torch.zeros(4, 6)
@@ -273,7 +288,23 @@ REFUSED: dict[str, tuple[Callable[[sw.Communicator], Any], str]] = {
         r"^reduce_scatter\(sizes\): expected a sum of 4, the length of dim 0 .*got \(2, 2, 1\)",
     ),
     "all_gather dim": (lambda c: c.all_gather(X, 2), r"^dim: .*got 2"),
-    "all_gather of a scalar": (lambda c: c.all_gather(torch.ones(())), r"^dim: .*0-d"),
+    "all_gather of a scalar": (
+        lambda c: c.all_gather(torch.ones(())),
+        r"^dim: expected a tensor that has dims, got dim=0 of a 0-d one",
+    ),
+    "all_gather dim of a wrong kind": (lambda c: c.all_gather(X, "0"), r"^dim: .*; got '0'"),
+    "all_gather sizes of a wrong kind": (
+        lambda c: c.all_gather(X, sizes=2),
+        r"^all_gather\(sizes\): expected 3 lengths, one per rank; got 2 \(int\)",
+    ),
+    "all_gather sizes of wrong kinds": (
+        lambda c: c.all_gather(X, sizes=(4, 4.0, 4)),
+        r"^all_gather\(sizes\): expected 3 lengths.*got \(4, 4\.0, 4\) \(tuple\)",
+    ),
+    "all_gather sizes, one tensor": (
+        lambda c: c.all_gather(X, sizes=torch.tensor(2)),
+        r"^all_gather\(sizes\): .*got tensor\(2\) \(Tensor\)",
+    ),
     "all_gather count of sizes": (
         lambda c: c.all_gather(X, 0, [4] * 4),
         r"^all_gather\(sizes\): expected 3 lengths",
@@ -295,6 +326,18 @@ REFUSED: dict[str, tuple[Callable[[sw.Communicator], Any], str]] = {
         lambda c: c.all_to_all([X, OTHER, X]),
         r"^all_to_all\(pieces\): expected one dtype, got torch.float32, torch.int64",
     ),
+    "all_to_all pieces of a wrong kind": (
+        lambda c: c.all_to_all(3),
+        r"^all_to_all\(pieces\): expected 3 tensors, one per rank; got 3 \(int\)",
+    ),
+    "all_to_all one piece of a wrong kind": (
+        lambda c: c.all_to_all([X, 3, X]),
+        r"^all_to_all\(pieces\)\[1\]: expected a tensor, got 3 \(int\)",
+    ),
+    "all_to_all shapes of a wrong kind": (
+        lambda c: c.all_to_all([X] * 3, [24, 24, 24]),
+        r"^all_to_all\(shapes\): expected 3 shapes, one per rank; got \[24, 24, 24\] \(list\)",
+    ),
     "all_to_all count of shapes": (
         lambda c: c.all_to_all([X] * 3, [(4, 6)] * 2),
         r"^all_to_all\(shapes\): expected 3, one per rank; got 2",
@@ -310,6 +353,10 @@ REFUSED: dict[str, tuple[Callable[[sw.Communicator], Any], str]] = {
     "broadcast negative source": (
         lambda c: c.broadcast(X, -1),
         r"^broadcast\(source\): .*got -1",
+    ),
+    "broadcast source of a wrong kind": (
+        lambda c: c.broadcast(X, "0"),
+        r"^broadcast\(source\): expected an index from 0 to 2; got '0'",
     ),
     "scatter source": (lambda c: c.scatter(X, [X] * 3, 3), r"^scatter\(source\): .*got 3"),
     "scatter without pieces": (
@@ -344,6 +391,19 @@ REFUSED: dict[str, tuple[Callable[[sw.Communicator], Any], str]] = {
         lambda c: c.gather(X, [(4, 6), (6, 4), (4, 6)]),
         r"^gather\(shapes\): .*with \(4, 6\) at 1; got .*\(6, 4\)",
     ),
+    "gather shapes of a wrong kind": (
+        lambda c: c.gather(X, 3),
+        r"^gather\(shapes\): expected 3 shapes, one per rank; got 3 \(int\)",
+    ),
+    "exchange sends of a wrong kind": (
+        lambda c: c.exchange([X], {}),
+        r"^exchange\(sends\): expected a dict of tensors by peer, got \[.*\(list\)",
+    ),
+    "exchange a piece of a wrong kind": (
+        lambda c: c.exchange({}, {0: 3}),
+        r"^exchange\(receives\)\[0\]: expected a tensor, got 3 \(int\)",
+    ),
+    "exchange with itself": (lambda c: c.exchange({1: X}, {}), r"^exchange\(sends\): .*besides 1"),
     "send destination": (lambda c: c.send(X, 3), r"^send\(destination\): .*got 3"),
     "send to itself": (
         lambda c: c.send(X, 1),
@@ -354,6 +414,25 @@ REFUSED: dict[str, tuple[Callable[[sw.Communicator], Any], str]] = {
         lambda c: c.recv(X, 1),
         r"^recv\(source\): .*besides 1, which is this rank; got 1",
     ),
+}
+
+NO_TENSOR: dict[str, Callable[[sw.Communicator, Any], Any]] = {
+    "all_reduce(x)": lambda c, x: c.all_reduce(x),
+    "reduce_scatter(x)": lambda c, x: c.reduce_scatter(x),
+    "all_gather(x)": lambda c, x: c.all_gather(x),
+    "broadcast(x)": lambda c, x: c.broadcast(x),
+    "scatter(like)": lambda c, x: c.scatter(x, [X] * 3),
+    "gather(x)": lambda c, x: c.gather(x),
+    "send(x)": lambda c, x: c.send(x, 0),
+    "recv(like)": lambda c, x: c.recv(x, 0),
+}
+REFUSED |= {
+    f"{argument} {given!r}": (
+        lambda c, call=call, given=given: call(c, given),
+        rf"^{re.escape(argument)}: expected a tensor, got {re.escape(repr(given))} \({kind}\)",
+    )
+    for argument, call in NO_TENSOR.items()
+    for given, kind in ((3, "int"), ([1, 2], "list"), (None, "NoneType"))
 }
 
 

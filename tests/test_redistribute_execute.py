@@ -703,3 +703,15 @@ def test_an_asynchronous_move_has_its_gradient() -> None:
             assert torch.equal(local.grad, piece(weight, src, place)), f"{src} -> {dst}"
 
     on_ranks(4, run)
+
+
+# ---- abstract meshes
+
+
+def test_on_an_abstract_mesh_every_pair_gives_a_meta_tensor_of_the_right_shape() -> None:
+    mesh = DeviceMesh.abstract((2, 3), ("x", "y"))
+    for shape in ((), (6,), (5, 3), (4096, 300)):
+        for src, dst in product(layouts(mesh, shape), repeat=2):
+            local = torch.empty(src.local_shape(), device="meta")
+            result = redistribute_local(local, src, dst)
+            assert result.is_meta and tuple(result.shape) == dst.local_shape(), (src, dst)

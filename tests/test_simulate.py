@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import inspect
+import pickle
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.comm.meeting import user_line
 
 HERE = Path(__file__).name
 
@@ -148,6 +150,7 @@ def order_of_a_program() -> list[tuple[int, str]]:
         log.append((comm.index, "received"))
         if comm.index < comm.size - 1:
             comm.send(torch.ones(1), comm.index + 1)
+            log.append((comm.index, "sent"))
         comm.barrier()
         log.append((comm.index, "end"))
 
@@ -159,8 +162,9 @@ def test_a_rank_runs_until_it_waits_and_then_the_lowest_that_can_goes_on() -> No
     expected = [
         *[(0, "start"), (0, "under way"), (1, "start"), (1, "under way")],
         *[(2, "start"), (2, "under way")],  # the last to come
-        *[(0, "reduced"), (0, "received")],  # sends and waits for the others in the barrier
-        *[(1, "reduced"), (1, "received"), (2, "reduced"), (2, "received")],
+        *[(0, "reduced"), (0, "received")],  # and cannot send before 1 comes
+        *[(1, "reduced"), (0, "sent"), (1, "received")],  # 0 waits in the barrier
+        *[(2, "reduced"), (1, "sent"), (2, "received")],
         *[(0, "end"), (1, "end"), (2, "end")],
     ]
     assert order_of_a_program() == expected
@@ -555,7 +559,31 @@ def test_a_message_that_is_never_received_is_an_error() -> None:
             everybody().send(torch.ones(1), 1)
 
     message = mismatch(program, 2)
+    assert "no rank can go on" in message and "rank 1 returned" in message
+    assert "rank 0 waits in send/recv(from=0, to=1" in message and "for rank 1" in message
+
+
+def test_a_message_that_is_never_received_nor_waited_for_is_an_error() -> None:
+    def program() -> None:
+        if my_rank() == 0:
+            everybody().send_async(torch.ones(1), 1)
+
+    message = mismatch(program, 2)
+    assert "all ranks returned" in message
     assert "rank 0: send/recv(from=0, to=1" in message and "not joined by rank 1" in message
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_ranks_that_send_to_each_other_and_receive_afterwards_cannot_go_on(parallel: bool) -> None:
+    def program() -> None:
+        comm = everybody()
+        comm.send(torch.ones(1), 1 - comm.index)
+        comm.recv(torch.ones(1), 1 - comm.index)
+
+    message = mismatch(program, 2, parallel)
+    assert "no rank can go on" in message
+    assert "rank 0 waits in send/recv(from=0, to=1" in message and "for rank 1" in message
+    assert "rank 1 waits in send/recv(from=1, to=0" in message and "for rank 0" in message
 
 
 def test_a_message_that_is_never_sent_is_an_error() -> None:
@@ -574,6 +602,7 @@ WRITES: dict[str, Callable[[sw.Communicator, torch.Tensor], sw.Pending[Any]]] = 
     "broadcast": lambda c, x: c.broadcast_async(x),
     "scatter": lambda c, x: c.scatter_async(x, [x, x]),
     "gather": lambda c, x: c.gather_async(x),
+    "send": lambda c, x: c.recv_async(x, 0) if c.index else c.send_async(x, 1),
 }
 
 
@@ -603,7 +632,7 @@ def test_writing_to_an_input_afterwards_is_fine() -> None:
     assert sw.simulate(program, 2) == [[2, 2], [2, 2]]
 
 
-def test_a_sent_tensor_may_be_written_to_at_once() -> None:
+def test_a_sent_tensor_may_be_written_to_afterwards() -> None:
     def program() -> list[float]:
         comm = everybody()
         if comm.index == 1:
@@ -613,6 +642,104 @@ def test_a_sent_tensor_may_be_written_to_at_once() -> None:
         return x.zero_().tolist()
 
     assert sw.simulate(program, 2) == [[0, 0], [1, 1]]
+
+
+# ---- errors while a result is computed
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_an_error_of_a_collective_comes_from_wait_on_every_member(parallel: bool) -> None:
+    def program() -> str:
+        comm = everybody()
+        out = torch.zeros(1).expand(2)  # cannot be written to
+        pending = comm.exchange_async({1 - comm.index: torch.ones(2)}, {1 - comm.index: out})
+        with pytest.raises(RuntimeError, match="single memory location") as caught:
+            pending.wait()
+        assert comm.all_gather(torch.ones(1)).numel() == 2  # and it can go on
+        return "".join(traceback.format_tb(caught.value.__traceback__))
+
+    for trace in sw.simulate(program, 2, parallel=parallel):
+        assert trace.count("in program") == 1  # of this rank, not of the others
+        assert "in combine" in trace
+
+
+def test_gather_objects_waits_for_everybody_to_tell_its_length() -> None:
+    log: list[tuple[int, str]] = []
+
+    def program() -> None:
+        comm = everybody()
+        log.append((comm.index, "start"))
+        pending = comm.gather_objects_async(comm.index)
+        log.append((comm.index, "under way"))
+        assert pending.wait() == [0, 1]
+
+    sw.simulate(program, 2)
+    assert log == [(0, "start"), (1, "start"), (0, "under way"), (1, "under way")]
+
+
+def test_the_line_shown_is_outside_of_the_package_wherever_it_was_loaded_from() -> None:
+    inside: dict[str, Any] = {"__name__": "shardwise.comm.threads", "user_line": user_line}
+    exec(compile("def call(): return user_line()", "/a/symlink/threads.py", "exec"), inside)
+    assert inside["call"]().startswith(f"{__file__}:{line()} in test_the_line_shown")
+
+
+# ---- after the end
+
+
+def test_a_result_that_was_there_can_be_waited_for_after_the_end() -> None:
+    pendings = sw.simulate(lambda: everybody().all_reduce_async(torch.ones(2)), 3)
+    assert [pending.wait().tolist() for pending in reversed(pendings)] == [[3, 3]] * 3
+
+
+ENDED = "^the simulation these ranks belong to has ended$"
+
+
+def test_a_collective_cannot_be_started_after_the_end() -> None:
+    comms = sw.simulate(everybody, 3)
+    for comm in comms:
+        with pytest.raises(sw.CollectiveError, match=ENDED):
+            comm.all_reduce(torch.ones(1))
+        with pytest.raises(sw.CollectiveError, match=ENDED):
+            comm.send_async(torch.ones(1), (comm.index + 1) % 3)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_result_that_was_never_there_is_not_waited_for_after_the_end(raises: bool) -> None:
+    kept: list[sw.Pending[torch.Tensor]] = []
+    comms: list[sw.Communicator] = []
+
+    def program() -> None:
+        if my_rank() == 0:
+            comms.append(everybody())
+            kept.append(comms[0].all_reduce_async(torch.ones(1)))
+            if raises:
+                fail_here()
+
+    quickly_raises(sw.RankError if raises else sw.MismatchError, program, 2)
+    with pytest.raises(sw.CollectiveError, match=ENDED):
+        kept[0].wait()
+    with pytest.raises(sw.CollectiveError, match=ENDED):
+        comms[0].barrier()
+
+
+def test_a_thread_that_is_no_rank_is_told_so_while_a_simulation_runs() -> None:
+    def refused() -> str:
+        with pytest.raises(sw.MeshError) as caught:
+            sw.init_device_mesh("cpu", (2,))
+        return str(caught.value)
+
+    def program() -> str:
+        if my_rank() == 1:
+            return ""
+        said: list[str] = []
+        thread = threading.Thread(target=lambda: said.append(refused()))
+        thread.start()
+        thread.join()
+        return said[0]
+
+    during, _ = sw.simulate(program, 2)
+    assert "this thread is no rank of the running simulation; use the rank's own thread" in during
+    assert "this process is alone" in refused()
 
 
 # ---- parallel
@@ -685,7 +812,7 @@ def test_events_say_who_what_where_and_how_many_bytes() -> None:
         ("gather", "tp", own, (4, 3), f32, 48),
         ("recv", "tp", own, (4, 3), torch.bfloat16, 24),
         ("barrier", "tp.dp", all_ranks, (), None, 0),
-        ("gather_objects", "tp.dp", all_ranks, (), None, 0),
+        ("gather_objects", "tp.dp", all_ranks, (), None, 3 * len(pickle.dumps("x"))),
     ]
     # Rank 2 is index 1 of tp.dp, which has no row; and index 0 of tp.
     assert [(kind, received) for kind, *_, received in told(2)] == [
@@ -699,7 +826,7 @@ def test_events_say_who_what_where_and_how_many_bytes() -> None:
         ("gather", 0),
         ("send", 0),
         ("barrier", 0),
-        ("gather_objects", 0),
+        ("gather_objects", 3 * len(pickle.dumps("x"))),
     ]
     assert len(events) == 4 * 11
     for event in events:

@@ -28,7 +28,7 @@ class World(ABC):
         self.rank = rank
         self.size = size
         self.lock = threading.RLock()
-        """Held while communicators and process groups are made, so that all threads get the same."""
+        """Held while communicators and process groups are made, so that threads agree."""
         self.roots: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
         """The mesh that a mesh was last cut from, for those that this rank derived."""
         self.flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[str, ...]]] = (

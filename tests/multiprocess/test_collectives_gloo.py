@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -96,6 +98,45 @@ def test_a_native_reduce_scatter_gives_the_same(workers4: sw.Workers) -> None:
     workers4.run(native_reduce_scatter)
 
 
+# ---- messages that nobody waits for
+
+
+def messages_whose_pending_is_dropped() -> list[list[float]]:
+    comm = sw.communicator(sw.init_device_mesh("cpu", (4,)))
+    assert isinstance(comm, C10dCommunicator)
+    before = len(comm._messages)
+    after, source = (comm.index + 1) % 4, (comm.index - 1) % 4
+    received = []
+    for turn in range(3):
+        comm.send_async(torch.full((1000,), 10.0 * comm.index + turn), after)
+        gc.collect()
+        comm.barrier()
+    for _ in range(3):
+        result = comm.recv(torch.empty(1000), source)
+        assert result.unique().numel() == 1
+        received.append(result[0].item())
+    out = torch.zeros(3)
+    comm.exchange_async({after: torch.full((3,), float(comm.index))}, {source: out})
+    gc.collect()
+    comm.barrier()
+    comm.recv(torch.empty(1), source) if comm.index else comm.send(torch.ones(1), after)
+    comm.send(torch.ones(1), after) if comm.index else comm.recv(torch.empty(1), source)
+    deadline = time.monotonic() + 10
+    while not (out == source).all() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(comm._messages) - before <= 4  # what was waited for is not kept
+    return [received, out.tolist()]
+
+
+def test_a_message_arrives_also_if_nobody_waits_for_its_sending(workers4: sw.Workers) -> None:
+    assert workers4.run(messages_whose_pending_is_dropped) == [
+        [[30, 31, 32], [3, 3, 3]],
+        [[0, 1, 2], [0, 0, 0]],
+        [[10, 11, 12], [1, 1, 1]],
+        [[20, 21, 22], [2, 2, 2]],
+    ]
+
+
 # ---- bytes on the wire
 
 
@@ -177,6 +218,32 @@ def groups_are_cached() -> None:
 
 def test_groups_are_cached_and_shared_by_meshes(fresh4: sw.Workers) -> None:
     fresh4.run(groups_are_cached)
+
+
+def threads_ask_at_once() -> int:
+    mesh = sw.DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("a", "b"))
+    start = threading.Barrier(8)
+    found: list[Any] = []
+
+    def ask(turn: int) -> None:
+        start.wait()
+        found.append(mesh.get_group("a") if turn % 2 else sw.communicator(mesh, "a"))
+
+    def ask_all() -> None:
+        threads = [threading.Thread(target=ask, args=(turn,)) for turn in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    made = groups_made_by(ask_all)
+    assert len(found) == 8
+    assert len({id(each) for each in found}) == 2  # the group and its communicator
+    return made
+
+
+def test_threads_that_ask_at_once_get_the_same_group(fresh4: sw.Workers) -> None:
+    assert fresh4.run(threads_ask_at_once) == [1] * 4
 
 
 def the_whole_world_needs_no_new_group() -> int:

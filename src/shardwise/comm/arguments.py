@@ -45,9 +45,10 @@ def as_sizes(argument: str, sizes: Iterable[int], count: int) -> tuple[int, ...]
 
 def as_shapes(argument: str, shapes: Iterable[Sequence[int]], count: int) -> list[Shape]:
     """A shape for each of `count` ranks."""
-    each = [_ints(shape) for shape in shapes] if isinstance(shapes, Iterable) else []
+    given = _items(shapes)
+    each = [_ints(shape) for shape in given or ()]
     found = [shape for shape in each if shape is not None and min(shape, default=0) >= 0]
-    if not isinstance(shapes, Iterable) or len(found) != len(each):
+    if given is None or len(found) != len(given):
         raise CollectiveError(
             f"{argument}: expected {count} shapes, one per rank; got {_described(shapes)}"
         )
@@ -58,11 +59,11 @@ def as_shapes(argument: str, shapes: Iterable[Sequence[int]], count: int) -> lis
 
 def as_pieces(argument: str, pieces: Iterable[torch.Tensor], count: int) -> list[torch.Tensor]:
     """A tensor for each of `count` ranks, all of one dtype."""
-    if not isinstance(pieces, Iterable):
+    found = _items(pieces)
+    if found is None:
         raise CollectiveError(
             f"{argument}: expected {count} tensors, one per rank; got {_described(pieces)}"
         )
-    found = list(pieces)
     if len(found) != count:
         raise CollectiveError(f"{argument}: expected {count}, one per rank; got {len(found)}")
     for index, piece in enumerate(found):
@@ -120,8 +121,13 @@ def _described(value: Any) -> str:
 
 def _ints(values: Any) -> tuple[int, ...] | None:
     """Plain ints for anything that yields ints; None for all else."""
-    if not isinstance(values, Iterable):
+    items = _items(values)
+    ints = tuple(value for value in map(as_int, items or ()) if value is not None)
+    return ints if items is not None and len(ints) == len(items) else None
+
+
+def _items(values: Any) -> list[Any] | None:
+    try:
+        return list(values)
+    except TypeError:
         return None
-    found = [as_int(value) for value in values]
-    ints = tuple(value for value in found if value is not None)
-    return ints if len(ints) == len(found) else None

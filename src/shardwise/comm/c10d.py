@@ -82,8 +82,8 @@ class C10dCommunicator(Communicator):
         group = living(self._group_reference)
         if group is None:
             raise CollectiveError(
-                f"the process group of ranks {shown(self.ranks)} was destroyed; if the default group "
-                "still exists or does so again, ask sw.communicator for a new one"
+                f"the process group of ranks {shown(self.ranks)} was destroyed; if the default "
+                "group still exists or does so again, ask sw.communicator for a new one"
             )
         return group
 
@@ -294,8 +294,8 @@ class C10dCommunicator(Communicator):
             except RuntimeError as error:
                 over = f" over {'.'.join(self.axes)}" if self.axes else ""
                 raise CollectiveError(
-                    f"{kind}{over} of ranks {shown(self.ranks)} failed: {error}\nA peer has probably "
-                    "ended or waits elsewhere: look at the output of the others"
+                    f"{kind}{over} of ranks {shown(self.ranks)} failed: {error}\n"
+                    "A peer has probably ended or waits elsewhere: look at the output of the others"
                 ) from error
             return finish()
 

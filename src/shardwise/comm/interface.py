@@ -2,10 +2,10 @@
 
 The public methods are here, once: they check arguments, tell the trace and hand over to the
 engine's `_start_...`. Every collective has two forms, `name` and `name_async`; the second returns a
-`Pending` before anybody else has come, except `gather_objects_async`, which first waits for the
-lengths of the others' objects. Results are new contiguous tensors that own their memory, but for
-`all_to_all`'s, which may share one new buffer; inputs are never written to. Peers are given by their
-*index* in the communicator, not by global rank.
+`Pending` and waits for nobody, except that `gather_objects_async` waits for the lengths of all
+objects. Results are new contiguous tensors that own their memory, but the pieces of an `all_to_all`
+may share one new buffer; inputs are never written to. Peers are given by their *index* in the
+communicator, not by global rank.
 
 None of these is differentiable: gradients are the business of `shardwise.redistribute`.
 """

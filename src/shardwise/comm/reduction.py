@@ -43,8 +43,7 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     if dtype not in _REDUCED:
         wider = torch.complex64 if dtype.is_complex else torch.float32
         raise CollectiveError(
-            f"op: {op!r} of {dtype} is not computed, for it would round at every step; "
-            f"convert first, with x.to({wider})"
+            f"op: {op!r} of {dtype} is not computed; convert first, with x.to({wider})"
         )
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise CollectiveError(

@@ -160,7 +160,7 @@ def _lengths(pieces: Layout, step: Step) -> list[int]:
 
 def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Any Shard -> any Shard. Backward: the exchange, transposed."""
-    rank = world.current().rank
+    rank = step.source.mesh.get_rank()
     group = _group(step)
     before, after = _box(step.source), _box(step.target)
     given = sends(step.source, step.target, rank)
