@@ -264,7 +264,7 @@ def cheapest_by_exhaustion(src: Layout, dst: Layout, ending: tuple[int, ...], co
             if state not in hops:
                 hops[state] = list(search.hops(kept, state))
             for hop in hops[state]:
-                total = spent[state] + search.seconds(src, hop, costs, 4)
+                total = spent[state] + search.seconds(hop, search.prices(src, costs, 4))
                 if total < spent.get(hop.target, math.inf) - 1e-15:
                     spent[hop.target] = total
                     changed = True
@@ -289,7 +289,7 @@ def test_the_search_finds_the_cheapest_chain_there_is(
         chain = search.cheapest_chain(src, dst, ending, costs, itemsize=4)
         least = cheapest_by_exhaustion(src, dst, ending, costs)
         assert chain is not None, f"{src} -> {dst}"
-        total = sum(search.seconds(src, hop, costs, 4) for hop in chain)
+        total = sum(search.seconds(hop, search.prices(src, costs, 4)) for hop in chain)
         assert total == pytest.approx(least, abs=1e-12), f"{src} -> {dst}"
         steps = search.as_steps(src, chain, "sum")
         assert (steps[-1].target if steps else src) is dst
@@ -299,7 +299,7 @@ def test_a_limit_ends_the_search_where_nothing_is_cheaper() -> None:
     src, dst = parsed(abstract((2, 2)), "[8@x, 4]", "[8, 4@x]")
     chain = search.cheapest_chain(src, dst, (), BYTES_ONLY, 4)
     assert chain is not None
-    cost = sum(search.seconds(src, hop, BYTES_ONLY, 4) for hop in chain)
+    cost = sum(search.seconds(hop, search.prices(src, BYTES_ONLY, 4)) for hop in chain)
     assert search.cheapest_chain(src, dst, (), BYTES_ONLY, 4, limit=cost) is None
     assert search.cheapest_chain(src, dst, (), BYTES_ONLY, 4, limit=cost * 1.01) == chain
 

@@ -181,17 +181,13 @@ def _plan(
         received = step.received * size
         return costs.seconds(step.axis_names, step.peers, received, steps.collectives(step))
 
-    def score(path: list[Step]) -> tuple[float, float, int]:
-        moved = sum(step.mean_received for step in path)
-        return sum(map(seconds, path)), moved, len(path)
-
     least = bound.lower_bound(src, dst) * size
     found = _candidates(src, dst, seconds, costs, least, size, first_good=peak_bytes is None)
     if peak_bytes is not None:
         found = _within(found, peak_bytes, dtype, f"{src!r} -> {dst!r} in {dtype}")
     fastest = min(time for time, _ in found)
-    near = [path for time, path in found if time <= fastest * _MODEL_ERROR]
-    best = min(near, key=lambda path: (sum(map(steps.collectives, path)), *score(path)))
+    near = [each for each in found if each[0] <= fastest * _MODEL_ERROR]
+    _, best = min(near, key=_preference)
     in_bytes = tuple(
         _in_bytes(step, size, held, seconds(step))
         for step, held in zip(best, peaks(best, dtype), strict=True)
@@ -200,6 +196,13 @@ def _plan(
 
 
 Timed = list[tuple[float, list[Step]]]
+
+
+def _preference(timed: tuple[float, list[Step]]) -> tuple[int, float, float, int]:
+    """Among plans about as fast: fewer collectives, then time, then bytes, then steps."""
+    time, path = timed
+    moved = sum(step.mean_received for step in path)
+    return sum(map(steps.collectives, path)), time, moved, len(path)
 
 
 def _candidates(

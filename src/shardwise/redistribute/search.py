@@ -79,12 +79,22 @@ def hops(layout: Layout, state: State) -> Iterator[Hop]:
             yield Hop("reduce_scatter", axis, dim, (size - 1) * cut, target)
 
 
-def seconds(layout: Layout, hop: Hop, costs: Costs, itemsize: int) -> float:
+def prices(layout: Layout, costs: Costs, itemsize: int) -> list[tuple[float, float]]:
+    """For every axis the seconds of a collective along it: before its bytes, and for an element."""
+    found = []
+    for axis, size in enumerate(layout.mesh.shape):
+        name = (layout.mesh.axis_name(axis),)
+        before = costs.seconds(name, size - 1, 0)
+        found.append((before, costs.seconds(name, size - 1, itemsize) - before))
+    return found
+
+
+def seconds(hop: Hop, price: list[tuple[float, float]]) -> float:
     """The time of a hop."""
     if hop.kind == "slice":
         return 0.0
-    peers = layout.mesh.shape[hop.axis] - 1
-    return costs.seconds((layout.mesh.axis_name(hop.axis),), peers, hop.received * itemsize)
+    before, each = price[hop.axis]
+    return before + hop.received * each
 
 
 def cheapest_chain(
@@ -109,6 +119,7 @@ def cheapest_chain(
     start = State(source.shard_order, ending)
     queue: list[tuple[float, int, State, tuple[Hop, ...]]] = [(0.0, next(ticket), start, ())]
     done: set[State] = set()
+    price = prices(source, costs, itemsize)
     while queue:
         spent, _, state, chain = heapq.heappop(queue)
         if state == goal:
@@ -119,7 +130,7 @@ def cheapest_chain(
         if most_states is not None and len(done) > most_states:
             return None
         for hop in hops(kept, state):
-            total = spent + seconds(source, hop, costs, itemsize)
+            total = spent + seconds(hop, price)
             if hop.target not in done and total < limit:
                 heapq.heappush(queue, (total, next(ticket), hop.target, (*chain, hop)))
     return None
