@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 
@@ -12,8 +14,15 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_python_of_the_readme_runs_and_prints_what_it_says(tmp_path):
-    (program,), (printed,) = blocks("python"), blocks("text")
+EXAMPLES = list(zip(blocks("python"), blocks("text"), strict=True))
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize("program, printed", EXAMPLES)
+def test_the_python_of_the_readme_runs_and_prints_what_it_says(program, printed, tmp_path):
     script = tmp_path / "readme.py"
     script.write_text(program)
     run = subprocess.run(
