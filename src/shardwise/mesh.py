@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from shardwise import world
+from shardwise import lineage, world
 from shardwise.checks import as_device_type, as_int, as_mesh_shape, as_ranks, check_names
 from shardwise.errors import MeshError
 
@@ -112,8 +112,7 @@ class DeviceMesh:
     @property
     def root(self) -> DeviceMesh:
         """The mesh that the calling rank cut this one from, or itself."""
-        *_, root = self._lineage()
-        return root
+        return lineage.root_of(self)
 
     def size(self, mesh_dim: Axis | None = None) -> int:
         """The number of ranks, of the whole mesh or along one axis."""
@@ -126,7 +125,7 @@ class DeviceMesh:
                 return self.mesh_dim_names.index(axis)
         elif (position := as_int(axis)) is not None and -self.ndim <= position < self.ndim:
             return position % self.ndim
-        raise MeshError(f"axis: expected one of {self._axes_shown()}, got {axis!r}")
+        raise MeshError(f"axis: expected one of {self.axes_shown()}, got {axis!r}")
 
     def axis_name(self, axis: int) -> str:
         """The name of an axis; its position in digits if the mesh has no names."""
@@ -220,7 +219,7 @@ class DeviceMesh:
             raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
         if wanted == self.mesh_dim_names:
             return self
-        mesh, merged = self._understand(wanted)
+        mesh, merged = lineage.understand(self, wanted)
         axes = tuple(chain.from_iterable(merged))
         if not axes or len(set(axes)) != len(axes):
             raise MeshError(f"mesh[{wanted}]: expected each axis name once, got {axes}")
@@ -239,7 +238,7 @@ class DeviceMesh:
         if any(after != before + 1 for before, after in pairwise(merged)):
             shown = ", ".join(map(repr, axes))
             raise MeshError(
-                f"flatten({shown}): expected adjacent axes in mesh order, of {self._axes_shown()};"
+                f"flatten({shown}): expected adjacent axes in mesh order, of {self.axes_shown()};"
                 " bring them together first, with mesh[names]"
             )
         first, end = merged[0], merged[-1] + 1
@@ -251,7 +250,7 @@ class DeviceMesh:
             return self._derive(self._ranks.reshape(shape), None)
         name = name or "_".join(names[first:end])
         flat = self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
-        self._remember(name, names[first:end], flat)
+        lineage.remember(self, name, names[first:end], flat)
         return flat
 
     def unflatten(
@@ -374,58 +373,17 @@ class DeviceMesh:
     # ---- inside
 
     def _derive(self, ranks: NDArray[np.int64], names: Sequence[str] | None) -> DeviceMesh:
-        """A mesh cut from this one. Roots have no root, so there is never a cycle of them."""
+        """A mesh cut from this one."""
         result = _intern(self.device_type, ranks, names, self.is_abstract)
-        if result is not self.root:
-            world.current(start=False).roots[result] = self.root
+        lineage.record(result, self)
         return result
-
-    def _lineage(self) -> Iterator[DeviceMesh]:
-        """This mesh, the one it was cut from, and so on up to the root."""
-        roots = world.current(start=False).roots
-        mesh: DeviceMesh | None = self
-        while mesh is not None:
-            yield mesh
-            mesh = roots.get(mesh)
-
-    @property
-    def _names(self) -> dict[str, tuple[str, ...]]:
-        """The axes behind each name: the axes themselves, and what was flattened."""
-        axes = {name: (name,) for name in self.mesh_dim_names or ()}
-        return axes | world.current(start=False).flattened.get(self, {})
-
-    def _understand(self, wanted: tuple[str, ...]) -> tuple[DeviceMesh, list[tuple[str, ...]]]:
-        """A mesh that knows all these names, and the axes of it that each stands for.
-
-        It is this one or one it was cut from, of which only the flattened names count.
-        """
-        own = self.mesh_dim_names or ()
-        flattened: list[str] = []
-        for mesh in self._lineage():
-            known = {
-                name: axes
-                for name, axes in mesh._names.items()
-                if (self._stands_for(name, mesh, axes) if name in own else axes != (name,))
-            }
-            if all(isinstance(name, str) and name in known for name in wanted):
-                return mesh, [known[name] for name in wanted]
-            flattened += [name for name in known if name not in own]
-        unknown = next((name for name in wanted if name not in (*own, *flattened)), wanted)
-        also = f" or the flattened {', '.join(flattened)}" if flattened else ""
-        raise MeshError(f"axis: expected one of {self._axes_shown()}{also}, got {unknown!r}")
-
-    def _stands_for(self, axis: str, root: DeviceMesh, axes: tuple[str, ...]) -> bool:
-        """Whether an axis is these ones of a mesh this one was cut from.
-
-        Names do not tell: `unflatten` may give the name of an axis of the root to another.
-        """
-        return self.ranks_along([axis]) == root.ranks_along(axes)
 
     def _check(self, coordinate: Sequence[int]) -> None:
         if not self.has(coordinate):
             raise MeshError(f"coordinate: expected one within {self.shape}, got {coordinate!r}")
 
-    def _axes_shown(self) -> str:
+    def axes_shown(self) -> str:
+        """The names and sizes of the axes, for messages: `(dp=2, tp=4)`."""
         names = self.mesh_dim_names or range(self.ndim)
         pairs = zip(names, self.shape, strict=True)
         return f"({', '.join(f'{name}={size}' for name, size in pairs)})"
@@ -444,28 +402,13 @@ class DeviceMesh:
         if axis is not None:
             return self.axis(axis)
         if self.ndim != 1:
-            raise MeshError(f"{method}(mesh_dim): expected one of {self._axes_shown()}, got None")
+            raise MeshError(f"{method}(mesh_dim): expected one of {self.axes_shown()}, got None")
         return 0
 
     def _group(self, axes: tuple[int, ...]) -> ProcessGroup:
         self._check_real("process group")
         group: ProcessGroup = world.current().process_group(self.ranks_along(axes))
         return group
-
-    def _remember(self, name: str, merged: tuple[str, ...], flat: DeviceMesh) -> None:
-        """Let `root[name]` find an axis that was flattened, as torch does."""
-        root, known = self.root, self.root._names
-        if flat.get_coordinate() is None or not known.keys() >= {*merged}:
-            return
-        axes = tuple(chain.from_iterable(known[each] for each in merged))
-        if len({*axes}) < len(axes) or not flat._stands_for(name, root, axes):
-            return
-        if known.setdefault(name, axes) != axes:
-            raise MeshError(
-                f"flatten(name): {name!r} already stands for {known[name]} of {root!r}, got {axes}"
-            )
-        if axes != (name,):
-            world.current(start=False).flattened.setdefault(root, {})[name] = axes
 
 
 def init_device_mesh(
