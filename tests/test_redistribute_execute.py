@@ -261,6 +261,9 @@ def test_a_move_between_two_meshes_meets_the_bound_on_the_wire() -> None:
     events: list[sw.Event] = []
     with sw.listen(events.append):
         sw.simulate(lambda: cross(pair, numbered((24, 4)), BYTES_ONLY), 8)
+    agreed = [event for event in events if event.kind == "all_gather"]
+    assert all(event.shape == (1,) for event in agreed), "on the dtype, and nothing else"
+    events = [event for event in events if event.kind != "all_gather"]
     assert {event.kind for event in events} == {"all_to_all"}
     made = sw.plan_redistribute(*pair, torch.float64, costs=BYTES_ONLY)
     assert max(event.bytes for event in events) == made.bytes_received == made.lower_bound
@@ -715,3 +718,134 @@ def test_on_an_abstract_mesh_every_pair_gives_a_meta_tensor_of_the_right_shape()
             local = torch.empty(src.local_shape(), device="meta")
             result = redistribute_local(local, src, dst)
             assert result.is_meta and tuple(result.shape) == dst.local_shape(), (src, dst)
+
+
+# ---- what a review found
+
+
+def two_under_way_waited_for_in_another_order_by_odd_ranks() -> bool:
+    mesh = mesh_of((2, 2))
+    src, dst = (Layout.parse(text, mesh) for text in ("[64@x, 64] +sum@y", "[64, 64]"))
+    inputs = [torch.full(src.local_shape(), value) for value in (1.0, 100.0)]
+    pendings = [redistribute_local(x, src, dst, async_op=True) for x in inputs]
+    if mesh.get_rank() % 2:
+        pendings[1].wait()
+    results = [pending.wait() for pending in pendings]
+    return all((x == 2 * value).all() for x, value in zip(results, (1.0, 100.0), strict=True))
+
+
+def test_ranks_may_wait_for_moves_in_different_orders() -> None:
+    assert all(sw.simulate(two_under_way_waited_for_in_another_order_by_odd_ranks, 4))
+
+
+def test_the_first_collective_is_under_way_even_if_a_slice_comes_before_it() -> None:
+    def body() -> None:
+        mesh = mesh_of((2, 2))
+        src, dst = (Layout.parse(text, mesh) for text in ("[64, 64] +sum@x", "[64@y, 64]"))
+        assert sw.plan_redistribute(src, dst).steps[0].kind == "slice"
+        events: list[sw.Event] = []
+        with sw.listen(events.append):
+            pending = redistribute_local(torch.ones(64, 64), src, dst, async_op=True)
+            mine = [event for event in events if event.rank == mesh.get_rank()]
+        assert len(mine) == 1
+        pending.wait()
+
+    sw.simulate(body, 4)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("text", ["[4]", "[4@x]", "[4] +sum@x"])
+def test_a_second_derivative_through_a_pending_reduction_is_right(op: str, text: str) -> None:
+    """Of the penalty sum((dL/dx)^2) with L = sum(y^3), as one process computes it from y."""
+
+    def body() -> None:
+        mesh = mesh_of((2,))
+        src, dst = Layout.parse(f"[4] +{op}@x", mesh), Layout.parse(text, mesh)
+        x = torch.arange(1.0, 5.0, dtype=torch.float64, requires_grad=True)
+        y = redistribute_local(x, src, dst)
+        (cotangent,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        again = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        probe = torch.ones_like(y, requires_grad=True)
+        (first,) = torch.autograd.grad(y, x, probe, create_graph=True)
+        (second,) = torch.autograd.grad(first, probe, again)
+        # The gradient is the cotangent of y made whole, times a factor; so is its transpose.
+        factor = 1 if op == "sum" else 0.5
+        expected = (again * factor)[dst.box().slices]
+        torch.testing.assert_close(second, expected)
+        assert cotangent.shape == x.shape
+
+    sw.simulate(body, 2)
+
+
+def test_a_memory_cap_is_kept_in_both_directions() -> None:
+    def body() -> None:
+        mesh = mesh_of((2, 2))
+        src, dst = Layout.parse("[64@x, 64@y]", mesh), Layout.parse("[64@y, 64@x]", mesh)
+        x = torch.ones(src.local_shape(), requires_grad=True)
+        least = sw.plan_redistribute(src, dst).peak_bytes
+        redistribute_local(x, src, dst, peak_bytes=least).sum().backward()
+        with pytest.raises(sw.MemoryCapError, match=r"peak_bytes: .* takes at least \d+ bytes"):
+            redistribute_local(x, src, dst, peak_bytes=100)
+
+    sw.simulate(body, 4)
+
+
+def test_ranks_of_another_world_and_ranks_outside_both_meshes_are_refused() -> None:
+    def body(where: list[int]) -> None:
+        src = Layout(DeviceMesh("cpu", [0, 1]), (4,))
+        dst = Layout(DeviceMesh("cpu", where), (4,))
+        redistribute_local(torch.zeros(4), src, dst)
+
+    with pytest.raises(sw.RankError, match="redistribute: expected ranks of this world"):
+        sw.simulate(body, 4, [1, 2])  # rank 3 is in neither
+
+
+def test_ranks_with_different_dtypes_across_meshes_are_told() -> None:
+    def body() -> None:
+        src = Layout(DeviceMesh("cpu", [0, 1]), (4,))
+        dst = Layout(DeviceMesh("cpu", [2, 3]), (4,))
+        inside = init_device_mesh("cpu", (4,)).get_rank() < 2
+        local = torch.zeros(4, dtype=torch.float64) if inside else torch.empty(0)
+        redistribute_local(local, src, dst)
+
+    with pytest.raises(sw.RankError, match=r"expected one dtype on all ranks, got torch.float64"):
+        sw.simulate(body, 4)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"dst": [sw.Replicate()]}, "dst: expected a Layout, got"),
+        ({"local": [1.0]}, "local: expected a tensor, got"),
+        ({"forward_dtype": "bf16"}, "dtype: expected such as torch.bfloat16, got 'bf16'"),
+        ({"used_on": "y"}, "axis: expected one of"),
+        ({"peak_bytes": "1GB"}, "peak_bytes: expected a number of bytes, got '1GB'"),
+    ],
+)
+def test_mistakes_are_told_by_the_name_of_the_argument(
+    arguments: dict[str, Any], message: str
+) -> None:
+    layout = Layout(DeviceMesh.abstract((1,), ("x",)), (2,))
+    given = {"local": torch.zeros(2), "src": layout, "dst": layout, **arguments}
+    with pytest.raises(sw.ShardwiseError, match=message.replace("[", r"\[")):
+        redistribute_local(**given)
+
+
+def test_a_move_with_nothing_to_do_gives_a_view_that_autograd_knows() -> None:
+    layout = Layout(init_device_mesh("cpu", (1,)), (2,))
+    x = torch.ones(2, requires_grad=True)
+    for result in (
+        redistribute_local(x, layout, layout),
+        redistribute_local(x, layout, layout, async_op=True).wait(),
+    ):
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            result.mul_(5)
+
+
+def test_what_was_started_with_gradients_has_them_wherever_it_is_waited_for() -> None:
+    layout = Layout(init_device_mesh("cpu", (1,)), (2,))
+    x = torch.ones(2, requires_grad=True)
+    pending = redistribute_local(x, layout, layout, async_op=True)
+    with torch.no_grad():
+        result = pending.wait()
+    assert result.requires_grad

@@ -594,12 +594,12 @@ def test_a_memory_cap_that_is_too_low_says_the_least_possible() -> None:
     for src, dst in pairs(abstract((2, 2)), (64, 32), 60):
         if not plan(src, dst).steps:
             continue
-        with pytest.raises(sw.MemoryCapError, match=r"needs at least \d+ bytes, got 1") as caught:
+        with pytest.raises(sw.MemoryCapError, match=r"takes at least \d+ bytes .* got 1") as caught:
             plan(src, dst, peak_bytes=1)
         assert f"{src!r} -> {dst!r}" in str(caught.value)
         least = int(str(caught.value).split("at least ")[1].split()[0])
         assert plan(src, dst, peak_bytes=least).peak_bytes == least
-        with pytest.raises(sw.MemoryCapError, match=f"needs at least {least} bytes"):
+        with pytest.raises(sw.MemoryCapError, match=f"takes at least {least} bytes"):
             plan(src, dst, peak_bytes=least - 1)
 
 
@@ -796,7 +796,7 @@ def test_a_plan_explains_itself() -> None:
 
 def test_a_plan_says_how_far_from_the_bound_it_is() -> None:
     src, dst = parsed(abstract((2, 4)), "[64@x, 32] +sum@y", "[64@y, 32]")
-    assert "1.25 times the least" in plan(src, dst).explain()
+    assert "on average: 1.12 times the least, as fewer messages or" in plan(src, dst).explain()
     exact = plan(*parsed(abstract((2, 4)), "[64@x, 32]", "[64@y, 32]"))
     assert "must be received by the busiest rank: which is the least possible" in exact.explain()
 
@@ -805,7 +805,7 @@ def test_a_plan_does_not_call_best_what_it_has_no_bound_for() -> None:
     one, other = real_mesh([0, 1], 4), real_mesh([2, 3], 4)
     made = plan(Layout(one, (8,), partial={0: "sum"}), Layout(other, (8,)))
     assert made.bytes_received > 0 == made.lower_bound
-    assert "no better bound is known" in made.explain()
+    assert "no bound is known for it" in made.explain()
 
 
 def test_a_plan_with_nothing_to_do_says_so() -> None:

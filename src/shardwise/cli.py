@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from shardwise import Costs, ShardwiseError, __version__, calibrate, init_device_mesh, launch, world
+from shardwise import (
+    Costs,
+    CostsError,
+    DeviceMesh,
+    ShardwiseError,
+    __version__,
+    calibrate,
+    init_device_mesh,
+    launch,
+    world,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate",
         help="measure what communication costs along each axis of a mesh",
         description="Measures latency and bandwidth along each axis and writes the file that "
-        "plan_redistribute(costs=...) reads. Under torchrun it measures the ranks that are there; "
-        "otherwise it starts local processes.",
+        "plan_redistribute(costs=...) reads, for meshes with these axis names. Under torchrun it "
+        "measures the ranks that are there, and rank 0 writes the file, which must then be the "
+        "same on every host; otherwise it starts local processes.",
     )
     measure.add_argument("--mesh", type=_shape, required=True, help="sizes of the axes: 2x4")
     measure.add_argument("--names", type=_names, help="names of the axes: dp,tp")
@@ -52,6 +65,9 @@ def _demo(options: argparse.Namespace) -> bool:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    DeviceMesh.abstract(options.mesh, options.names)  # refuses bad names before anything starts
+    if not os.access(Path(options.output).absolute().parent, os.W_OK):
+        raise CostsError(f"--output: cannot write {options.output!r}")
     here = world.current()
     if here.size > 1:
         costs = _measure(options.device, options.mesh, options.names)

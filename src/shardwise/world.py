@@ -37,6 +37,8 @@ class World(ABC):
         """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh."""
         self.communicators: dict[tuple[DeviceMesh, tuple[int, ...]], Communicator] = {}
         """Those made so far, by mesh and axes."""
+        self.unfinished: list[Any] = []
+        """Moves of several collectives that are under way, in the order they were started."""
 
     @abstractmethod
     def describe(self) -> str:

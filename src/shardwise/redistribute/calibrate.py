@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm import Communicator, communicator
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.cost import LOOPBACK, AxisCost, Costs
+from shardwise.redistribute.cost import LOOPBACK, AxisCost, Costs, CostsError
 
 _TINY, _LARGE = 8, 1 << 22
 """Bytes to each peer: so few that only latency shows, and so many that only bandwidth does."""
@@ -24,6 +24,8 @@ def calibrate(mesh: DeviceMesh, *, repeats: int = 20) -> Costs:
     Arguments:
         repeats: how often each size is timed; the median counts.
     """
+    if repeats < 1:
+        raise CostsError(f"repeats: expected at least 1, got {repeats}")
     everybody = communicator(mesh)
     tiny, large = {}, {}
     for axis in range(mesh.ndim):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -56,9 +57,18 @@ class Costs:
 
     def __post_init__(self) -> None:
         _check_seconds("start", self.start)
+        for name, cost in self.axes.items():
+            if not isinstance(name, str) or not isinstance(cost, AxisCost):
+                raise CostsError(
+                    f"axes: expected such as {{'tp': AxisCost(...)}}, got {self.axes!r}"
+                )
+        object.__setattr__(self, "axes", MappingProxyType(dict(self.axes)))
         # A key of the cache of plans: hashed at every move.
         axes = tuple(sorted(self.axes.items(), key=str))
         object.__setattr__(self, "_hash", hash((axes, self.default, self.start)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Costs, (dict(self.axes), self.default, self.start)
 
     def __hash__(self) -> int:
         return int(vars(self)["_hash"])
@@ -82,7 +92,12 @@ class Costs:
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        axes = {name: asdict(cost) for name, cost in self.axes.items()}
+        data = {"axes": axes, "default": asdict(self.default), "start": self.start}
+        try:
+            Path(path).write_text(json.dumps(data, indent=2) + "\n")
+        except OSError as error:
+            raise CostsError(f"costs: cannot write {str(path)!r}: {error}") from error
 
     @staticmethod
     def load(path: str | Path) -> Costs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -12,33 +13,63 @@ from shardwise.box import Box
 from shardwise.comm import Communicator, Pending, communicator
 from shardwise.comm.c10d import LARGE
 from shardwise.comm.reduction import check_reduction, reduce_contributions
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
 from shardwise.redistribute.overlap import Transfer, receives, sends
 from shardwise.redistribute.owners import Ownership
 from shardwise.redistribute.plan import Plan
-from shardwise.redistribute.step import Step
+from shardwise.redistribute.step import Step, collectives
 
 
 def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Start a plan; the result is this rank's piece in the target layout.
 
     The first collective is under way when this returns; those that need its result start when it
-    is waited for.
+    is waited for. Plans with several are finished in the order they were started, whichever is
+    waited for first: so ranks that wait in different orders still meet in the same collectives.
     """
     check_local(local, plan.source)
-    moves = list(plan.moves)
-    started = [_start(moves[0], local) if moves else Pending.done(local)]
+    running = _Running(plan, local)
+    if sum(map(collectives, plan.moves)) <= 1:
+        return Pending(running.finish)
+    unfinished: list[_Running] = world.current().unfinished
+    unfinished.append(running)
 
     def finish() -> torch.Tensor:
-        result = started.pop().wait()  # nobody else holds it while the others run
-        for step in moves[1:]:
-            result = _start(step, result).wait()
-        if moves and result.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
-            result = result.clone(memory_format=torch.contiguous_format)
-        return result.contiguous()
+        while running in unfinished:
+            unfinished.pop(0).finish()
+        return running.finish()
 
     return Pending(finish)
+
+
+class _Running:
+    """A plan under way on this rank."""
+
+    def __init__(self, plan: Plan, local: torch.Tensor) -> None:
+        self._local = local
+        self._left = list(plan.moves)
+        self._result: torch.Tensor | None = None
+        while self._left and not self._left[0].communicates:
+            local = _start(self._left.pop(0), local).wait()
+        self._under_way = _start(self._left.pop(0), local) if self._left else Pending.done(local)
+        self._moved = bool(plan.moves)
+
+    def finish(self) -> torch.Tensor:
+        """Run what is left; the result, as often as asked."""
+        if self._result is None:
+            result = self._under_way.wait()
+            del self._under_way  # nobody else holds its result while the others run
+            while self._left:
+                result = _start(self._left.pop(0), result).wait()
+            if self._moved and _share_memory(result, self._local):
+                result = result.clone(memory_format=torch.contiguous_format)
+            self._result = result.contiguous()
+        return self._result
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def _start(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
@@ -162,6 +193,8 @@ def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Any Shard -> any Shard. Backward: the exchange, transposed."""
     rank = step.source.mesh.get_rank()
     group = _group(step)
+    if step.source.mesh is not step.target.mesh:
+        _agree_on_dtype(group, local)
     before, after = _box(step.source), _box(step.target)
     given = sends(step.source, step.target, rank)
     taken = receives(step.source, step.target, rank)
@@ -173,6 +206,20 @@ def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
         return local.new_empty(0) if after is None else _assembled(after, parts, local)
 
     return _swap(group, rank, given, taken, local, before).then(finish)
+
+
+def _agree_on_dtype(group: Communicator, local: torch.Tensor) -> None:
+    """Ranks outside the source mesh only tell the dtype, and a wrong one would break the move."""
+    if local.is_meta:
+        return
+    code = zlib.crc32(str(local.dtype).encode())
+    codes = group.all_gather(torch.tensor([code], device=local.device)).tolist()
+    others = [group.ranks[index] for index, other in enumerate(codes) if other != code]
+    if others:
+        raise LayoutError(
+            f"local: expected one dtype on all ranks, got {local.dtype} here and another on ranks "
+            f"{others}; a rank outside the source mesh passes an empty tensor of the same dtype"
+        )
 
 
 def _exchange_in_place(
@@ -237,8 +284,15 @@ def _reduce_exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
 def _group(step: Step) -> Communicator:
     if step.source.mesh is step.target.mesh:
         return communicator(step.source.mesh, step.axes)
-    ranks = {*step.source.mesh.mesh.flatten().tolist(), *step.target.mesh.mesh.flatten().tolist()}
-    return world.current().communicator(tuple(sorted(ranks)), ())
+    meshes = step.source.mesh, step.target.mesh
+    ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
+    here = world.current()
+    if ranks[-1] >= here.size or here.rank not in ranks:
+        raise MeshError(
+            f"redistribute: expected ranks of this world, which has {here.size}, and this rank "
+            f"among them; got {meshes[0]!r} and {meshes[1]!r}"
+        )
+    return here.communicator(ranks, ())
 
 
 def _swap(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Axis
 from shardwise.redistribute.cost import Costs
 from shardwise.redistribute.execute import check_local, execute
-from shardwise.redistribute.plan import dual, plan_redistribute
+from shardwise.redistribute.plan import check_arguments, dual, plan_redistribute
 
 
 @dataclass(frozen=True)
@@ -44,26 +45,33 @@ class Move:
     factor: float = 1.0
     dtype: torch.dtype | None = None
     """What travels, and what comes out. None: as it goes in."""
-    costs: Costs | None = None
+    costs: Costs | str | Path | None = None
+    peak_bytes: int | None = None
 
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
         """Run it on this rank's piece."""
         wire = local if self.dtype is None else local.to(self.dtype)
-        plan = plan_redistribute(self.source, self.target, wire.dtype, costs=self.costs)
+        plan = plan_redistribute(
+            self.source, self.target, wire.dtype, peak_bytes=self.peak_bytes, costs=self.costs
+        )
         pending = execute(plan, wire)
         return pending if self.factor == 1 else pending.then(lambda x: x * self.factor)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A move and its transpose."""
+    """A move, its transpose, and the transpose of that.
+
+    The last is not the move itself: a gradient is no longer pending where the tensor was.
+    """
 
     forward: Move
     backward: Move
+    again: Move
 
     def transposed(self) -> Pair:
-        """The move of the gradient, and back."""
-        return Pair(self.backward, self.forward)
+        """The move of the gradient, and of its gradient."""
+        return Pair(self.backward, self.again, self.backward)
 
 
 def _apply(local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None) -> torch.Tensor:
@@ -82,7 +90,9 @@ class _Redistribute(torch.autograd.Function):
         ctx.pair, ctx.dtype = pair, local.dtype
         started = pair.forward.start(local) if pending is None else pending
         result = started.wait()
-        return result.view_as(result) if result is local else result
+        # Of a move that had nothing to do; autograd must know that it is the input.
+        is_input = result.data_ptr() == local.data_ptr() and result.numel() > 0
+        return local.view_as(local) if is_input else result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -95,30 +105,41 @@ def redistribute_local(
     src: Layout,
     dst: Layout,
     *,
-    used_on: Sequence[Axis] = (),
+    used_on: Axis | Sequence[Axis] = (),
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
-    costs: Costs | None = None,
+    peak_bytes: int | None = None,
+    costs: Costs | str | Path | None = None,
 ) -> Any:
     """Move this rank's piece of a tensor from one layout to another; differentiable.
 
-    Every rank of both meshes calls it. A rank outside `src`'s mesh passes an empty tensor of the
-    dtype, and one outside `dst`'s mesh gets one.
+    Every rank of the mesh calls it. Between two meshes every rank of both does: one outside `src`'s
+    mesh passes an empty tensor of the same dtype (that requires grad where the others' do), and one
+    outside `dst`'s mesh gets an empty tensor (and calls backward on it where the others do).
 
     Arguments:
         local: this rank's piece in `src`.
+        src: how the tensor lies.
+        dst: how it should lie.
         used_on: axes on which `dst` is whole and will be used beside shards, so that gradients
             come back as contributions: they are summed where the tensor came from (an all-gather
             then has a reduce-scatter as its backward, and no move an all-reduce).
         forward_dtype: convert to this before anything travels; the result has it.
         backward_dtype: the same for the gradient, which is converted back in the end.
-        async_op: return a `Pending` at once. Its `wait()` gives the differentiable result.
+        async_op: return a `Pending` at once. Its `wait()` gives the differentiable result. A plan's
+            first collective is under way then, and the others start in `wait()`.
+        peak_bytes: the most memory a rank may hold at once for it, in either direction.
+        costs: as `plan_redistribute` takes them.
 
     Returns:
         This rank's piece in `dst`, as a new tensor unless nothing was to do.
     """
-    pair = _pair(src, dst, tuple(used_on), forward_dtype, backward_dtype, costs)
+    check_arguments(src, dst, forward_dtype, backward_dtype)
+    if not isinstance(local, torch.Tensor):
+        raise LayoutError(f"local: expected a tensor, got {local!r} ({type(local).__name__})")
+    axes = (used_on,) if isinstance(used_on, int | str) else tuple(used_on)
+    pair = _pair(src, dst, axes, forward_dtype, backward_dtype, peak_bytes, costs)
     if not (torch.is_grad_enabled() and local.requires_grad):
         pending = pair.forward.start(local.detach())
         return pending if async_op else pending.wait()
@@ -128,7 +149,12 @@ def redistribute_local(
     if not async_op:
         return _apply(local, pair, None)
     started = pair.forward.start(local.detach())
-    return Pending(lambda: _apply(local, pair, started))
+
+    def finish() -> torch.Tensor:
+        with torch.enable_grad():  # as it was at the start
+            return _apply(local, pair, started)
+
+    return Pending(finish)
 
 
 def _pair(
@@ -137,9 +163,9 @@ def _pair(
     used_on: tuple[Axis, ...],
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
-    costs: Costs | None,
+    peak_bytes: int | None,
+    costs: Costs | str | Path | None,
 ) -> Pair:
-    forward = Move(src, dst, 1.0, forward_dtype, costs)
     back = dual(dst)
     if used_on:
         for axis in map(dst.mesh.axis, used_on):
@@ -150,7 +176,11 @@ def _pair(
                 )
         back = Layout(dst.mesh, dst.shape, dst.shard_order, dict.fromkeys(used_on, "sum"))
     factor = _averaged(dst) / _averaged(src)
-    return Pair(forward, Move(back, dual(src), factor, backward_dtype, costs))
+    return Pair(
+        Move(src, dst, 1.0, forward_dtype, costs, peak_bytes),
+        Move(back, dual(src), factor, backward_dtype, costs, peak_bytes),
+        Move(dual(src), dual(dst), factor, forward_dtype, costs, peak_bytes),
+    )
 
 
 def _averaged(layout: Layout) -> int:
