@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import torch
+
 from shardwise.box import Box, chunk
 from shardwise.checks import as_int, as_ints
 from shardwise.errors import LayoutError
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 _interned: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 _interning = threading.Lock()
-_FIELDS = ("mesh", "shape", "shard_order", "partial", "placements")
+_FIELDS = ("mesh", "shape", "shard_order", "partial", "placements", "size", "numel")
 
 
 class Layout:
@@ -58,6 +60,10 @@ class Layout:
     """The positions of the axes with a pending reduction, ascending, each with its op."""
     placements: tuple[Placement, ...]
     """The same seen per axis, as torch does. It does not tell the order of nested shards."""
+    size: torch.Size
+    """The global shape, as torch's own type."""
+    numel: int
+    """The number of elements of the global tensor."""
 
     def __new__(
         cls,
@@ -180,11 +186,6 @@ class Layout:
         return len(self.shape)
 
     @property
-    def numel(self) -> int:
-        """The number of elements of the global tensor."""
-        return math.prod(self.shape)
-
-    @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
         return not self.partial and not any(self.shard_order)
@@ -257,7 +258,8 @@ def _intern(
     with _interning:
         found = _interned.get(key)
         if found is None:
-            values = (*key, _placements(mesh, order, partial))
+            placements = _placements(mesh, order, partial)
+            values = (*key, placements, torch.Size(shape), math.prod(shape))
             found = object.__new__(Layout)
             for field, value in zip(_FIELDS, values, strict=True):
                 object.__setattr__(found, field, value)

@@ -48,6 +48,11 @@ class Move:
     costs: Costs | str | Path | None = None
     peak_bytes: int | None = None
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the tensor stays as it is."""
+        return self.source is self.target and self.factor == 1 and self.dtype is None
+
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
         """Run it on this rank's piece."""
         wire = local if self.dtype is None else local.to(self.dtype)
@@ -74,7 +79,10 @@ class Pair:
         return Pair(self.backward, self.again, self.backward)
 
 
-def _apply(local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None) -> torch.Tensor:
+def apply_pair(
+    local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Run a move so that autograd knows it."""
     result: torch.Tensor = _Redistribute.apply(local, pair, started)  # type: ignore[no-untyped-call]
     return result
 
@@ -88,15 +96,16 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, pair: Pair, pending: Pending[torch.Tensor] | None
     ) -> torch.Tensor:
         ctx.pair, ctx.dtype = pair, local.dtype
-        started = pair.forward.start(local) if pending is None else pending
-        result = started.wait()
-        # Of a move that had nothing to do; autograd must know that it is the input.
-        is_input = result.data_ptr() == local.data_ptr() and result.numel() > 0
-        return local.view_as(local) if is_input else result
+        if pair.forward.is_nothing:
+            # An alias that is no view of autograd's: its node stays when the tensor is changed
+            # in place by an optimizer, as the gradient's way does not depend on the value.
+            return local.detach()
+        started = pair.forward.start(local.detach()) if pending is None else pending
+        return started.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        result = _apply(gradients[0].contiguous(), ctx.pair.transposed(), None)
+        result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
         return result.to(ctx.dtype), None, None
 
 
@@ -139,7 +148,10 @@ def redistribute_local(
     if not isinstance(local, torch.Tensor):
         raise LayoutError(f"local: expected a tensor, got {local!r} ({type(local).__name__})")
     axes = (used_on,) if isinstance(used_on, int | str) else tuple(used_on)
-    pair = _pair(src, dst, axes, forward_dtype, backward_dtype, peak_bytes, costs)
+    pair = make_pair(src, dst, axes, forward_dtype, backward_dtype, peak_bytes, costs)
+    if pair.forward.is_nothing and not axes and backward_dtype is None and not async_op:
+        check_local(local, src)
+        return local
     if not (torch.is_grad_enabled() and local.requires_grad):
         pending = pair.forward.start(local.detach())
         return pending if async_op else pending.wait()
@@ -147,25 +159,26 @@ def redistribute_local(
     _check_linear(dst)
     check_local(local, src)
     if not async_op:
-        return _apply(local, pair, None)
+        return apply_pair(local, pair)
     started = pair.forward.start(local.detach())
 
     def finish() -> torch.Tensor:
         with torch.enable_grad():  # as it was at the start
-            return _apply(local, pair, started)
+            return apply_pair(local, pair, started)
 
     return Pending(finish)
 
 
-def _pair(
+def make_pair(
     src: Layout,
     dst: Layout,
-    used_on: tuple[Axis, ...],
-    forward_dtype: torch.dtype | None,
-    backward_dtype: torch.dtype | None,
-    peak_bytes: int | None,
-    costs: Costs | str | Path | None,
+    used_on: tuple[Axis, ...] = (),
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    peak_bytes: int | None = None,
+    costs: Costs | str | Path | None = None,
 ) -> Pair:
+    """A move and its transposes; the arguments are those of `redistribute_local`."""
     back = dual(dst)
     if used_on:
         for axis in map(dst.mesh.axis, used_on):

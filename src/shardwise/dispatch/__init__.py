@@ -1,0 +1,125 @@
+"""The hot path: from a torch function and its arguments to a cached plan, and its execution.
+
+call -> key -> entry -> moves -> local call -> re-type. Every microsecond here is paid on every
+operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.planning import on_meta, plan
+from shardwise.dispatch.state import remember, state
+from shardwise.errors import ShardwiseError
+from shardwise.rules.registry import _table
+from shardwise.tensor import DTensor, as_local
+
+_Tensor = torch.Tensor
+
+
+def dispatch(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """What `__torch_function__` does: run `func` on DTensors."""
+    known = _table.get(func)
+    ignores_numbers = False
+    if known is not None:
+        if known.handler is not None:
+            return known.handler(func, args, kwargs or {})
+        ignores_numbers = known.ignores_numbers
+    parts: list[Any] = [func]
+    for arg in args:
+        kind = type(arg)
+        if kind is DTensor:
+            parts.append(arg._layout)
+        elif kind is float or kind is int:
+            parts.append(kind if ignores_numbers else arg)
+        else:
+            parts.append(_part(arg, ignores_numbers))
+    if kwargs:
+        for name, arg in kwargs.items():
+            parts.append(name)
+            parts.append(_part(arg, ignores_numbers))
+    key = tuple(parts)
+    next(state.calls)
+    try:
+        entry = state.entries.get(key)
+    except TypeError:  # an argument that cannot be a key
+        entry, key = None, ()
+    if entry is None:
+        entry = _planned(func, known, args, kwargs or {}, key)
+    try:
+        if entry.moves or entry.single is None or entry.plain or entry.inplace:
+            return entry(args, kwargs or {})
+        with as_local():
+            result = entry.run(*args, **kwargs) if kwargs else entry.run(*args)
+        if type(result) is _Tensor and entry.fresh:
+            result.__class__ = DTensor
+            result._layout = entry.single  # type: ignore[attr-defined]
+            return result
+        with as_local():
+            return entry.retyped(result, (args, kwargs or {}))
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        raise _clearer(error, func, args, kwargs or {})
+
+
+class _Plain:
+    """Marks a plain tensor in a key."""
+
+
+class _True:
+    """Marks True in a key, where 1 would be its equal."""
+
+
+class _False:
+    """Marks False in a key, where 0 would be its equal."""
+
+
+def _part(arg: Any, ignores_numbers: bool) -> Any:
+    """What an argument contributes to the key of a call."""
+    kind = type(arg)
+    if kind is DTensor:
+        return arg._layout
+    if kind is bool:
+        return _True if arg else _False
+    if kind is int or kind is float or kind is complex:
+        return kind if ignores_numbers else (kind, arg)
+    if isinstance(arg, _Tensor):
+        return _Plain, tuple(arg.shape)
+    if isinstance(arg, list | tuple):
+        return kind, *[_part(each, ignores_numbers) for each in arg]
+    if kind is slice:
+        return slice, arg.start, arg.stop, arg.step
+    return arg
+
+
+def _planned(func: Any, known: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    state.misses += 1
+    try:
+        entry = plan(func, known, args, kwargs)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise _clearer(error, func, args, kwargs)
+    if key:
+        remember(key, entry)
+    return entry
+
+
+def _clearer(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
+    """The error that torch itself has for the global shapes, if it has one."""
+    if isinstance(error, ShardwiseError):
+        return error
+    try:
+        on_meta(func, args, kwargs)
+    except (RuntimeError, IndexError, TypeError, ValueError) as theirs:
+        if isinstance(theirs, type(error)) and not isinstance(theirs, NotImplementedError):
+            return theirs.with_traceback(None)
+    except Exception:
+        return error
+    return error
+
+
+DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]

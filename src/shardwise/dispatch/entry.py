@@ -1,0 +1,146 @@
+"""A planned call: what to move, what to run on the local tensors, how the results lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.moving import Transfer, moved
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor, as_local, wrap
+
+Path = tuple[int | str, ...]
+"""Where a tensor stands among the arguments: position or keyword, then positions within."""
+
+
+class Entry:
+    """A planned call. Cheap to run again with other tensors of the same layouts."""
+
+    __slots__ = (
+        "fresh",
+        "inplace",
+        "layouts",
+        "moves",
+        "name",
+        "plain",
+        "run",
+        "severed",
+        "single",
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        tensors: list[Path],
+        moves: list[tuple[Path, Transfer]],
+        layouts: tuple[Layout, ...],
+        *,
+        plain: bool,
+        inplace: bool,
+        fresh: bool,
+        severed: bool,
+    ) -> None:
+        self.name = name
+        self.run = run
+        self.tensors = tensors
+        self.moves = moves
+        self.layouts = layouts
+        self.plain = plain
+        """Whether what runs must not be handed DTensors."""
+        self.inplace = inplace
+        self.fresh = fresh
+        """Whether every tensor argument is a DTensor: a plain result is then never one of them."""
+        self.severed = severed
+        """Whether torch would return a view, and this call returns a copy."""
+        self.single = layouts[0] if len(layouts) == 1 else None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it."""
+        with as_local():
+            given: list[Any] = list(args)
+            keywords = dict(kwargs)
+            for path, how in self.moves:
+                _replace(given, keywords, path, lambda x, how=how: moved(x, how, self.name))
+            if self.plain:
+                for path in self.tensors:
+                    _replace(given, keywords, path, _as_plain)
+            result = self.run(*given, **keywords)
+            if self.inplace:
+                return args[0] if args else kwargs["input"]
+            operands = () if self.fresh and not self.moves else (given, keywords)
+            return self.retyped(result, operands)
+
+    def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
+        """The local results as DTensors."""
+        remaining = iter(self.layouts)
+
+        def retype(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                layout = next(remaining)
+                if type(value) is DTensor:
+                    if value._layout is layout:
+                        return value
+                    value = value.view_as(value)
+                elif operands and _is_among(value, operands):
+                    value = value.view_as(value)
+                made = wrap(value, layout)
+                if self.severed:
+                    made._severed = self.name  # type: ignore[attr-defined]
+                return made
+            if isinstance(value, tuple | list):
+                parts = [retype(each) for each in value]
+                if isinstance(value, list):
+                    return parts
+                # torch's named tuples take one sequence, Python's one argument per field
+                kind: Any = type(value)
+                if hasattr(value, "_fields"):
+                    return kind(*parts)
+                return kind(parts)
+            return value
+
+        return retype(result)
+
+
+def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor) if type(tensor) is DTensor else tensor  # type: ignore[no-any-return]
+
+
+def _is_among(value: torch.Tensor, operands: Any) -> bool:
+    if isinstance(operands, dict):
+        operands = operands.values()
+    for each in operands:
+        if each is value or (isinstance(each, list | tuple | dict) and _is_among(value, each)):
+            return True
+    return False
+
+
+def _replace(args: list[Any], kwargs: dict[str, Any], path: Path, change: Any) -> None:
+    first, *rest = path
+    container: Any = kwargs if isinstance(first, str) else args
+    if not rest:
+        container[first] = change(container[first])
+        return
+    container[first] = _replaced(container[first], rest, change)
+
+
+def _replaced(value: Any, path: list[int | str], change: Any) -> Any:
+    if not path:
+        return change(value)
+    parts = list(value)
+    at = path[0]
+    assert isinstance(at, int), "lists have positions"
+    parts[at] = _replaced(parts[at], path[1:], change)
+    return parts if isinstance(value, list) else type(value)(parts)
+
+
+def get(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
+    """The argument at a path."""
+    first, *rest = path
+    value: Any = kwargs[first] if isinstance(first, str) else args[first]
+    for at in rest:
+        value = value[at]
+    return value

@@ -1,0 +1,375 @@
+"""Planning a call: from a function and its arguments to an `Entry`. Paid once per kind of call."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import Entry, Path, get
+from shardwise.dispatch.moving import Transfer, transfer
+from shardwise.dispatch.state import PolicyError, state
+from shardwise.errors import LayoutError, MeshError, ShardwiseError
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.rules.choose import Choice, choose
+from shardwise.rules.registry import Known, RuleError, name_of
+from shardwise.rules.spec import Dims, Out, Spec
+from shardwise.tensor import DTensor, as_local, wrap
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class FallbackWarning(UserWarning):
+    """An operator has no rule for a call, so its inputs are made whole."""
+
+
+class DispatchError(ShardwiseError, RuntimeError):
+    """A call that has no meaning on distributed tensors, or would change a layout in place."""
+
+
+def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
+    """How to run a call."""
+    name = name_of(func)
+    paths = list(_tensor_paths(args, kwargs))
+    tensors = [get(args, kwargs, path) for path in paths]
+    mesh = common_mesh(name, tensors)
+    check_plain(name, tensors)
+    spec = None
+    if known is not None and known.rule is not None:
+        spec = known.rule(*args, **kwargs)
+    if spec is not None:
+        return _by_rule(func, known, name, spec, paths, tensors, mesh, args)
+    return _whole(func, known, name, paths, tensors, mesh, args, kwargs)
+
+
+def _by_rule(
+    func: Any,
+    known: Known | None,
+    name: str,
+    spec: Spec,
+    paths: list[Path],
+    tensors: list[torch.Tensor],
+    mesh: DeviceMesh,
+    args: Args,
+) -> Entry:
+    order = _matched(name, spec, tensors)
+    layouts = [layout_of(tensor, mesh) for tensor, _ in spec.inputs]
+    inplace = known is not None and known.outplace is not None
+    keeps = layouts[0] if inplace and isinstance(args[0], DTensor) else None
+    if inplace and keeps is None:
+        raise DispatchError(
+            f"{name}: cannot write a DTensor's values into a plain tensor in place; "
+            "use full_tensor() or to_local() of the DTensor"
+        )
+    choice = choose(spec, layouts, mesh, keeps=keeps)
+    if choice is None:
+        assert known is not None and known.outplace is not None, "only a fixed result can fail"
+        return _computed_aside(name, known.outplace, paths, keeps)
+    run = func
+    lowered = None if spec.lower is None else spec.lower(choice.here)
+    if lowered is not None:
+        run = lowered
+    moves = [
+        (paths[at], how)
+        for at, how in zip(order, _transfers(layouts, choice), strict=True)
+        if how is not None
+    ]
+    first = moves and moves[0][0] == paths[order[0]] and moves[0][1].source is not moves[0][1].target
+    return Entry(
+        name,
+        run,
+        paths,
+        moves,
+        choice.outputs,
+        plain=lowered is not None or spec.needs_plain or _is_python(func),
+        inplace=inplace,
+        fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
+        severed=bool(spec.is_view and first),
+    )
+
+
+def _transfers(layouts: Sequence[Layout], choice: Choice) -> Iterator[Transfer | None]:
+    for source, target, used_on in zip(layouts, choice.inputs, choice.used_on, strict=True):
+        moves = source is not target or used_on
+        yield transfer(source, target, used_on) if moves else None
+
+
+def _computed_aside(
+    name: str, outplace: Callable[..., Any], paths: list[Path], keeps: Layout | None
+) -> Entry:
+    """An in-place call whose result cannot be made where it must lie: make it, then copy it."""
+    assert keeps is not None, "the target is a DTensor"
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        target = args[0]
+        with torch._C._EnableTorchFunction():
+            result = outplace(*args, **kwargs)
+            if result.shape != keeps.size:
+                raise RuntimeError(
+                    f"output with shape {list(keeps.shape)} doesn't match the broadcast shape "
+                    f"{list(result.shape)}"
+                )
+            if not torch.can_cast(result.dtype, target.dtype):
+                raise RuntimeError(
+                    f"result type {result.dtype} can't be cast to the desired output type "
+                    f"{target.dtype}"
+                )
+            target.copy_(result)
+
+    return Entry(
+        name, run, paths, [], (keeps,), plain=False, inplace=True, fresh=True, severed=False
+    )
+
+
+# ---- no rule
+
+
+def _whole(
+    func: Any,
+    known: Known | None,
+    name: str,
+    paths: list[Path],
+    tensors: list[torch.Tensor],
+    mesh: DeviceMesh,
+    args: Args,
+    kwargs: Kwargs,
+) -> Entry:
+    """Run an operator without a rule: on whole inputs, or by the operators it is made of."""
+    copy = decomposed(func)
+    if copy is not None:
+
+        def by_parts(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._EnableTorchFunction():
+                return copy(*args, **kwargs)
+
+        return Entry(
+            name, by_parts, paths, [], (), plain=False, inplace=False, fresh=True, severed=False
+        )
+    if known is not None and known.outplace is not None:
+        return _computed_aside(name, known.outplace, paths, layout_of(args[0], mesh))
+    outplace = _outplace(func)
+    if outplace is not None:
+        if not isinstance(args[0], DTensor):
+            raise DispatchError(f"{name}: cannot write a DTensor's values into a plain tensor")
+        return _computed_aside(name, outplace, paths, layout_of(args[0], mesh))
+    sharded = [t for t in tensors if not layout_of(t, mesh).is_replicated]
+    if sharded:
+        _report_fallback(name, sharded)
+    moves = []
+    for path, tensor in zip(paths, tensors, strict=True):
+        source = layout_of(tensor, mesh)
+        if not source.is_replicated:
+            moves.append((path, transfer(source, Layout(mesh, source.shape), ())))
+    return WholeEntry(name, func, paths, moves, mesh)
+
+
+class WholeEntry(Entry):
+    """A call on whole inputs: the results are whole, whatever their shapes."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(
+        self,
+        name: str,
+        run: Any,
+        paths: list[Path],
+        moves: list[tuple[Path, Transfer]],
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__(
+            name, run, paths, moves, (), plain=True, inplace=False, fresh=False, severed=True
+        )
+        self.mesh = mesh
+        self.severed = bool(moves)
+
+    def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
+        layouts = [Layout(self.mesh, tuple(t.shape)) for t in _tensors_in(result)]
+        return Entry(
+            self.name, None, [], [], tuple(layouts),  # type: ignore[arg-type]
+            plain=True, inplace=False, fresh=False, severed=self.severed,
+        ).retyped(result, operands)  # fmt: skip
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _outplace(func: Any) -> Callable[..., Any] | None:
+    """The function that returns a new tensor, of one that changes its first argument."""
+    name = getattr(func, "__name__", "")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    found = getattr(torch.Tensor, name[:-1], None)
+    return found if callable(found) else None
+
+
+def _report_fallback(name: str, sharded: list[torch.Tensor]) -> None:
+    lies = ", ".join(f"{t.dtype}".removeprefix("torch.") + repr(t._layout) for t in sharded)  # type: ignore[attr-defined]
+    text = (
+        f"{name} has no rule for inputs that lie so: {lies}; they are made whole and every rank "
+        "computes all of it"
+    )
+    if state.fallback == "error":
+        raise PolicyError(
+            f"{text}, which sw.fallback('error') forbids. Register a rule with "
+            "sw.register_rule, or redistribute the inputs to Replicate()"
+        )
+    file, line = user_line()
+    if state.fallback == "warn" and (name, file, line) not in state.warned:
+        state.warned.add((name, file, line))
+        warnings.warn_explicit(
+            f"{text}. sw.register_rule adds a rule, sw.fallback('replicate') silences this",
+            FallbackWarning,
+            file,
+            line,
+        )
+
+
+_ROOTS = tuple(path.rpartition("/")[0] + "/" for path in (torch.__file__, __file__.rpartition("/")[0]))
+
+
+def user_line() -> tuple[str, int]:
+    """The innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOTS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+# ---- functions that torch wrote in Python are made of others
+
+
+@lru_cache(maxsize=4096)
+def decomposed(func: Any) -> Callable[..., Any] | None:
+    """A torch function written in Python, without its first question whether an argument
+    overrides it: then the functions it calls are what is dispatched."""
+    func = getattr(func, "__wrapped__", func)
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
+        return None
+    names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    if not names:
+        return None
+    changed = {**func.__globals__, **dict.fromkeys(names, _never)}
+    copy = types.FunctionType(
+        func.__code__, changed, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+# ---- the arguments
+
+
+def _tensor_paths(args: Args, kwargs: Kwargs) -> Iterator[Path]:
+    for at, arg in enumerate(args):
+        yield from _paths_in(arg, (at,))
+    for name, arg in kwargs.items():
+        yield from _paths_in(arg, (name,))
+
+
+def _paths_in(value: Any, path: Path) -> Iterator[Path]:
+    if isinstance(value, torch.Tensor):
+        yield path
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from _paths_in(each, (*path, at))
+
+
+def layout_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Layout:
+    """How a tensor lies; a plain one is whole."""
+    if isinstance(tensor, DTensor):
+        layout = tensor._layout
+        return layout if layout.mesh is mesh else Layout(mesh, layout.shape)
+    return Layout(mesh, tuple(tensor.shape))
+
+
+def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
+    """The mesh that the DTensors of a call lie on.
+
+    Those that are whole may lie on another one of the same ranks.
+    """
+    layouts = [tensor._layout for tensor in tensors if isinstance(tensor, DTensor)]
+    split = [layout for layout in layouts if not layout.is_replicated] or layouts
+    mesh = split[0].mesh
+    for layout in layouts:
+        if layout.mesh is mesh:
+            continue
+        same = sorted(layout.mesh.mesh.flatten().tolist()) == sorted(mesh.mesh.flatten().tolist())
+        if not (same and layout.is_replicated):
+            raise MeshError(
+                f"{name}: expected DTensors on one mesh, got {split[0]!r} on {mesh!r} and "
+                f"{layout!r} on {layout.mesh!r}; move one with x.redistribute(mesh, placements)"
+            )
+    return mesh
+
+
+def check_plain(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse plain tensors, if that is the policy."""
+    if state.plain_tensors == "error":
+        for tensor in tensors:
+            if not isinstance(tensor, DTensor) and tensor.dim() > 0:
+                raise PolicyError(
+                    f"{name}: got a plain tensor of shape {tuple(tensor.shape)} beside a DTensor, "
+                    "which sw.plain_tensors('error') forbids; make it one with "
+                    "DTensor.from_local(x, mesh) if every rank has the same"
+                )
+
+
+def _matched(name: str, spec: Spec, tensors: list[torch.Tensor]) -> list[int]:
+    """The positions among a call's tensors of the spec's inputs."""
+    free = list(range(len(tensors)))
+    found = []
+    for tensor, dims in spec.inputs:
+        at = next((at for at in free if tensors[at] is tensor), None)
+        if at is None:
+            raise RuleError(f"{name}: its rule speaks of a tensor that is no argument")
+        if len(dims) != tensor.dim():
+            raise RuleError(
+                f"{name}: its rule gives {len(dims)} factors to an input of {tensor.dim()} dims"
+            )
+        free.remove(at)
+        found.append(at)
+    if free:
+        raise RuleError(f"{name}: its rule forgets {len(free)} of {len(tensors)} tensors")
+    return found
+
+
+def _is_python(func: Any) -> bool:
+    return hasattr(func, "__code__")
+
+
+# ---- torch's own errors, about global shapes
+
+
+def on_meta(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run a function on tensors without data, of the global shapes; for its error."""
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = value._layout.shape if isinstance(value, DTensor) else tuple(value.shape)
+            with as_local():
+                return torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple):
+            parts = [meta(each) for each in value]
+            return parts if isinstance(value, list) else tuple(parts)
+        return value
+
+    given = [meta(arg) for arg in args]
+    with as_local(), torch.no_grad():
+        return func(*given, **{name: meta(arg) for name, arg in kwargs.items()})

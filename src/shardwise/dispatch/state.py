@@ -1,0 +1,127 @@
+"""What dispatch keeps for each thread: the policies, and the calls it has planned.
+
+Simulated ranks are threads, so neither a policy nor a plan of one reaches another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from shardwise.errors import ShardwiseError
+
+MOST_ENTRIES = 16384
+
+
+class PolicyError(ShardwiseError, ValueError):
+    """A policy that does not exist, or one that forbids what was about to happen."""
+
+
+class CacheInfo(NamedTuple):
+    """The state of this thread's cache of planned calls."""
+
+    hits: int
+    misses: int
+    entries: int
+    most_entries: int
+
+
+class State(threading.local):
+    """The policies and the planned calls of one thread."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Any, Any] = {}
+        self.calls = itertools.count()
+        self.calls_before = 0
+        self.misses = 0
+        self.fallback = "warn"
+        self.plain_tensors = "assume"
+        self.explicit = False
+        self.warned: set[Any] = set()
+
+
+state = State()
+
+
+def cache_info() -> CacheInfo:
+    """How this thread's cache of planned calls does: hits, misses, entries, and its limit."""
+    calls = next(state.calls)
+    state.calls = itertools.count(calls)  # looking does not count
+    return CacheInfo(calls - state.misses, state.misses, len(state.entries), MOST_ENTRIES)
+
+
+def cache_clear() -> None:
+    """Forget this thread's planned calls and their statistics."""
+    state.entries.clear()
+    state.calls = itertools.count()
+    state.misses = 0
+
+
+def remember(key: Any, entry: Any) -> None:
+    """Keep a planned call; the oldest goes when there are too many."""
+    if len(state.entries) >= MOST_ENTRIES:
+        del state.entries[next(iter(state.entries))]
+    state.entries[key] = entry
+
+
+class _Policy:
+    """Set at once; undone at the end of a `with` block, if it is used as one."""
+
+    def __init__(self, field: str, value: Any) -> None:
+        self._field = field
+        self._before = getattr(state, field)
+        setattr(state, field, value)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(state, self._field, self._before)
+
+
+def _policy(field: str, value: str, allowed: tuple[str, ...]) -> _Policy:
+    if value not in allowed:
+        raise PolicyError(f"{field}: expected one of {', '.join(allowed)}; got {value!r}")
+    return _Policy(field, value)
+
+
+def fallback(policy: str) -> _Policy:
+    """What happens when an operator has no rule for a call, on this thread.
+
+    The inputs are made whole and every rank runs the operator: always right, never fast.
+
+    Arguments:
+        policy: `"warn"` does so and says so, once for each operator and place (the default);
+            `"replicate"` does so silently; `"error"` refuses.
+
+    Example:
+        >>> with sw.fallback("error"):
+        ...     model(x)
+    """
+    return _policy("fallback", policy, ("warn", "replicate", "error"))
+
+
+def plain_tensors(policy: str) -> _Policy:
+    """What happens when a plain tensor meets a DTensor in a call, on this thread.
+
+    Arguments:
+        policy: `"assume"` takes it for one that is the same on every rank (the default);
+            `"error"` refuses it, unless it is 0-d.
+    """
+    return _policy("plain_tensors", policy, ("assume", "error"))
+
+
+@contextmanager
+def explicit() -> Iterator[None]:
+    """Within, an operator that would communicate to make its inputs fit is an error.
+
+    `redistribute`, `full_tensor` and the like are explicit, and allowed.
+    """
+    before, state.explicit = state.explicit, True
+    try:
+        yield
+    finally:
+        state.explicit = before

@@ -1,0 +1,227 @@
+"""The choice of how to split a call: the least communication for the inputs as they lie.
+
+For each axis of the mesh a call either splits one factor, or lets pending sums flow through its
+linear inputs, or has everything whole. Only what some input already does on that axis is
+considered, so a layout never comes from nowhere. The choice is a function of layouts and of the
+rule alone: all ranks make the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import NamedTuple
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.spec import Dims, Here, Spec
+
+_SECONDS_PER_COLLECTIVE = 3e-5
+_SECONDS_PER_ELEMENT = 4e-9
+_MOST_CHOICES = 512
+
+
+class Way(NamedTuple):
+    """What a call does on one axis: split a factor, let a pending reduction flow, or neither."""
+
+    factor: str | None = None
+    flow: tuple[int, ...] | None = None
+    op: str = "sum"
+
+
+WHOLE = Way()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a call is split, and so how its inputs must lie and its results will."""
+
+    here: Here
+    used_on: tuple[tuple[int, ...], ...]
+    """For each input the axes on which it is whole beside shards: its gradient there is a
+    contribution."""
+    seconds: float
+    """A rough estimate of the communication."""
+
+    @property
+    def inputs(self) -> tuple[Layout, ...]:
+        """How the inputs must lie."""
+        return self.here.inputs
+
+    @property
+    def outputs(self) -> tuple[Layout, ...]:
+        """How the results lie."""
+        return self.here.outputs
+
+
+def choose(
+    spec: Spec, layouts: Sequence[Layout], mesh: DeviceMesh, *, keeps: Layout | None = None
+) -> Choice | None:
+    """The cheapest way to run a call.
+
+    Arguments:
+        spec: what the rule says.
+        layouts: how the inputs lie.
+        mesh: where.
+        keeps: how the first input lies and the first result must (an in-place operator); None is
+            returned if that cannot be.
+    """
+    ways = [list(_ways(spec, layouts, axis)) for axis in range(mesh.ndim)]
+    best: Choice | None = None
+    best_rank: tuple[float, int, int] | None = None
+    for choice in islice(product(*ways), _MOST_CHOICES):
+        made = _made(spec, layouts, mesh, choice)
+        if made is None:
+            continue
+        if keeps is not None and not (made.inputs[0] is keeps and made.outputs[0] is keeps):
+            continue
+        moved = sum(a is not b for a, b in zip(layouts, made.inputs, strict=True))
+        pending = sum(len(layout.partial) for layout in made.outputs)
+        rank = (made.seconds, pending, moved)
+        if best_rank is None or rank < best_rank:
+            best, best_rank = made, rank
+    return best
+
+
+def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
+    """What can be done on an axis, in a fixed order, the inputs' own ways first."""
+    seen: set[Way] = set()
+    for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
+        for factor, axes in zip(dims, layout.shard_order, strict=True):
+            if axis in axes and factor is not None and _splits(spec, factor):
+                way = Way(factor)
+                if way not in seen:
+                    seen.add(way)
+                    yield way
+        for pending, op in layout.partial:
+            if pending != axis or op not in ("sum", "avg"):
+                continue
+            for flow in spec.linear:
+                way = Way(None, tuple(flow), op)
+                if position in flow and way not in seen:
+                    seen.add(way)
+                    yield way
+    yield WHOLE
+
+
+def _splits(spec: Spec, factor: str) -> bool:
+    return factor in spec.reduces or any(factor in out.dims for out in spec.outputs)
+
+
+def _made(
+    spec: Spec, layouts: Sequence[Layout], mesh: DeviceMesh, ways: tuple[Way, ...]
+) -> Choice | None:
+    splits: dict[str, tuple[int, ...]] = {}
+    for axis, way in enumerate(ways):
+        if way.factor is not None:
+            splits[way.factor] = (*splits.get(way.factor, ()), axis)
+    for factor, axes in splits.items():
+        if len(axes) > 1:
+            splits[factor] = _ordered(spec, layouts, factor, axes)
+    if spec.allows is not None and splits and not spec.allows(splits, mesh):
+        return None
+    targets, used = [], []
+    for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
+        order = tuple(splits.get(each, ()) if each is not None else () for each in dims)
+        pending: list[tuple[int, str]] = []
+        beside: list[int] = []
+        for axis, way in enumerate(ways):
+            if way.flow is not None:
+                if position in way.flow:
+                    pending.append((axis, way.op))
+                else:
+                    beside.append(axis)
+            elif way.factor is not None and way.factor not in dims:
+                if position in spec.additive and spec.reduces.get(way.factor) == "sum":
+                    pending.append((axis, "sum"))
+                else:
+                    beside.append(axis)
+        targets.append(laid(layout, order, tuple(pending)))
+        used.append(tuple(beside))
+    outputs = tuple(
+        _output(spec, mesh, out.dims, out.shape, splits, ways) for out in spec.outputs
+    )
+    seconds = sum(map(estimate, layouts, targets))
+    return Choice(Here(mesh, splits, tuple(targets), outputs), tuple(used), seconds)
+
+
+def laid(
+    layout: Layout, order: tuple[tuple[int, ...], ...], pending: tuple[tuple[int, str], ...]
+) -> Layout:
+    """The layout with this order and these pending reductions; itself if it has them."""
+    if layout.shard_order == order and layout.partial == pending:
+        return layout
+    return layout.relaid(order, dict(pending))
+
+
+def _ordered(
+    spec: Spec, layouts: Sequence[Layout], factor: str, axes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The axes that split a factor, in the order the largest input has them."""
+    by_size = sorted(
+        zip(spec.inputs, layouts, strict=True), key=lambda each: -each[1].numel
+    )
+    order: list[int] = []
+    for (_, dims), layout in by_size:
+        for name, given in zip(dims, layout.shard_order, strict=True):
+            if name == factor:
+                order += [axis for axis in given if axis in axes and axis not in order]
+    return tuple(order) + tuple(axis for axis in axes if axis not in order)
+
+
+def _output(
+    spec: Spec,
+    mesh: DeviceMesh,
+    dims: Dims,
+    shape: tuple[int, ...],
+    splits: dict[str, tuple[int, ...]],
+    ways: tuple[Way, ...],
+) -> Layout:
+    order = {dim: splits[name] for dim, name in enumerate(dims) if name in splits}
+    pending: dict[int | str, str] = {}
+    for axis, way in enumerate(ways):
+        if way.flow is not None:
+            pending[axis] = way.op
+        elif way.factor is not None and way.factor not in dims:
+            op = spec.reduces.get(way.factor, "whole")
+            if op != "whole":
+                pending[axis] = op
+    return Layout(mesh, shape, order, pending)
+
+
+def estimate(source: Layout, target: Layout) -> float:
+    """Roughly the seconds that a move takes: 0 if and only if nothing is communicated."""
+    if source is target:
+        return 0.0
+    sizes = source.mesh.shape
+    held = float(source.numel)
+    for axes in source.shard_order:
+        held /= math.prod(sizes[axis] for axis in axes) or 1
+    seconds = 0.0
+    for axis, (before, after) in enumerate(
+        zip(source.placements, target.placements, strict=True)
+    ):
+        if before == after or before.is_replicate() or sizes[axis] == 1:
+            continue
+        others = sizes[axis] - 1
+        if before.is_shard():
+            # To a pending sum nothing is sent now, but as much as to make it whole is later.
+            moved = others / sizes[axis] if after.is_shard() else others
+        elif after.is_partial():
+            continue
+        else:
+            moved = others / sizes[axis] * (1 if after.is_shard() else 2)
+        seconds += _SECONDS_PER_COLLECTIVE + moved * held * _SECONDS_PER_ELEMENT
+    if seconds == 0 and source.shard_order != target.shard_order and _reorders(source, target):
+        seconds = _SECONDS_PER_COLLECTIVE + held * _SECONDS_PER_ELEMENT
+    return seconds
+
+
+def _reorders(source: Layout, target: Layout) -> bool:
+    """Whether a dim keeps its axes but not as the outer ones in their order."""
+    return any(
+        before != after[: len(before)]
+        for before, after in zip(source.shard_order, target.shard_order, strict=True)
+    )

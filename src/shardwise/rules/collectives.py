@@ -1,0 +1,69 @@
+"""What a lowering may do between ranks, each with its gradient. All run on local tensors.
+
+| forward              | backward                       |
+|----------------------|--------------------------------|
+| `total` (sum)        | nothing                        |
+| `used`: nothing      | sum                            |
+| `total_used`: sum    | sum                            |
+| `extreme` (max, min) | none: it is not differentiable |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm import communicator
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.redistribute.moves import redistribute_local
+
+
+def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """The sum of the contributions of the ranks along these axes, seen by each as the whole.
+
+    Forward: all-reduce. Backward: nothing, as every rank has the whole gradient.
+    """
+    if not axes:
+        return local
+    whole = Layout(mesh, tuple(local.shape))
+    pending = whole.relaid(partial=dict.fromkeys(axes, "sum"))
+    return redistribute_local(local, pending, whole)  # type: ignore[no-any-return]
+
+
+def used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """A tensor that is whole on these axes, about to be used beside shards.
+
+    Forward: nothing. Backward: all-reduce, as each rank's gradient is a contribution.
+    """
+    if not axes or not (local.requires_grad and torch.is_grad_enabled()):
+        return local
+    whole = Layout(mesh, tuple(local.shape))
+    return redistribute_local(local, whole, whole, used_on=tuple(axes))  # type: ignore[no-any-return]
+
+
+def total_used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """The sum of contributions, about to be used beside shards. All-reduce both ways."""
+    return used(total(local, mesh, axes), mesh, axes)
+
+
+def extreme(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str) -> torch.Tensor:
+    """The largest ("max") or smallest ("min") of each element over these axes; no gradient."""
+    local = local.detach()
+    return communicator(mesh, tuple(axes)).all_reduce(local, op) if axes else local
+
+
+def gathered(
+    local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int = 0
+) -> torch.Tensor:
+    """The pieces of the ranks along these axes, in their order, joined along `dim`; no gradient.
+
+    All must have the same size in every dim.
+    """
+    return communicator(mesh, tuple(axes)).all_gather(local.detach(), dim) if axes else local
+
+
+def first_index(layout: Layout, dim: int) -> int:
+    """Where this rank's piece begins in the global tensor."""
+    return layout.box().start[dim]

@@ -1,0 +1,120 @@
+"""What a rule says of one call: the factors of its operands and results.
+
+A factor is a name for a dim that several operands and results share, as a letter of an einsum.
+Splitting a factor over an axis of the mesh splits every dim that carries it. Everything else
+follows (`shardwise.rules.choose`): the legal splits, the results' layouts, which gradients are
+contributions, what a choice costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+
+Dims = tuple[str | None, ...]
+"""The factor of each dim; None for one that must be whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """A result: the factor of each dim, and its global shape."""
+
+    dims: Dims
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One call of an operator, in factors. A rule returns it.
+
+    A rule may look at shapes and at arguments that are no tensors, and at nothing else: what it
+    says is remembered for calls that agree in these.
+    """
+
+    inputs: Sequence[tuple[torch.Tensor, Dims]]
+    """The tensors among the arguments, in their order, each with its factors."""
+    outputs: Sequence[Out]
+    """The tensors of the result, in their order."""
+    reduces: Mapping[str, str] = field(default_factory=dict)
+    """Factors that no result has: the reduction of the results of ranks that split it ("sum",
+    "max", ...), or "whole" where the lowering makes the results whole itself."""
+    linear: Sequence[Sequence[int]] = ()
+    """Sets of inputs in which the operator is (jointly) linear: pending sums flow through."""
+    additive: Sequence[int] = ()
+    """Inputs that are added to the result: pending sums too, when a reduced factor is split."""
+    lower: Callable[[Here], Callable[..., Any] | None] | None = None
+    """Given how the call is split: what to run on the local tensors in place of the operator,
+    with the operator's own arguments. None to run the operator."""
+    allows: Callable[[Mapping[str, tuple[int, ...]], DeviceMesh], bool] | None = None
+    """Whether these splits (axes by factor) are possible; any are by default."""
+    is_view: bool = False
+    """Whether torch returns a view of the first input."""
+    needs_plain: bool = False
+    """Whether what runs looks at shapes in Python, and so must not be handed DTensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """How one call is split: what a lowering is told."""
+
+    mesh: DeviceMesh
+    splits: Mapping[str, tuple[int, ...]]
+    """The axes over which each factor is split, outer to inner; only those that are."""
+    inputs: tuple[Layout, ...]
+    """How the inputs lie when the local function is called."""
+    outputs: tuple[Layout, ...]
+    """How its results lie."""
+
+    def axes(self, *factors: str | None) -> tuple[int, ...]:
+        """The axes that split these factors."""
+        return tuple(axis for each in factors if each for axis in self.splits.get(each, ()))
+
+
+def dims_of(tensor: torch.Tensor, prefix: str = "d") -> Dims:
+    """A factor of its own for each dim: d0, d1, ..."""
+    return tuple(f"{prefix}{dim}" for dim in range(tensor.dim()))
+
+
+def normalized(dim: int, ndim: int) -> int:
+    """A dim counted from the front."""
+    limit = max(ndim, 1)
+    if not -limit <= dim < limit:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-limit}, {limit - 1}], "
+            f"but got {dim})"
+        )
+    return dim % limit
+
+
+def parsed(pattern: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Dims], list[Dims]]:
+    """The factors in a pattern such as "m k, k n -> m n"; `...` stands for any leading dims.
+
+    A `_` is a dim that must be whole.
+    """
+    left, _, right = pattern.partition("->")
+    inputs = [part.split() for part in left.split(",")]
+    extra = 0
+    for names, tensor in zip(inputs, tensors, strict=False):
+        if "..." in names:
+            extra = max(extra, tensor.dim() - (len(names) - 1))
+
+    def expanded(names: list[str], ndim: int | None) -> Dims:
+        count = extra if ndim is None else ndim - (len(names) - 1)
+        result: list[str | None] = []
+        for name in names:
+            if name == "...":
+                result += [f"...{each}" for each in range(extra - count, extra)]
+            else:
+                result.append(None if name == "_" else name)
+        return tuple(result)
+
+    found = [
+        expanded(names, tensor.dim()) for names, tensor in zip(inputs, tensors, strict=False)
+    ]
+    return found, [expanded(part.split(), None) for part in right.split(",")]

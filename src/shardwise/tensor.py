@@ -1,0 +1,572 @@
+"""DTensor: the local shard, re-typed, with one attribute: how the global tensor lies.
+
+C++ (autograd, kernels, storage) sees an ordinary local tensor. Python sees the global one: what is
+read off the layout is a plain property here, and every torch function goes through
+`shardwise.dispatch`, which gives the class its `__torch_function__`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.box import Box
+from shardwise.checks import as_ints
+from shardwise.comm import communicator
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.placement import Placement, Replicate, as_placement
+from shardwise.redistribute.plan import dual
+from shardwise.redistribute.moves import redistribute_local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    from shardwise.comm import Pending
+
+as_local = torch._C.DisableTorchFunctionSubclass
+"""`with as_local():` torch functions see the shard that a DTensor is."""
+
+_BASE = torch._C.TensorBase
+
+
+def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
+    """Re-type a fresh local tensor, that nobody else holds, as the DTensor it is a piece of."""
+    local.__class__ = DTensor
+    local._layout = layout  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def unwrap(tensor: DTensor) -> torch.Tensor:
+    """This rank's piece as a plain tensor: an alias, differentiable, with the same gradient."""
+    with as_local():
+        return tensor.as_subclass(torch.Tensor)  # type: ignore[no-any-return]
+
+
+def replicated(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
+    """The layout of a tensor that every rank of the mesh holds whole."""
+    return Layout(mesh, shape)
+
+
+class DTensor(torch.Tensor):
+    """A tensor on a device mesh. `from_local`, `distribute_tensor` and the factories make it.
+
+    Shapes, sizes and results are those of the global tensor; `to_local()` is this rank's piece.
+
+    Example:
+        >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        >>> x.shape, x.to_local().shape, (x * 2).sum().item()
+        (torch.Size([8]), torch.Size([4]), 56.0)
+    """
+
+    _layout: Layout
+
+    # ---- making one, and leaving it
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | TorchMesh,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """The DTensor of which each rank gives its piece; differentiable.
+
+        Arguments:
+            local_tensor: this rank's piece. The result shares its memory.
+            device_mesh: where the pieces lie.
+            placements: how they lie; whole on every axis by default.
+            run_check: check on all ranks that shapes and dtypes fit, and that what is called
+                replicated is (it is compared, never overwritten).
+            shape: the global shape. Without it, and if a dim is split, the ranks tell each other
+                their sizes: the true shape, also of uneven pieces.
+            stride: accepted for torch's sake; strides follow from the local tensor.
+            grad_placements: how the gradient of `local_tensor` is wanted; by default it lies as
+                the pieces do, with pending sums made whole.
+        """
+        mesh = as_mesh(device_mesh)
+        if not isinstance(local_tensor, torch.Tensor) or isinstance(local_tensor, DTensor):
+            raise LayoutError(
+                f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
+                + (": it is one already" if isinstance(local_tensor, DTensor) else "")
+            )
+        placements = _placements(mesh, placements)
+        if shape is None:
+            layout = _found_layout(local_tensor, mesh, placements)
+        else:
+            layout = Layout.from_placements(mesh, shape, placements)
+            _check_piece(local_tensor, layout)
+        if run_check:
+            _check_replicas(local_tensor, layout)
+        back = dual(layout)
+        wanted = back
+        if grad_placements is not None:
+            wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
+        return wrap(_relabelled(local_tensor, back, wanted), layout)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece, sharing memory; differentiable.
+
+        Arguments:
+            grad_placements: how the gradient that comes back lies; by default as this tensor does,
+                with pending sums made whole.
+        """
+        if grad_placements is None:
+            return unwrap(self)
+        layout = self._layout
+        given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+        return _relabelled(unwrap(self), given, dual(layout))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank; differentiable.
+
+        Arguments:
+            grad_placements: how the gradient that comes back lies, such as `[Partial()]` where each
+                rank's is a contribution; by default it is the same on every rank.
+        """
+        whole = self.redistribute(placements=[Replicate()] * self._layout.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        shard_order: Any = None,
+    ) -> Any:
+        """The same tensor laid out otherwise; differentiable.
+
+        Arguments:
+            device_mesh: where it should lie; by default where it does.
+            placements: how it should lie; whole by default.
+            async_op: return a `Pending` at once, whose `wait()` gives the DTensor.
+            forward_dtype: what travels, and the dtype of the result.
+            backward_dtype: what travels backward; the gradient has this tensor's dtype.
+            shard_order: for each dim that several axes split, those axes outer to inner.
+        """
+        source = self._layout
+        mesh = source.mesh if device_mesh is None else as_mesh(device_mesh)
+        target = Layout.from_placements(
+            mesh, source.shape, _placements(mesh, placements), shard_order
+        )
+        local = unwrap(self)
+        result: Any = redistribute_local(
+            local,
+            source,
+            target,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            async_op=async_op,
+        )
+        if async_op:
+            pending: Pending[torch.Tensor] = result
+            return pending.then(lambda moved: _as_new(moved, local, target))
+        return _as_new(result, local, target)
+
+    # ---- how it lies
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """How the global tensor lies."""
+        return self._layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Where it lies."""
+        return self._layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies on each axis of the mesh."""
+        return self._layout.placements
+
+    @property
+    def box(self) -> Box:
+        """The indices of the global tensor that this rank holds."""
+        return self._layout.box()
+
+    # ---- the global tensor's properties, off the layout
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return self._layout.size
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or its size along `dim`."""
+        return self._layout.size if dim is None else self._layout.size[dim]
+
+    def numel(self) -> int:
+        """The number of elements of the global tensor."""
+        return self._layout.numel
+
+    nelement = numel
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    ndimension = dim
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.shape[0]
+
+    def stride(self, dim: int | None = None) -> Any:
+        """The strides of the global tensor, were it stored as its pieces are."""
+        strides = _global_stride(self)
+        return strides if dim is None else strides[dim]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the global tensor."""
+        return self._layout.numel * self.dtype.itemsize
+
+    # ---- the local tensor's properties, without dispatch
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype."""
+        with as_local():
+            return _BASE.dtype.__get__(self)  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device of this rank's piece."""
+        with as_local():
+            return _BASE.device.__get__(self)  # type: ignore[no-any-return]
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients are recorded for it."""
+        with as_local():
+            return _BASE.requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with as_local():
+            _BASE.requires_grad.__set__(self, value)
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        """The gradient, laid out as this tensor is, with pending sums made whole."""
+        with as_local():
+            local = _BASE.grad.__get__(self)
+            if local is None:
+                return None
+            layout = self._layout if not self._layout.partial else dual(self._layout)
+            if type(local) is not DTensor:
+                return wrap(local, layout)
+            # autograd may give one tensor to two leaves
+            return local if local._layout is layout else wrap(local.view_as(local), layout)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            value = laid_out(value, dual(self._layout), "grad")
+        with as_local():
+            _BASE.grad.__set__(self, value)
+
+    @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        """The tensor without its history, sharing memory."""
+        with as_local():
+            return wrap(_BASE.data.__get__(self), self._layout)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        layout = value._layout if isinstance(value, DTensor) else self._layout
+        if not isinstance(value, DTensor):
+            value = laid_out(value, layout, "data")
+        with as_local():
+            _BASE.data.__set__(self, value)
+        self._layout = layout
+
+    # ---- as an object
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with as_local(), torch.no_grad():
+            local = self.as_subclass(torch.Tensor)
+            text = repr(local.detach())
+        name = "Parameter, " if getattr(self, "_is_param", False) else ""
+        history = ", requires_grad=True" if self.requires_grad else ""
+        return f"DTensor({name}{short_dtype(self.dtype)}{self._layout!r}{history}, local={text})"
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0 and not self.is_meta:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise LayoutError(
+                "copy.deepcopy: only leaves of the graph can be copied, as in torch; "
+                "detach() it, or clone() it to keep its history"
+            )
+        with as_local(), torch.no_grad():
+            result = wrap(self.as_subclass(torch.Tensor).clone(), self._layout)
+        result.requires_grad = self.requires_grad
+        memo[id(self)] = result
+        for name, value in self.__dict__.items():
+            if name == "_is_param":
+                result.__dict__[name] = value
+        if self.grad is not None:
+            result.grad = self.grad.__deepcopy__(memo)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        with as_local(), torch.no_grad():
+            local = self.as_subclass(torch.Tensor).detach()
+        is_param = getattr(self, "_is_param", False)
+        return rebuilt, (local, self._layout, self.requires_grad, is_param)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.dim() == 0:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    # ---- what torch.distributed.checkpoint asks for
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """The box that this rank holds, in the words of torch's checkpoints."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        box = self.box
+        return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))]
+
+
+def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+    """A DTensor from its pickle."""
+    _check_piece(local, layout)
+    result = wrap(local, layout)
+    result.requires_grad = requires_grad
+    if is_param:
+        result._is_param = True  # type: ignore[attr-defined]
+    return result
+
+
+def laid_out(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor:
+    """A tensor, whose layout may differ, as one in `layout`; a plain one is this rank's piece,
+    or the whole tensor."""
+    if isinstance(value, DTensor):
+        if value._layout is layout:
+            return value
+        if value._layout.shape != layout.shape:
+            raise LayoutError(
+                f"{argument}: expected a tensor of shape {tuple(layout.shape)}, "
+                f"got {tuple(value.shape)}"
+            )
+        return wrap_moved(value, layout)
+    if tuple(value.shape) == layout.local_shape():
+        return wrap(value.view_as(value), layout)
+    if tuple(value.shape) == layout.shape:
+        whole = wrap(value.view_as(value), replicated(layout.mesh, layout.shape))
+        return wrap_moved(whole, layout)
+    raise LayoutError(
+        f"{argument}: expected this rank's piece, {layout.local_shape()}, or the whole tensor, "
+        f"{layout.shape}; got {tuple(value.shape)}"
+    )
+
+
+def wrap_moved(tensor: DTensor, layout: Layout) -> DTensor:
+    """The tensor in another layout."""
+    local = unwrap(tensor)
+    return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """Such as `f32` or `i64`."""
+    name = str(dtype).removeprefix("torch.")
+    letters = name.rstrip("0123456789")
+    return _SHORT[letters] + name[len(letters) :] if letters in _SHORT else name
+
+
+def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    """Wrap what a move gave, which is what went in if there was nothing to do."""
+    return wrap(moved.view_as(moved) if moved is local else moved, layout)
+
+
+def _placements(
+    mesh: DeviceMesh, placements: Sequence[Placement] | None
+) -> Sequence[Placement]:
+    if placements is None:
+        return [Replicate()] * mesh.ndim
+    if isinstance(placements, Sequence) and not isinstance(placements, str):
+        return placements
+    raise LayoutError(
+        f"placements: expected {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
+    )
+
+
+class _Relabel(torch.autograd.Function):
+    """Forward: nothing. Backward: from the layout the gradient has to the one it should have."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+        ctx.move = given, wanted
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return redistribute_local(gradients[0].contiguous(), *ctx.move), None, None
+
+
+def _relabelled(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+    if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
+        return local.view_as(local)
+    return _Relabel.apply(local, given, wanted)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _global_stride(tensor: DTensor) -> tuple[int, ...]:
+    with as_local():
+        local = tuple(_BASE.stride(tensor))
+    shape = tensor._layout.shape
+    if tensor._layout.is_replicated:
+        return local
+    sizes = tensor._layout.local_shape()
+    if 0 in sizes:
+        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    result = []
+    for stride in local:
+        inner = [dim for dim, other in enumerate(local) if 0 < other < stride and sizes[dim] > 1]
+        grown = stride * math.prod(shape[dim] for dim in inner)
+        result.append(grown // math.prod(sizes[dim] for dim in inner))
+    return tuple(result)
+
+
+# ---- from_local: the global shape, and checks
+
+_MOST_DIMS = 32
+
+
+def _found_layout(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Layout:
+    """The layout of pieces whose global shape nobody gave."""
+    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
+    probe = Layout.from_placements(mesh, local.shape, placements)
+    if not any(probe.shard_order) or mesh.is_abstract:
+        shape = [
+            size * math.prod(mesh.shape[axis] for axis in axes)
+            for size, axes in zip(probe.shape, probe.shard_order, strict=True)
+        ]
+        return Layout.from_placements(mesh, shape, placements)
+    sizes = _all_sizes(local, mesh)
+    shape = []
+    for dim, axes in enumerate(probe.shard_order):
+        first = [0] * mesh.ndim
+        total = 0
+        for number in range(math.prod(mesh.shape[axis] for axis in axes)):
+            for axis in reversed(axes):
+                number, first[axis] = divmod(number, mesh.shape[axis])
+            total += sizes[tuple(first)][dim]
+        shape.append(total if axes else sizes[tuple(first)][dim])
+    layout = Layout.from_placements(mesh, shape, placements)
+    for place, found in sizes.items():
+        if found != layout.local_shape(place):
+            raise LayoutError(
+                f"local_tensor: the pieces are no legal sharding {tuple(placements)} of one "
+                f"tensor: rank {mesh.rank_at(place)} has {found}, and would have "
+                f"{layout.local_shape(place)} of {tuple(shape)}, as torch.chunk cuts it; "
+                "redistribute the rows, or gather them and use distribute_tensor"
+            )
+    return layout
+
+
+def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The shape of every rank's piece, by its place on the mesh."""
+    if local.dim() > _MOST_DIMS:
+        raise LayoutError(f"local_tensor: expected at most {_MOST_DIMS} dims, got {local.dim()}")
+    mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=local.device)
+    mine[0, : 1 + local.dim()] = torch.tensor([local.dim(), *local.shape])
+    rows = communicator(mesh).all_gather(mine).tolist()
+    ranks = mesh.mesh.flatten().tolist()
+    found = {}
+    for rank, (ndim, *sizes) in zip(ranks, rows, strict=True):
+        place = mesh.coordinate_of(rank)
+        assert place is not None, "it is of the mesh"
+        found[place] = tuple(sizes[:ndim])
+        if ndim != local.dim():
+            raise LayoutError(
+                f"local_tensor: expected pieces of as many dims on every rank; this one has "
+                f"{tuple(local.shape)}, rank {rank} has {found[place]}"
+            )
+    return found
+
+
+def _check_piece(local: torch.Tensor, layout: Layout) -> None:
+    place = layout.mesh.get_coordinate()
+    if layout.mesh.is_abstract or place is None:
+        return
+    expected = layout.local_shape(place)
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"local_tensor: expected {expected}, the piece at {place} of {layout!r}; "
+            f"got {tuple(local.shape)}"
+        )
+
+
+def _check_replicas(local: torch.Tensor, layout: Layout) -> None:
+    """Refuse pieces that are called the same and differ; collective over the mesh."""
+    mesh = layout.mesh
+    mine = (tuple(layout.shape), str(local.dtype), local.requires_grad)
+    facts = communicator(mesh).gather_objects(mine)
+    ranks = mesh.mesh.flatten().tolist()
+    for rank, theirs in zip(ranks, facts, strict=True):
+        if theirs != facts[0]:
+            raise LayoutError(
+                f"local_tensor: expected the same shape, dtype and requires_grad on every rank; "
+                f"rank {ranks[0]} has {facts[0]}, rank {rank} has {theirs}"
+            )
+    whole = [axis for axis, each in enumerate(layout.placements) if each.is_replicate()]
+    if not whole or local.numel() == 0:
+        return
+    group = communicator(mesh, whole)
+    first = group.broadcast(local.detach().contiguous(), 0)
+    same = bool(((first == local) | ((first != first) & (local != local))).all())
+    verdicts = communicator(mesh).gather_objects(same)
+    wrong = [rank for rank, good in zip(ranks, verdicts, strict=True) if not good]
+    if wrong:
+        raise LayoutError(
+            f"local_tensor: called Replicate over {', '.join(map(mesh.axis_name, whole))}, "
+            f"but the values on ranks {wrong} differ from the first rank's"
+        )
+
+
+def as_global_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """`f(2, 3)` and `f((2, 3))` alike."""
+    given = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    shape = as_ints(given)
+    if shape is None:
+        raise LayoutError(f"size: expected ints, got {sizes!r}")
+    return shape
+
+
+@contextmanager
+def without_grad() -> Iterator[None]:
+    """Local tensors, no graph."""
+    with as_local(), torch.no_grad():
+        yield

@@ -1,0 +1,425 @@
+"""check_rule: compare an operator on DTensors with the same operator in one process.
+
+Rules are checked, not believed. Every layout of the inputs is tried (a fixed sample of them where
+there are too many): values, dtypes, shapes and gradients. And what is legal is found numerically: a
+split that a rule does not offer is reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.comm import Event, listen
+from shardwise.dispatch.state import PolicyError, fallback
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, init_device_mesh
+from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.rules.registry import RuleError
+from shardwise.sim import simulate
+from shardwise.tensor import DTensor, wrap
+
+
+class Sample:
+    """The arguments of one call, with plain tensors.
+
+    Example:
+        >>> Sample(torch.randn(5, 4), dim=1)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, in order."""
+        return list(_tensors(self.args)) + list(_tensors(tuple(self.kwargs.values())))
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors in place of its own."""
+        rest = iter(tensors)
+        args = tuple(_filled(arg, rest) for arg in self.args)
+        return args, {name: _filled(arg, rest) for name, arg in self.kwargs.items()}
+
+    def __repr__(self) -> str:
+        parts = [_shown(arg) for arg in self.args]
+        parts += [f"{name}={_shown(arg)}" for name, arg in self.kwargs.items()]
+        return f"({', '.join(parts)})"
+
+
+@dataclass
+class Report:
+    """What `check_rule` found."""
+
+    cases: int = 0
+    """How many layouts of inputs were tried."""
+    fallbacks: list[str] = field(default_factory=list)
+    """Layouts that no rule speaks for."""
+    wrong: list[str] = field(default_factory=list)
+    """Where values, dtypes, shapes or gradients differ, or an error was raised."""
+    missing: list[str] = field(default_factory=list)
+    """Splits that are legal but communicate."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.cases} cases, {len(self.wrong)} wrong, {len(self.fallbacks)} fall back"]
+        for title, found in (
+            ("wrong", self.wrong),
+            ("falls back", self.fallbacks),
+            ("legal, but communicates", self.missing),
+        ):
+            lines += [f"  {title}: {each}" for each in found[:12]]
+            if len(found) > 12:
+                lines.append(f"  {title}: ... and {len(found) - 12} more")
+        return "\n".join(lines)
+
+
+def check_rule(
+    fn: Callable[..., Any],
+    samples: Sequence[Sample],
+    *,
+    mesh_shapes: Sequence[tuple[int, ...]] = ((2,), (3,), (2, 2)),
+    gradients: bool = True,
+    most: int = 60,
+    seed: int = 0,
+    allow_fallback: bool = False,
+    allow_missing: bool = False,
+    rtol: float = 1e-7,
+    atol: float = 1e-9,
+) -> Report:
+    """Compare `fn` on DTensors of every layout with `fn` on the plain tensors.
+
+    Arguments:
+        fn: what is checked; a torch function or any function of tensors.
+        samples: its arguments. float64 makes small errors visible. Tensors that require grad get
+            their gradients compared.
+        mesh_shapes: the meshes to try, in `simulate`.
+        gradients: whether to compare gradients.
+        most: how many layouts to try for each sample and mesh; all if there are fewer.
+        allow_fallback: whether a call without a rule may be made whole.
+        allow_missing: whether a split that is legal may communicate.
+
+    Returns:
+        What was tried. Anything wrong is raised as a `RuleError` with the same report.
+
+    Example:
+        >>> check_rule(torch.mm, [Sample(torch.randn(5, 4), torch.randn(4, 3))])
+    """
+    report = Report()
+    for sample in samples:
+        for mesh_shape in mesh_shapes:
+            _check_sample(
+                fn, sample, mesh_shape, report, gradients, most, seed, allow_fallback, rtol, atol
+            )
+        report.missing += missing_splits(fn, sample)
+    if report.wrong or (report.fallbacks and not allow_fallback) or (
+        report.missing and not allow_missing
+    ):
+        raise RuleError(f"check_rule({getattr(fn, '__name__', fn)}): {report}")
+    return report
+
+
+def layouts_of(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:
+    """Every layout a tensor can have on a mesh (of nested shards, two orders)."""
+    per_axis: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()))]
+    if tensor.is_floating_point() or tensor.is_complex():
+        per_axis.append(Partial())
+    found = [
+        Layout.from_placements(mesh, tensor.shape, placements)
+        for placements in itertools.product(per_axis, repeat=mesh.ndim)
+    ]
+    nested = [each for each in found if any(len(axes) > 1 for axes in each.shard_order)]
+    return found + [each.relaid(axes[::-1] for axes in each.shard_order) for each in nested]
+
+
+def piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's piece of a tensor that every rank has; contributions that add up to it."""
+    place = layout.mesh.get_coordinate()
+    assert place is not None, "every rank is on the mesh"
+    local = tensor[layout.box(place).slices].clone()
+    for axis, _ in layout.partial:
+        size = layout.mesh.shape[axis]
+        generator = torch.Generator().manual_seed(17 + axis)
+        parts = [torch.randn(local.shape, generator=generator, dtype=torch.float64).to(local.dtype)
+                 for _ in range(size - 1)]  # fmt: skip
+        at = place[axis]
+        local = local - sum(parts) if at == size - 1 else parts[at] + 0 * local
+        # Contributions on a second axis must add up to this rank's contribution on the first.
+    return local
+
+
+def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
+    """A leaf in this layout, of a tensor that every rank has."""
+    result = wrap(piece(tensor.detach(), layout), layout)
+    result.requires_grad = tensor.requires_grad
+    return result
+
+
+def _check_sample(
+    fn: Callable[..., Any],
+    sample: Sample,
+    mesh_shape: tuple[int, ...],
+    report: Report,
+    gradients: bool,
+    most: int,
+    seed: int,
+    allow_fallback: bool,
+    rtol: float,
+    atol: float,
+) -> None:
+    expected, wanted = _reference(fn, sample, gradients)
+    tensors = sample.tensors()
+
+    def run() -> list[tuple[str, str]]:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        found = []
+        for layouts in _combinations([layouts_of(each, mesh) for each in tensors], most, seed):
+            text = f"{sample} on {mesh_shape} with {', '.join(map(repr, layouts))}"
+            with fallback("replicate" if allow_fallback else "error"):
+                try:
+                    problem = _run_case(fn, sample, layouts, expected, wanted, rtol, atol)
+                except PolicyError as error:
+                    found.append(("fallback", f"{text}: {error}"))
+                    continue
+            found.append(("wrong", f"{text}: {problem}") if problem else ("", ""))
+        return found
+
+    size = 1
+    for each in mesh_shape:
+        size *= each
+    by_rank = simulate(run, size)
+    report.cases += len(by_rank[0])
+    for outcomes in zip(*by_rank, strict=True):
+        kinds = [outcome for outcome in outcomes if outcome[0]]
+        if kinds:
+            kind, text = kinds[0]
+            (report.wrong if kind == "wrong" else report.fallbacks).append(text)
+
+
+def _run_case(
+    fn: Callable[..., Any],
+    sample: Sample,
+    layouts: Sequence[Layout],
+    expected: list[torch.Tensor],
+    wanted: list[torch.Tensor | None] | None,
+    rtol: float,
+    atol: float,
+) -> str:
+    """What is wrong with one case, or nothing."""
+    inputs = [distributed(each, how) for each, how in zip(sample.tensors(), layouts, strict=True)]
+    args, kwargs = sample.filled(inputs)
+    try:
+        outputs = [_whole(each) for each in _tensors(_as_tuple(fn(*args, **kwargs)))]
+    except PolicyError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
+        trace = traceback.extract_tb(error.__traceback__)[-1]
+        return f"raised {type(error).__name__}: {error} ({trace.filename}:{trace.lineno})"
+    problem = _difference(outputs, expected, "result", rtol, atol)
+    if problem or wanted is None:
+        return problem
+    leaves = [each for each in inputs if each.requires_grad]
+    _loss(outputs).backward()  # type: ignore[no-untyped-call]
+    for at, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
+        if leaf.grad is None and want is None:
+            continue
+        got = torch.zeros_like(want) if leaf.grad is None else leaf.grad.full_tensor()
+        want = torch.zeros_like(got) if want is None else want
+        problem = problem or _difference([got], [want], f"gradient of input {at}", rtol, atol)
+    return problem
+
+
+def _reference(
+    fn: Callable[..., Any], sample: Sample, gradients: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None] | None]:
+    """The results and gradients in one process."""
+    tensors = [each.detach().clone().requires_grad_(each.requires_grad)
+               for each in sample.tensors()]  # fmt: skip
+    args, kwargs = sample.filled(tensors)
+    outputs = list(_tensors(_as_tuple(fn(*args, **kwargs))))
+    leaves = [each for each in tensors if each.requires_grad]
+    found = [each.detach().clone() for each in outputs]
+    if not gradients or not leaves or not any(each.requires_grad for each in outputs):
+        return found, None
+    grads = torch.autograd.grad(_loss(outputs), leaves, allow_unused=True)
+    return found, list(grads)
+
+
+def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number that depends on every element of the results differently."""
+    total = torch.zeros((), dtype=torch.float64)
+    for at, each in enumerate(outputs):
+        if each.requires_grad:
+            generator = torch.Generator().manual_seed(23 + at)
+            weights = torch.randn(each.shape, generator=generator, dtype=torch.float64)
+            part = torch.view_as_real(each).sum(-1) if each.is_complex() else each
+            total = total + (part.double() * weights).sum()
+    return total
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if tuple(local.shape) != tensor.layout.local_shape():
+        raise AssertionError(
+            f"the result says {tensor.layout!r}, but its piece has shape {tuple(local.shape)}"
+        )
+    return tensor.full_tensor()
+
+
+def _difference(
+    got: Sequence[torch.Tensor],
+    want: Sequence[torch.Tensor],
+    what: str,
+    rtol: float,
+    atol: float,
+) -> str:
+    if len(got) != len(want):
+        return f"{len(got)} tensors in the {what}, expected {len(want)}"
+    for at, (have, expected) in enumerate(zip(got, want, strict=True)):
+        if have.shape != expected.shape or have.dtype != expected.dtype:
+            return (
+                f"{what} {at} is {have.dtype}{list(have.shape)}, "
+                f"expected {expected.dtype}{list(expected.shape)}"
+            )
+        loose = 1.0 if expected.dtype in (torch.float64, torch.complex128) else 3e3
+        if not torch.allclose(
+            have.detach(), expected.detach(), rtol=rtol * loose, atol=atol * loose, equal_nan=True
+        ):
+            off = (have.detach() - expected.detach()).abs().max() if have.dtype != torch.bool else 1
+            return f"{what} {at} is off by up to {float(off):.3g}"
+    return ""
+
+
+# ---- which splits are legal, found by trying
+
+
+def missing_splits(fn: Callable[..., Any], sample: Sample) -> list[str]:
+    """Splits of the inputs over two ranks that need no communication, but for which there is."""
+    expected, _ = _reference(fn, sample, gradients=False)
+    tensors = sample.tensors()
+    choices = [[None, *range(each.dim())] for each in tensors]
+    found = []
+    for dims in _combinations(choices, 200, 0):
+        if all(dim is None for dim in dims) or not _is_legal(fn, sample, dims, expected):
+            continue
+        events: list[Event] = []
+
+        def run(dims: Any = dims, events: list[Event] = events) -> None:
+            mesh = init_device_mesh("cpu", (2,))
+            placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+            inputs = [
+                distributed(each, Layout.from_placements(mesh, each.shape, [placement]))
+                for each, placement in zip(tensors, placements, strict=True)
+            ]
+            args, kwargs = sample.filled(inputs)
+            with listen(events.append), torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                fn(*args, **kwargs)
+
+        simulate(run, 2)
+        if events:
+            lies = ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in dims)
+            found.append(f"{sample} with {lies}: {events[0].kind}")
+    return found
+
+
+def _is_legal(
+    fn: Callable[..., Any], sample: Sample, dims: Sequence[int | None], expected: Sequence[Any]
+) -> bool:
+    """Whether the results of two ranks with these pieces, joined or added, are the results."""
+    pieces = []
+    for rank in range(2):
+        local = []
+        for tensor, dim in zip(sample.tensors(), dims, strict=True):
+            tensor = tensor.detach().clone()
+            if dim is not None:
+                chunks = tensor.chunk(2, dim)
+                if len(chunks) < 2:
+                    return False
+                tensor = chunks[rank].clone()
+            local.append(tensor)
+        args, kwargs = sample.filled(local)
+        try:
+            pieces.append(list(_tensors(_as_tuple(fn(*args, **kwargs)))))
+        except Exception:
+            return False
+    return len(pieces[0]) == len(pieces[1]) == len(expected) and all(
+        _joins(first, second, whole)
+        for first, second, whole in zip(*pieces, expected, strict=True)
+    )
+
+
+def _joins(first: torch.Tensor, second: torch.Tensor, whole: torch.Tensor) -> bool:
+    def same(made: torch.Tensor) -> bool:
+        return made.shape == whole.shape and torch.allclose(
+            made.double() if not made.is_complex() else made,
+            whole.double() if not whole.is_complex() else whole,
+            equal_nan=True,
+        )
+
+    if first.dim() != whole.dim() or second.dim() != whole.dim():
+        return False
+    if first.shape == second.shape and same(first + second):
+        return True
+    for dim in range(whole.dim()):
+        others = [each for at, each in enumerate(first.shape) if at != dim]
+        if others != [each for at, each in enumerate(second.shape) if at != dim]:
+            continue
+        sizes = [each.shape[dim] for each in whole.chunk(2, dim)]
+        if [first.shape[dim], second.shape[dim]] == sizes and same(torch.cat([first, second], dim)):
+            return True
+    return False
+
+
+# ---- small things
+
+
+def _combinations(choices: Sequence[Sequence[Any]], most: int, seed: int) -> list[tuple[Any, ...]]:
+    total = 1
+    for each in choices:
+        total *= len(each)
+    if total <= most:
+        return list(itertools.product(*choices))
+    generator = random.Random(seed)
+    found = {tuple(generator.randrange(len(each)) for each in choices) for _ in range(most)}
+    return [
+        tuple(each[at] for each, at in zip(choices, picked, strict=True))
+        for picked in sorted(found)
+    ]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _filled(value: Any, rest: Iterator[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(rest)
+    if isinstance(value, list | tuple):
+        parts = [_filled(each, rest) for each in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)
