@@ -2,6 +2,16 @@
 
 from shardwise.box import Box
 from shardwise.comm import Communicator, Event, Pending, communicator, listen
+from shardwise.dispatch.planning import DispatchError, FallbackWarning
+from shardwise.dispatch.state import (
+    CacheInfo,
+    PolicyError,
+    cache_clear,
+    cache_info,
+    explicit,
+    fallback,
+    plain_tensors,
+)
 from shardwise.errors import (
     CollectiveError,
     LaunchError,
@@ -26,19 +36,25 @@ from shardwise.redistribute import (
     plan_redistribute,
     redistribute_local,
 )
+from shardwise.rules.registry import RuleError
 from shardwise.sim import simulate
+from shardwise.tensor import DTensor
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AxisCost",
     "Box",
+    "CacheInfo",
     "CollectiveError",
     "Communicator",
     "Costs",
     "CostsError",
+    "DTensor",
     "DeviceMesh",
+    "DispatchError",
     "Event",
+    "FallbackWarning",
     "LaunchError",
     "Layout",
     "LayoutError",
@@ -50,16 +66,23 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanStep",
+    "PolicyError",
     "RankError",
     "Replicate",
+    "RuleError",
     "Shard",
     "ShardwiseError",
     "Workers",
+    "cache_clear",
+    "cache_info",
     "calibrate",
     "communicator",
+    "explicit",
+    "fallback",
     "init_device_mesh",
     "launch",
     "listen",
+    "plain_tensors",
     "plan_redistribute",
     "redistribute_local",
     "simulate",

@@ -21,8 +21,8 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Placement, Replicate, as_placement
-from shardwise.redistribute.plan import dual
 from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.plan import dual
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -409,9 +409,7 @@ def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
 
 
-def _placements(
-    mesh: DeviceMesh, placements: Sequence[Placement] | None
-) -> Sequence[Placement]:
+def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Sequence[Placement]:
     if placements is None:
         return [Replicate()] * mesh.ndim
     if isinstance(placements, Sequence) and not isinstance(placements, str):
@@ -462,9 +460,7 @@ def _global_stride(tensor: DTensor) -> tuple[int, ...]:
 _MOST_DIMS = 32
 
 
-def _found_layout(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> Layout:
+def _found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """The layout of pieces whose global shape nobody gave."""
     placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
     probe = Layout.from_placements(mesh, local.shape, placements)

@@ -118,8 +118,10 @@ def check_rule(
                 fn, sample, mesh_shape, report, gradients, most, seed, allow_fallback, rtol, atol
             )
         report.missing += missing_splits(fn, sample)
-    if report.wrong or (report.fallbacks and not allow_fallback) or (
-        report.missing and not allow_missing
+    if (
+        report.wrong
+        or (report.fallbacks and not allow_fallback)
+        or (report.missing and not allow_missing)
     ):
         raise RuleError(f"check_rule({getattr(fn, '__name__', fn)}): {report}")
     return report
@@ -352,8 +354,7 @@ def _is_legal(
         except Exception:
             return False
     return len(pieces[0]) == len(pieces[1]) == len(expected) and all(
-        _joins(first, second, whole)
-        for first, second, whole in zip(*pieces, expected, strict=True)
+        _joins(first, second, whole) for first, second, whole in zip(*pieces, expected, strict=True)
     )
 
 

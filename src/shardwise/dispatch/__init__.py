@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember, state
 from shardwise.errors import ShardwiseError

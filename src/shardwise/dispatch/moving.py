@@ -15,7 +15,7 @@ from shardwise.layout import Layout
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.moves import Pair, apply_pair, make_pair
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.tensor import DTensor, as_local
+from shardwise.tensor import DTensor
 
 _version = torch._C.TensorBase._version.__get__
 _requires_grad = torch._C.TensorBase.requires_grad.__get__

@@ -14,14 +14,13 @@ import torch
 from shardwise.dispatch.entry import Entry, Path, get
 from shardwise.dispatch.moving import Transfer, transfer
 from shardwise.dispatch.state import PolicyError, state
-from shardwise.errors import LayoutError, MeshError, ShardwiseError
+from shardwise.errors import MeshError, ShardwiseError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.plan import plan_redistribute
 from shardwise.rules.choose import Choice, choose
 from shardwise.rules.registry import Known, RuleError, name_of
-from shardwise.rules.spec import Dims, Out, Spec
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.rules.spec import Spec
+from shardwise.tensor import DTensor, as_local
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -82,7 +81,9 @@ def _by_rule(
         for at, how in zip(order, _transfers(layouts, choice), strict=True)
         if how is not None
     ]
-    first = moves and moves[0][0] == paths[order[0]] and moves[0][1].source is not moves[0][1].target
+    first = (
+        moves and moves[0][0] == paths[order[0]] and moves[0][1].source is not moves[0][1].target
+    )
     return Entry(
         name,
         run,
@@ -237,7 +238,9 @@ def _report_fallback(name: str, sharded: list[torch.Tensor]) -> None:
         )
 
 
-_ROOTS = tuple(path.rpartition("/")[0] + "/" for path in (torch.__file__, __file__.rpartition("/")[0]))
+_ROOTS = tuple(
+    path.rpartition("/")[0] + "/" for path in (torch.__file__, __file__.rpartition("/")[0])
+)
 
 
 def user_line() -> tuple[str, int]:

@@ -140,9 +140,7 @@ def _made(
                     beside.append(axis)
         targets.append(laid(layout, order, tuple(pending)))
         used.append(tuple(beside))
-    outputs = tuple(
-        _output(spec, mesh, out.dims, out.shape, splits, ways) for out in spec.outputs
-    )
+    outputs = tuple(_output(spec, mesh, out.dims, out.shape, splits, ways) for out in spec.outputs)
     seconds = sum(map(estimate, layouts, targets))
     return Choice(Here(mesh, splits, tuple(targets), outputs), tuple(used), seconds)
 
@@ -160,9 +158,7 @@ def _ordered(
     spec: Spec, layouts: Sequence[Layout], factor: str, axes: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The axes that split a factor, in the order the largest input has them."""
-    by_size = sorted(
-        zip(spec.inputs, layouts, strict=True), key=lambda each: -each[1].numel
-    )
+    by_size = sorted(zip(spec.inputs, layouts, strict=True), key=lambda each: -each[1].numel)
     order: list[int] = []
     for (_, dims), layout in by_size:
         for name, given in zip(dims, layout.shard_order, strict=True):
@@ -200,9 +196,7 @@ def estimate(source: Layout, target: Layout) -> float:
     for axes in source.shard_order:
         held /= math.prod(sizes[axis] for axis in axes) or 1
     seconds = 0.0
-    for axis, (before, after) in enumerate(
-        zip(source.placements, target.placements, strict=True)
-    ):
+    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
         if before == after or before.is_replicate() or sizes[axis] == 1:
             continue
         others = sizes[axis] - 1

@@ -22,8 +22,11 @@ def contraction(pattern: str, tensors: list[torch.Tensor], **extra: Any) -> Spec
     (names,) = outputs
     summed = {name: "sum" for name in sizes if name not in names}
     return Spec(
-        fixed, [Out(names, tuple(sizes[n] for n in names))], reduces=summed,
-        linear=[(0,), (1,)], **extra,
+        fixed,
+        [Out(names, tuple(sizes[n] for n in names))],
+        reduces=summed,
+        linear=[(0,), (1,)],
+        **extra,
     )
 
 

@@ -10,9 +10,7 @@ from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Out, Spec
 
 
-def broadcast(
-    tensors: list[torch.Tensor], linear: Any = (), **extra: Any
-) -> Spec:
+def broadcast(tensors: list[torch.Tensor], linear: Any = (), **extra: Any) -> Spec:
     """The spec of an operator on tensors that broadcast against each other."""
     shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
     inputs: list[tuple[torch.Tensor, Dims]] = []

@@ -114,7 +114,5 @@ def parsed(pattern: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Dims], l
                 result.append(None if name == "_" else name)
         return tuple(result)
 
-    found = [
-        expanded(names, tensor.dim()) for names, tensor in zip(inputs, tensors, strict=False)
-    ]
+    found = [expanded(names, tensor.dim()) for names, tensor in zip(inputs, tensors, strict=False)]
     return found, [expanded(part.split(), None) for part in right.split(",")]
