@@ -12,6 +12,7 @@ from shardwise.dispatch.state import (
     fallback,
     plain_tensors,
 )
+from shardwise.distribute import distribute_module, distribute_tensor, local_map
 from shardwise.errors import (
     CollectiveError,
     LaunchError,
@@ -36,6 +37,7 @@ from shardwise.redistribute import (
     plan_redistribute,
     redistribute_local,
 )
+from shardwise.rules.custom import register_rule
 from shardwise.rules.registry import RuleError
 from shardwise.sim import simulate
 from shardwise.tensor import DTensor
@@ -77,13 +79,17 @@ __all__ = [
     "cache_info",
     "calibrate",
     "communicator",
+    "distribute_module",
+    "distribute_tensor",
     "explicit",
     "fallback",
     "init_device_mesh",
     "launch",
     "listen",
+    "local_map",
     "plain_tensors",
     "plan_redistribute",
     "redistribute_local",
+    "register_rule",
     "simulate",
 ]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 import shardwise.rules  # noqa: F401 (fills the table)
+from shardwise.dispatch import functions, gradients, values  # noqa: F401 (register themselves)
+from shardwise.dispatch.entry import check_writable
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember, state
 from shardwise.errors import ShardwiseError
@@ -52,18 +54,22 @@ def dispatch(
     if entry is None:
         entry = _planned(func, known, args, kwargs or {}, key)
     try:
-        if entry.moves or entry.single is None or entry.plain or entry.inplace:
+        if not entry.direct:
             return entry(args, kwargs or {})
+        if entry.inplace:
+            check_writable(entry.name, args[0])
         with as_local():
             result = entry.run(*args, **kwargs) if kwargs else entry.run(*args)
         if type(result) is _Tensor and entry.fresh:
             result.__class__ = DTensor
             result._layout = entry.single  # type: ignore[attr-defined]
             return result
+        if result is args[0]:  # in place, or with nothing to do
+            return result
         with as_local():
             return entry.retyped(result, (args, kwargs or {}))
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        raise _clearer(error, func, args, kwargs or {})
+        raise _clearer(error, func, args, kwargs or {}) from None
 
 
 class _Plain:
@@ -103,7 +109,7 @@ def _planned(func: Any, known: Any, args: Any, kwargs: Any, key: Any) -> Any:
     except ShardwiseError:
         raise
     except Exception as error:
-        raise _clearer(error, func, args, kwargs)
+        raise _clearer(error, func, args, kwargs) from None
     if key:
         remember(key, entry)
     return entry

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch.moving import Transfer, moved
+from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, wrap
 
@@ -15,10 +16,27 @@ Path = tuple[int | str, ...]
 """Where a tensor stands among the arguments: position or keyword, then positions within."""
 
 
+class DispatchError(ShardwiseError, RuntimeError):
+    """A call that has no meaning on distributed tensors, or would change a layout in place."""
+
+
+def check_writable(name: str, target: Any) -> None:
+    """Refuse to write to a copy that the user must take for a view."""
+    severed = target.__dict__.get("_severed")
+    if severed is not None:
+        raise DispatchError(
+            f"{name}: this tensor is the result of {severed}, of which torch would return a view, "
+            "but the dim was split and so it is a copy: writing to it would not reach the "
+            f"original. Assign by index instead (x[...] = value), or {severed} a tensor that is "
+            "whole in that dim: x.redistribute(placements=[Replicate(), ...])"
+        )
+
+
 class Entry:
     """A planned call. Cheap to run again with other tensors of the same layouts."""
 
     __slots__ = (
+        "direct",
         "fresh",
         "inplace",
         "layouts",
@@ -57,6 +75,8 @@ class Entry:
         self.severed = severed
         """Whether torch would return a view, and this call returns a copy."""
         self.single = layouts[0] if len(layouts) == 1 else None
+        self.direct = not moves and not plain and self.single is not None
+        """Whether to run it is all there is to do: no input moves, the result is one tensor."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
@@ -68,9 +88,12 @@ class Entry:
             if self.plain:
                 for path in self.tensors:
                     _replace(given, keywords, path, _as_plain)
-            result = self.run(*given, **keywords)
             if self.inplace:
-                return args[0] if args else kwargs["input"]
+                target = args[0] if args else kwargs["input"]
+                check_writable(self.name, target)
+                self.run(*given, **keywords)
+                return target
+            result = self.run(*given, **keywords)
             operands = () if self.fresh and not self.moves else (given, keywords)
             return self.retyped(result, operands)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import Entry, Path, get
+from shardwise.dispatch.entry import DispatchError, Entry, Path, check_writable, get
 from shardwise.dispatch.moving import Transfer, transfer
 from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import MeshError, ShardwiseError
@@ -30,13 +30,11 @@ class FallbackWarning(UserWarning):
     """An operator has no rule for a call, so its inputs are made whole."""
 
 
-class DispatchError(ShardwiseError, RuntimeError):
-    """A call that has no meaning on distributed tensors, or would change a layout in place."""
-
-
 def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     """How to run a call."""
     name = name_of(func)
+    if kwargs.get("out") is not None:
+        return _into_out(func, name, kwargs["out"])
     paths = list(_tensor_paths(args, kwargs))
     tensors = [get(args, kwargs, path) for path in paths]
     mesh = common_mesh(name, tensors)
@@ -109,25 +107,71 @@ def _computed_aside(
     """An in-place call whose result cannot be made where it must lie: make it, then copy it."""
     assert keeps is not None, "the target is a DTensor"
 
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> Any:
         target = args[0]
-        with torch._C._EnableTorchFunction():
-            result = outplace(*args, **kwargs)
-            if result.shape != keeps.size:
-                raise RuntimeError(
-                    f"output with shape {list(keeps.shape)} doesn't match the broadcast shape "
-                    f"{list(result.shape)}"
-                )
-            if not torch.can_cast(result.dtype, target.dtype):
-                raise RuntimeError(
-                    f"result type {result.dtype} can't be cast to the desired output type "
-                    f"{target.dtype}"
-                )
-            target.copy_(result)
+        check_writable(name, target)
+        result = outplace(*args, **kwargs)
+        if result.shape != keeps.size:
+            raise RuntimeError(
+                f"output with shape {list(keeps.shape)} doesn't match the broadcast shape "
+                f"{list(result.shape)}"
+            )
+        if not torch.can_cast(result.dtype, target.dtype):
+            raise RuntimeError(
+                f"result type {result.dtype} can't be cast to the desired output type "
+                f"{target.dtype}"
+            )
+        target.copy_(result)
+        return target
 
-    return Entry(
-        name, run, paths, [], (keeps,), plain=False, inplace=True, fresh=True, severed=False
-    )
+    return AsIs(name, run)
+
+
+def _into_out(func: Any, name: str, out: Any) -> Entry:
+    """A call with `out=`: make the result, then copy it to where it should lie."""
+    single = isinstance(out, torch.Tensor)
+
+    def run(*args: Any, out: Any, **kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for made, target in zip(
+            [result] if single else result, [out] if single else out, strict=True
+        ):
+            _copy_into(name, made, target)
+        return out
+
+    return AsIs(name, run)
+
+
+def _copy_into(name: str, made: Any, target: torch.Tensor) -> None:
+    if not isinstance(target, DTensor):
+        raise DispatchError(
+            f"{name}(out=): expected a DTensor, as the inputs are; got a plain tensor. "
+            "Give out= a DTensor, or use to_local() or full_tensor() of the result"
+        )
+    if target.shape != made.shape:
+        raise DispatchError(
+            f"{name}(out=): expected a DTensor of shape {tuple(made.shape)}, "
+            f"got {tuple(target.shape)}; a DTensor is not resized in place"
+        )
+    if not torch.can_cast(made.dtype, target.dtype):
+        raise RuntimeError(
+            f"result type {made.dtype} can't be cast to the desired output type {target.dtype}"
+        )
+    target.copy_(made)
+
+
+class AsIs(Entry):
+    """A call whose result is not re-typed: it is made of other calls."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        super().__init__(
+            name, run, [], [], (), plain=False, inplace=False, fresh=True, severed=False
+        )
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        return self.run(*args, **kwargs)
 
 
 # ---- no rule
@@ -146,14 +190,7 @@ def _whole(
     """Run an operator without a rule: on whole inputs, or by the operators it is made of."""
     copy = decomposed(func)
     if copy is not None:
-
-        def by_parts(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._EnableTorchFunction():
-                return copy(*args, **kwargs)
-
-        return Entry(
-            name, by_parts, paths, [], (), plain=False, inplace=False, fresh=True, severed=False
-        )
+        return AsIs(name, copy)
     if known is not None and known.outplace is not None:
         return _computed_aside(name, known.outplace, paths, layout_of(args[0], mesh))
     outplace = _outplace(func)

@@ -56,6 +56,11 @@ def lookup(function: Any) -> Known | None:
     return _table.get(function)
 
 
+def enter(function: Any, known: Known) -> None:
+    """Put a function into the table."""
+    _table[function] = known
+
+
 def functions(name: str) -> Iterator[Any]:
     """Every callable that torch offers under a name: function, method, aten overloads."""
     seen = set()

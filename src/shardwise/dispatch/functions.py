@@ -1,0 +1,91 @@
+"""Custom autograd functions: they bypass `__torch_function__`, so they are met at `apply`.
+
+The forward of a custom function would see DTensors, and its backward plain local gradients: that
+mixture has no meaning. So a function that is handed DTensors runs on the whole tensors if they are
+whole, and is refused otherwise. Two of torch's own are known: they hand tensors through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+from shardwise.dispatch.planning import DispatchError, common_mesh
+from shardwise.layout import Layout
+from shardwise.redistribute.plan import dual
+from shardwise.tensor import DTensor, as_local, unwrap, wrap
+
+_apply: Any = torch.autograd.Function.__dict__["apply"].__func__
+
+
+def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.Function.apply`, with an eye on DTensors."""
+    for arg in args:
+        if type(arg) is DTensor:
+            if torch._C._is_torch_function_enabled():
+                return _apply_to_dtensors(cls, args, kwargs)
+            break
+    return _apply(cls, *args, **kwargs)
+
+
+torch.autograd.Function.apply = classmethod(guarded_apply)  # type: ignore[assignment,method-assign]
+
+
+def _apply_to_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if cls is CheckpointFunction:
+        return _retyped(_apply(cls, *args, **kwargs))
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if cls is BackwardHookFunction:
+        layouts = [arg._layout if isinstance(arg, DTensor) else None for arg in tensors]
+        return _retyped(_apply(cls, *args, **kwargs), layouts)
+    mesh = common_mesh(cls.__name__, tensors)
+    split = [arg for arg in tensors if isinstance(arg, DTensor) and not arg._layout.is_replicated]
+    if split:
+        raise DispatchError(
+            f"{cls.__name__}.apply: got a DTensor {split[0]._layout!r}. A custom autograd function "
+            "runs on local tensors, forward and backward: say how with "
+            f"sw.local_map({cls.__name__}.apply, out_placements=..., in_placements=...)"
+        )
+    given = [unwrap(arg) if isinstance(arg, DTensor) else arg for arg in args]
+    with as_local():
+        result = _apply(cls, *given, **kwargs)
+    return _wrapped_whole(result, mesh)
+
+
+def _wrapped_whole(result: Any, mesh: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return wrap(result.view_as(result), Layout(mesh, tuple(result.shape)))
+    if isinstance(result, tuple | list):
+        return type(result)(_wrapped_whole(each, mesh) for each in result)
+    return result
+
+
+def _retyped(result: Any, layouts: list[Layout | None] | None = None) -> Any:
+    """Results that are local tensors of known layouts; their gradients arrive as DTensors too."""
+    many = isinstance(result, tuple | list)
+    outputs = list(result) if many else [result]
+    for at, each in enumerate(outputs):
+        if not isinstance(each, torch.Tensor):
+            continue
+        layout = each._layout if isinstance(each, DTensor) else layouts[at] if layouts else None
+        if layout is None:
+            continue
+        made = each if isinstance(each, DTensor) else wrap(each, layout)
+        outputs[at] = made
+        if made.requires_grad:
+            with as_local():
+                torch.Tensor.register_hook(made, _as_dtensor(dual(layout)))
+    if not many:
+        return outputs[0]
+    return type(result)(outputs)
+
+
+def _as_dtensor(layout: Layout) -> Any:
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        with as_local():
+            return wrap(gradient.view_as(gradient), layout)
+
+    return hook

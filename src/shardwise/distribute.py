@@ -1,0 +1,295 @@
+"""Making DTensors of plain tensors and modules, and running local functions on them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwise.checks import as_int
+from shardwise.comm import communicator
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.placement import Partial, Placement, Replicate
+from shardwise.redistribute.moves import redistribute_local
+from shardwise.tensor import DTensor, as_local, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+Placements = Sequence[Placement]
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | TorchMesh,
+    placements: Placements | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    shard_order: Any = None,
+) -> DTensor:
+    """A DTensor of a tensor that one rank, or every rank, has whole.
+
+    Arguments:
+        tensor: a leaf. On ranks other than the source only its shape and dtype count.
+        device_mesh: where it should lie.
+        placements: how; whole by default.
+        src_data_rank: the position, along every axis, of the rank whose data it becomes; None
+            lets each rank take its piece of what it has, without communication.
+        shard_order: for each dim that several axes split, those axes outer to inner.
+    """
+    mesh = as_mesh(device_mesh)
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    layout = Layout.from_placements(mesh, tensor.shape, placements, shard_order)
+    if isinstance(tensor, DTensor):
+        if tensor._layout is layout:
+            return tensor
+        raise LayoutError(
+            f"tensor: it is a DTensor {tensor._layout!r} already; "
+            "move it with tensor.redistribute(mesh, placements)"
+        )
+    if not tensor.is_leaf:
+        raise LayoutError(
+            "tensor: expected a leaf, got a tensor with a history; detach() it, or use "
+            "DTensor.from_local(tensor, mesh).redistribute(...), which is differentiable"
+        )
+    with torch.no_grad():
+        whole = tensor.detach()
+        if mesh.is_abstract or whole.is_meta:
+            local = whole.new_empty(layout.local_shape((0,) * mesh.ndim))
+            if not mesh.is_abstract:
+                local = whole.new_empty(layout.local_shape())
+        elif src_data_rank is None:
+            local = _own_piece(whole, layout)
+        else:
+            local = _sent_piece(whole, layout, _as_source(src_data_rank, mesh))
+        result = wrap(local, layout)
+    result.requires_grad = tensor.requires_grad
+    return result
+
+
+def _own_piece(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    local: torch.Tensor = redistribute_local(whole, Layout(layout.mesh, layout.shape), layout)
+    shares = local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return local.clone() if shares else local
+
+
+def _as_source(src_data_rank: int, mesh: DeviceMesh) -> int:
+    source = as_int(src_data_rank)
+    if source is None or not 0 <= source < min(mesh.shape):
+        raise LayoutError(
+            f"src_data_rank: expected a position on every axis of {mesh!r}, or None; "
+            f"got {src_data_rank!r}"
+        )
+    return source
+
+
+def _sent_piece(whole: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
+    """Scatter over the axes that split it, from the source; then broadcast over the others.
+
+    A pending sum is the source's data there, and zero elsewhere: a broadcast and no gather.
+    """
+    mesh = layout.mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return whole.new_empty(0)
+    split = tuple(axis for axis, each in enumerate(layout.placements) if each.is_shard())
+    others = tuple(axis for axis in range(mesh.ndim) if axis not in split)
+    bare = layout.relaid(partial={})
+    piece = whole.new_empty(bare.local_shape())
+    if split and all(place[axis] == source for axis in others):
+        group = communicator(mesh, split)
+        root = group.ranks.index(
+            mesh.rank_at([source if axis in split else place[axis] for axis in range(mesh.ndim)])
+        )
+        pieces = None
+        if group.ranks[root] == mesh.get_rank():
+            boxes = [bare.box(mesh.coordinate_of(rank)) for rank in group.ranks]
+            pieces = [whole[box.slices].contiguous() for box in boxes]
+        piece = group.scatter(piece, pieces, root)
+    elif not split:
+        piece = whole.contiguous()
+    if others:
+        group = communicator(mesh, others)
+        first = [source if axis in others else place[axis] for axis in range(mesh.ndim)]
+        piece = group.broadcast(piece, group.ranks.index(mesh.rank_at(first)))
+    elif not split:
+        piece = piece.clone()
+    return redistribute_local(piece, bare, layout)  # type: ignore[no-any-return]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | TorchMesh,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Make the parameters and buffers of a module DTensors, in place.
+
+    Arguments:
+        partition_fn: called with each submodule's name, the submodule and the mesh; it makes its
+            parameters DTensors. What it leaves alone is replicated.
+        input_fn: called with the module, the tuple of its inputs and the mesh before each forward.
+        output_fn: called with the module, its outputs and the mesh after each forward.
+    """
+    mesh = as_mesh(device_mesh)
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+        _replicate(submodule, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda it, inputs: input_fn(it, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda it, inputs, outputs: output_fn(it, outputs, mesh))
+    return module
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and not isinstance(parameter, DTensor):
+            made = distribute_tensor(parameter.detach(), mesh)
+            module.register_parameter(name, nn.Parameter(made, parameter.requires_grad))
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh)
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: Any = None,
+    in_grad_placements: Any = None,
+    device_mesh: DeviceMesh | TorchMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Any:
+    """A function of DTensors, made of one of local tensors.
+
+    Arguments:
+        func: gets the local pieces and returns local pieces. Without it, a decorator is returned.
+        out_placements: how the results lie; a tuple of placements if there are several, with None
+            for those that are no tensors.
+        in_placements: how the inputs must lie, for each of the flattened positional arguments;
+            None for those that are no tensors. By default they may lie as they do.
+        in_grad_placements: how the gradients lie that `func` gives for its inputs. By default as
+            the inputs do, but pending a sum where an input is whole on an axis on which another
+            input is not, as each rank's gradient is a contribution there.
+        device_mesh: where the results lie; by default the first DTensor's mesh.
+        redistribute_inputs: whether inputs that lie otherwise are moved, rather than refused.
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+
+    @functools.wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        flat, structure = pytree.tree_flatten(args)
+        found = [arg for arg in flat if isinstance(arg, DTensor)]
+        if not found:
+            return func(*args, **kwargs)
+        mesh = found[0]._layout.mesh if device_mesh is None else as_mesh(device_mesh)
+        flat = _placed(flat, in_placements, redistribute_inputs)
+        local = _local_inputs(flat, in_grad_placements)
+        result = func(*pytree.tree_unflatten(local, structure), **kwargs)
+        return _global_outputs(result, out_placements, mesh)
+
+    return mapped
+
+
+def _per_argument(given: Any, count: int, argument: str) -> list[Any]:
+    if not isinstance(given, list | tuple) or len(given) != count:
+        raise LayoutError(
+            f"{argument}: expected {count} entries, one per flattened argument (None for one that "
+            f"is no tensor); got {given!r}"
+        )
+    return list(given)
+
+
+def _placed(flat: list[Any], in_placements: Any, redistribute_inputs: bool) -> list[Any]:
+    if in_placements is None:
+        return flat
+    result = []
+    for at, (arg, wanted) in enumerate(
+        zip(flat, _per_argument(in_placements, len(flat), "in_placements"), strict=True)
+    ):
+        if isinstance(arg, DTensor):
+            if wanted is None:
+                raise LayoutError(f"in_placements[{at}]: expected placements, as it is a DTensor")
+            layout = Layout.from_placements(arg._layout.mesh, arg.shape, wanted)
+            if arg._layout is not layout:
+                if not redistribute_inputs:
+                    raise LayoutError(
+                        f"in_placements[{at}]: expected an input that lies {layout!r}, got "
+                        f"{arg._layout!r}; pass redistribute_inputs=True, or move it before"
+                    )
+                arg = arg.redistribute(placements=wanted)
+        elif wanted is not None and not isinstance(arg, torch.Tensor):
+            raise LayoutError(f"in_placements[{at}]: expected None, as the argument is {arg!r}")
+        result.append(arg)
+    return result
+
+
+def _local_inputs(flat: list[Any], in_grad_placements: Any) -> list[Any]:
+    if in_grad_placements is not None:
+        given = _per_argument(in_grad_placements, len(flat), "in_grad_placements")
+        return [
+            arg.to_local(grad_placements=how) if isinstance(arg, DTensor) else arg
+            for arg, how in zip(flat, given, strict=True)
+        ]
+    layouts = [arg._layout for arg in flat if isinstance(arg, DTensor)]
+    busy = {
+        axis
+        for layout in layouts
+        for axis, placement in enumerate(layout.placements)
+        if not placement.is_replicate()
+    }
+    result = []
+    for arg in flat:
+        if isinstance(arg, DTensor):
+            grads: list[Placement] = [
+                each if each.is_shard() else Replicate() for each in arg.placements
+            ]
+            for axis in busy:
+                if arg.placements[axis].is_replicate():
+                    grads[axis] = Partial()
+            arg = arg.to_local(grad_placements=grads)
+        result.append(arg)
+    return result
+
+
+def _global_outputs(result: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
+    flat, structure = pytree.tree_flatten(result)
+    several = isinstance(out_placements, tuple)
+    wanted = list(out_placements) if several else [out_placements]
+    if several and len(flat) == 1 and wanted and isinstance(wanted[0], Placement):
+        wanted = [out_placements]  # one result, whose placements came as a tuple
+    if len(wanted) != len(flat):
+        raise LayoutError(
+            f"out_placements: expected {len(flat)}, a tuple with one entry per result; "
+            f"got {out_placements!r}"
+        )
+    made = []
+    for at, (value, placements) in enumerate(zip(flat, wanted, strict=True)):
+        if not isinstance(value, torch.Tensor):
+            if placements is not None:
+                raise LayoutError(f"out_placements[{at}]: expected None, as the result is {value}")
+        elif isinstance(value, DTensor):
+            raise LayoutError(f"func: expected a local tensor as result {at}, got a DTensor")
+        else:
+            value = DTensor.from_local(value, mesh, placements)
+        made.append(value)
+    return pytree.tree_unflatten(made, structure)

@@ -1,0 +1,134 @@
+"""register_rule: a rule for a user's own operator, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rules.registry import Known, RuleError, enter
+from shardwise.rules.spec import Dims, Out, Spec, parsed
+
+
+def register_rule(
+    op: Any,
+    pattern: str,
+    *,
+    reduces: str | Mapping[str, str] = "sum",
+    linear: Sequence[Sequence[int]] = (),
+    additive: Sequence[int] = (),
+) -> None:
+    """Say how an operator relates the dims of its tensors, so that it runs on shards.
+
+    `shardwise.testing.check_rule` tells whether what is said is true.
+
+    Arguments:
+        op: an operator: `torch.ops.mine.op`, what `torch.library.custom_op` returned, or a torch
+            function.
+        pattern: the factors of its tensor arguments and results, as an einsum: "m k, k n -> m n".
+            `...` stands for any leading dims, `_` for a dim that must be whole. A factor in a
+            result is free to be split; one in arguments alone is reduced; the size of a `_` in a
+            result is asked of the operator on tensors without data (`register_fake`).
+        reduces: how the results of ranks that split a reduced factor are put together: "sum",
+            "max", "min" or "product", or one of these for each reduced factor; a factor that is
+            not named must be whole.
+        linear: the sets of (positions of) tensors in which the operator is linear, so that pending
+            sums flow through it: [(0,), (1,)] for a product, [(0, 1)] for a sum.
+        additive: the tensors that are added to the result, as a bias is.
+
+    Example:
+        >>> sw.register_rule(torch.ops.mine.matmul, "m k, k n -> m n", linear=[(0,), (1,)])
+    """
+    functions = _functions(op)
+    name = str(functions[0])
+    left, arrow, right = pattern.partition("->")
+    if not arrow or not right.strip() and "->" not in pattern:
+        raise RuleError(f"pattern: expected such as 'm k, k n -> m n', got {pattern!r}")
+    count = len(left.split(","))
+    for position in (*additive, *(each for group in linear for each in group)):
+        if not 0 <= position < count:
+            raise RuleError(f"linear/additive: expected positions below {count}, got {position}")
+
+    def rule(*args: Any, **kwargs: Any) -> Spec:
+        tensors = list(_tensors((*args, *kwargs.values())))
+        if len(tensors) != count:
+            raise RuleError(f"{name}: {pattern!r} is of {count} tensors, got {len(tensors)}")
+        inputs, outputs = parsed(pattern, tensors)
+        sizes = _sizes(name, pattern, tensors, inputs)
+        summed = [each for each in sizes if not any(each in dims for dims in outputs)]
+        ways = dict.fromkeys(summed, reduces) if isinstance(reduces, str) else dict(reduces)
+        shapes = _shapes(functions[0], args, kwargs, outputs, sizes)
+        return Spec(
+            list(zip(tensors, inputs, strict=True)),
+            [Out(dims, shape) for dims, shape in zip(outputs, shapes, strict=True)],
+            reduces=ways,
+            linear=linear,
+            additive=additive,
+        )
+
+    for function in functions:
+        enter(function, Known(name, rule))
+
+
+def _functions(op: Any) -> list[Any]:
+    op = getattr(op, "_opoverload", op)  # of what torch.library.custom_op returns
+    if isinstance(op, torch._ops.OpOverload):
+        return [op, op.overloadpacket]
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return [op, *(getattr(op, each) for each in op.overloads())]
+    if callable(op) and getattr(op, "__module__", None) in (None, "torch", "torch._C._nn"):
+        return [op]
+    if callable(op) and str(getattr(op, "__module__", "")).startswith("torch."):
+        return [op]
+    raise RuleError(
+        f"op: expected an operator such as torch.ops.mine.op, got {op!r}; make a Python function "
+        "an operator with torch.library.custom_op, or run it on shards with sw.local_map"
+    )
+
+
+def _tensors(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _sizes(
+    name: str, pattern: str, tensors: list[torch.Tensor], inputs: list[Dims]
+) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for at, (tensor, dims) in enumerate(zip(tensors, inputs, strict=True)):
+        if len(dims) != tensor.dim():
+            raise RuleError(
+                f"{name}: {pattern!r} gives tensor {at} {len(dims)} dims, "
+                f"but its shape is {tuple(tensor.shape)}"
+            )
+        for factor, size in zip(dims, tensor.shape, strict=True):
+            if factor is not None and sizes.setdefault(factor, size) != size:
+                raise RuleError(
+                    f"{name}: in {pattern!r}, {factor} is both {sizes[factor]} and {size}"
+                )
+    return sizes
+
+
+def _shapes(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: list[Dims],
+    sizes: dict[str, int],
+) -> list[tuple[int, ...]]:
+    if all(each in sizes for dims in outputs for each in dims):
+        return [tuple(sizes[each] for each in dims if each is not None) for dims in outputs]
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple):
+            return type(value)(meta(each) for each in value)
+        return value
+
+    result = function(*map(meta, args), **{name: meta(arg) for name, arg in kwargs.items()})
+    return [tuple(each.shape) for each in _tensors((result,))]
