@@ -12,11 +12,11 @@ import torch
 
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.dispatch import functions, gradients, values  # noqa: F401 (register themselves)
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.entry import Entry, check_writable
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember, state
 from shardwise.errors import ShardwiseError
-from shardwise.rules.registry import _table
+from shardwise.rules.registry import Known, lookup
 from shardwise.tensor import DTensor, as_local
 
 _Tensor = torch.Tensor
@@ -26,33 +26,29 @@ def dispatch(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """What `__torch_function__` does: run `func` on DTensors."""
-    known = _table.get(func)
-    ignores_numbers = False
-    if known is not None:
-        if known.handler is not None:
-            return known.handler(func, args, kwargs or {})
-        ignores_numbers = known.ignores_numbers
-    parts: list[Any] = [func]
-    for arg in args:
-        kind = type(arg)
-        if kind is DTensor:
-            parts.append(arg._layout)
-        elif kind is float or kind is int:
-            parts.append(kind if ignores_numbers else arg)
-        else:
-            parts.append(_part(arg, ignores_numbers))
-    if kwargs:
-        for name, arg in kwargs.items():
-            parts.append(name)
-            parts.append(_part(arg, ignores_numbers))
-    key = tuple(parts)
-    next(state.calls)
-    try:
-        entry = state.entries.get(key)
-    except TypeError:  # an argument that cannot be a key
-        entry, key = None, ()
+    # Most calls are of one or two tensors, or of a tensor and a number: their keys are made here.
+    key: Any = None
+    if not kwargs:
+        if len(args) == 2:
+            first, second = args
+            if type(first) is DTensor:
+                kind = type(second)
+                if kind is DTensor:
+                    key = (func, first._layout, second._layout)
+                elif kind is float or kind is int:
+                    key = (func, first._layout, kind)  # of functions that ignore numbers only
+        elif len(args) == 1:
+            (first,) = args
+            if type(first) is DTensor:
+                key = (func, first._layout)
+    entry = state.entries.get(key)
     if entry is None:
-        entry = _planned(func, known, args, kwargs or {}, key)
+        known = lookup(func)
+        if known is not None and known.handler is not None:
+            return known.handler(func, args, kwargs or {})
+        entry = _found(func, known, args, kwargs or {})
+    else:
+        entry.hits += 1
     try:
         if not entry.direct:
             return entry(args, kwargs or {})
@@ -70,6 +66,34 @@ def dispatch(
             return entry.retyped(result, (args, kwargs or {}))
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise _clearer(error, func, args, kwargs or {}) from None
+
+
+def _found(
+    func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Entry:
+    """The entry of a call, by its full key; planned if it is new."""
+    ignores_numbers = known is not None and known.ignores_numbers
+    parts: list[Any] = [func]
+    for arg in args:
+        kind = type(arg)
+        if kind is DTensor:
+            parts.append(arg._layout)
+        elif kind is float or kind is int:
+            parts.append(kind if ignores_numbers else arg)
+        else:
+            parts.append(_part(arg, ignores_numbers))
+    for name, arg in kwargs.items():
+        parts.append(name)
+        parts.append(_part(arg, ignores_numbers))
+    key = tuple(parts)
+    try:
+        entry = state.entries.get(key)
+    except TypeError:  # an argument that cannot be a key
+        entry, key = None, ()
+    if entry is None:
+        return _planned(func, known, args, kwargs, key)
+    entry.hits += 1
+    return entry
 
 
 class _Plain:
@@ -102,7 +126,7 @@ def _part(arg: Any, ignores_numbers: bool) -> Any:
     return arg
 
 
-def _planned(func: Any, known: Any, args: Any, kwargs: Any, key: Any) -> Any:
+def _planned(func: Any, known: Known | None, args: Any, kwargs: Any, key: Any) -> Entry:
     state.misses += 1
     try:
         entry = plan(func, known, args, kwargs)

@@ -38,6 +38,7 @@ class Entry:
     __slots__ = (
         "direct",
         "fresh",
+        "hits",
         "inplace",
         "layouts",
         "moves",
@@ -64,6 +65,8 @@ class Entry:
     ) -> None:
         self.name = name
         self.run = run
+        self.hits = 0
+        """How often it was found; the call that planned it does not count."""
         self.tensors = tensors
         self.moves = moves
         self.layouts = layouts

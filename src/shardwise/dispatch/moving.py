@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,12 +29,24 @@ class Transfer:
     used_on: tuple[int, ...]
     """Axes on which its gradient is a contribution."""
     pair: Pair
+    cut: tuple[slice, ...] | None
+    """What to keep of the local tensor, if that is all there is to do on this rank."""
 
 
-@lru_cache(maxsize=16384)
 def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transfer:
-    """The transfer between two layouts."""
-    return Transfer(source, target, used_on, make_pair(source, target, used_on))
+    """The transfer between two layouts, on this rank."""
+    return Transfer(source, target, used_on, make_pair(source, target, used_on), _cut(source, target))
+
+
+def _cut(source: Layout, target: Layout) -> tuple[slice, ...] | None:
+    within = all(
+        before == after[: len(before)]
+        for before, after in zip(source.shard_order, target.shard_order, strict=True)
+    )
+    if not within or source.partial or target.partial or source.mesh.get_coordinate() is None:
+        return None
+    before, after = source.box(), target.box()
+    return None if after.is_empty else after.within(before).slices
 
 
 def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
@@ -56,6 +67,8 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
         _refuse_communication(how, tensor.dtype, operator)
     if needs_grad:
         result = apply_pair(tensor, how.pair)
+    elif how.cut is not None:
+        return tensor[how.cut]
     else:
         result = _run(tensor, how)
     if is_shared:

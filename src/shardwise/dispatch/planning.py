@@ -88,7 +88,8 @@ def _by_rule(
         paths,
         moves,
         choice.outputs,
-        plain=lowered is not None or spec.needs_plain or _is_python(func),
+        plain=spec.needs_plain
+        or (_is_python(func) if lowered is None else type(lowered) is not _BUILTIN),
         inplace=inplace,
         fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
         severed=bool(spec.is_view and first),
@@ -388,6 +389,10 @@ def _matched(name: str, spec: Spec, tensors: list[torch.Tensor]) -> list[int]:
     if free:
         raise RuleError(f"{name}: its rule forgets {len(free)} of {len(tensors)} tensors")
     return found
+
+
+_BUILTIN = type(torch.layer_norm)
+"""torch's own functions see the shard that a DTensor is; others may ask it for its shape."""
 
 
 def _is_python(func: Any) -> bool:

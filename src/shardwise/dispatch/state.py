@@ -5,7 +5,6 @@ Simulated ranks are threads, so neither a policy nor a plan of one reaches anoth
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,9 +33,8 @@ class State(threading.local):
 
     def __init__(self) -> None:
         self.entries: dict[Any, Any] = {}
-        self.calls = itertools.count()
-        self.calls_before = 0
         self.misses = 0
+        self.hits_of_forgotten = 0
         self.fallback = "warn"
         self.plain_tensors = "assume"
         self.explicit = False
@@ -48,22 +46,21 @@ state = State()
 
 def cache_info() -> CacheInfo:
     """How this thread's cache of planned calls does: hits, misses, entries, and its limit."""
-    calls = next(state.calls)
-    state.calls = itertools.count(calls)  # looking does not count
-    return CacheInfo(calls - state.misses, state.misses, len(state.entries), MOST_ENTRIES)
+    hits = state.hits_of_forgotten + sum(entry.hits for entry in state.entries.values())
+    return CacheInfo(hits, state.misses, len(state.entries), MOST_ENTRIES)
 
 
 def cache_clear() -> None:
     """Forget this thread's planned calls and their statistics."""
     state.entries.clear()
-    state.calls = itertools.count()
-    state.misses = 0
+    state.misses = state.hits_of_forgotten = 0
 
 
 def remember(key: Any, entry: Any) -> None:
     """Keep a planned call; the oldest goes when there are too many."""
     if len(state.entries) >= MOST_ENTRIES:
-        del state.entries[next(iter(state.entries))]
+        oldest = state.entries.pop(next(iter(state.entries)))
+        state.hits_of_forgotten += oldest.hits
     state.entries[key] = entry
 
 
