@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch.state import PolicyError, state
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.moves import Pair, apply_pair, make_pair
@@ -31,11 +32,15 @@ class Transfer:
     pair: Pair
     cut: tuple[slice, ...] | None
     """What to keep of the local tensor, if that is all there is to do on this rank."""
+    is_linear: bool
+    """Whether it has a gradient."""
 
 
 def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transfer:
     """The transfer between two layouts, on this rank."""
-    return Transfer(source, target, used_on, make_pair(source, target, used_on), _cut(source, target))
+    is_linear = all(op in ("sum", "avg") for _, op in source.partial + target.partial)
+    pair = make_pair(source, target, used_on)
+    return Transfer(source, target, used_on, pair, _cut(source, target), is_linear)
 
 
 def _cut(source: Layout, target: Layout) -> tuple[slice, ...] | None:
@@ -66,6 +71,11 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     if state.explicit:
         _refuse_communication(how, tensor.dtype, operator)
     if needs_grad:
+        if not how.is_linear:
+            raise LayoutError(
+                f"{operator}: a pending reduction of {how.source!r} has no gradient, as it is not "
+                "linear; detach() the tensor first"
+            )
         result = apply_pair(tensor, how.pair)
     elif how.cut is not None:
         return tensor[how.cut]

@@ -199,9 +199,6 @@ def _whole(
         if not isinstance(args[0], DTensor):
             raise DispatchError(f"{name}: cannot write a DTensor's values into a plain tensor")
         return _computed_aside(name, outplace, paths, layout_of(args[0], mesh))
-    sharded = [t for t in tensors if not layout_of(t, mesh).is_replicated]
-    if sharded:
-        _report_fallback(name, sharded)
     moves = []
     for path, tensor in zip(paths, tensors, strict=True):
         source = layout_of(tensor, mesh)
@@ -229,6 +226,11 @@ class WholeEntry(Entry):
         self.mesh = mesh
         self.severed = bool(moves)
 
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        if self.moves:
+            _report_fallback(self.name, [how.source for _, how in self.moves])
+        return super().__call__(args, kwargs)
+
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
         layouts = [Layout(self.mesh, tuple(t.shape)) for t in _tensors_in(result)]
         return Entry(
@@ -254,8 +256,10 @@ def _outplace(func: Any) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
-def _report_fallback(name: str, sharded: list[torch.Tensor]) -> None:
-    lies = ", ".join(f"{t.dtype}".removeprefix("torch.") + repr(t._layout) for t in sharded)  # type: ignore[attr-defined]
+def _report_fallback(name: str, layouts: Sequence[Layout]) -> None:
+    if state.fallback == "replicate":
+        return
+    lies = ", ".join(map(repr, layouts))
     text = (
         f"{name} has no rule for inputs that lie so: {lies}; they are made whole and every rank "
         "computes all of it"
@@ -266,7 +270,7 @@ def _report_fallback(name: str, sharded: list[torch.Tensor]) -> None:
             "sw.register_rule, or redistribute the inputs to Replicate()"
         )
     file, line = user_line()
-    if state.fallback == "warn" and (name, file, line) not in state.warned:
+    if (name, file, line) not in state.warned:
         state.warned.add((name, file, line))
         warnings.warn_explicit(
             f"{text}. sw.register_rule adds a rule, sw.fallback('replicate') silences this",
@@ -396,6 +400,10 @@ _BUILTIN = type(torch.layer_norm)
 
 
 def _is_python(func: Any) -> bool:
+    """Whether Python code runs on the tensors, now or in the backward: it must not meet DTensors
+    where it computes with local tensors."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return not str(func).startswith("aten.")
     return hasattr(func, "__code__")
 
 

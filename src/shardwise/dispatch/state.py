@@ -70,13 +70,18 @@ class _Policy:
     def __init__(self, field: str, value: Any) -> None:
         self._field = field
         self._before = getattr(state, field)
-        setattr(state, field, value)
+        self._set(value)
+
+    def _set(self, value: Any) -> None:
+        setattr(state, self._field, value)
+        if self._field == "plain_tensors":  # what was planned may now be forbidden
+            state.entries.clear()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exception: object) -> None:
-        setattr(state, self._field, self._before)
+        self._set(self._before)
 
 
 def _policy(field: str, value: str, allowed: tuple[str, ...]) -> _Policy:
