@@ -451,17 +451,18 @@ def test_activation_checkpointing_gives_the_same_gradients(use_reentrant):
 
 
 def test_several_uses_of_a_tensor_share_one_reduction_of_their_gradients():
-    events = []
-
     def run(mesh):
         x = split(full(4, 4), mesh, Shard(0))
         w = split(full(4, 4), mesh, Replicate()).requires_grad_() * 1
-        loss = (x @ w).sum() + (x * w).sum() + (x + w).sum()
+        loss = (x @ w).sum() + (x @ w.relu()).sum() + ((x + 1) @ w).sum()  # whole beside shards
+        loss = loss + (x * w).sum() + (x + w).sum()  # cut to the shards
+        events = []
         with listen(events.append):
             loss.backward()
+        return sorted(event.kind for event in events if event.rank == mesh.get_rank())
 
-    ranks(run)
-    assert [event.kind for event in events] == ["all_reduce"] * 2  # one on each of two ranks
+    # one for w, one for w.relu(), and one of the pieces of w
+    assert ranks(run) == [["all_gather", "all_reduce", "all_reduce"]] * 2
 
 
 def test_a_leaf_is_freed_though_it_was_used_beside_a_shard():

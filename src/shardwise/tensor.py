@@ -33,6 +33,7 @@ as_local = torch._C.DisableTorchFunctionSubclass
 """`with as_local():` torch functions see the shard that a DTensor is."""
 
 _BASE = torch._C.TensorBase
+_is_global = torch._C._is_torch_function_enabled
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
@@ -197,20 +198,22 @@ class DTensor(torch.Tensor):
         """The indices of the global tensor that this rank holds."""
         return self._layout.box()
 
-    # ---- the global tensor's properties, off the layout
+    # ---- the global tensor's properties, off the layout; within `as_local()` the shard's, so that
+    # code which runs there, such as the hooks of activation checkpointing, meets one tensor
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
-        return self._layout.size
+        return self._layout.size if _is_global() else _BASE.shape.__get__(self)  # type: ignore[attr-defined]
 
     def size(self, dim: int | None = None) -> Any:
         """The global shape, or its size along `dim`."""
-        return self._layout.size if dim is None else self._layout.size[dim]
+        shape = self.shape
+        return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
         """The number of elements of the global tensor."""
-        return self._layout.numel
+        return self._layout.numel if _is_global() else _BASE.numel(self)
 
     nelement = numel
 
@@ -228,11 +231,11 @@ class DTensor(torch.Tensor):
     def __len__(self) -> int:
         if not self._layout.shape:
             raise TypeError("len() of a 0-d tensor")
-        return self._layout.shape[0]
+        return self.shape[0]
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, were it stored as its pieces are."""
-        strides = _global_stride(self)
+        strides = _global_stride(self) if _is_global() else _BASE.stride(self)
         return strides if dim is None else strides[dim]
 
     @property

@@ -14,7 +14,8 @@ import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.dispatch import functions, gradients, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.entry import Entry, check_writable
 from shardwise.dispatch.planning import on_meta, plan
-from shardwise.dispatch.state import remember, state
+from shardwise.dispatch.state import remember
+from shardwise.dispatch.state import state as _state
 from shardwise.errors import ShardwiseError
 from shardwise.rules.registry import Known, lookup
 from shardwise.tensor import DTensor, as_local
@@ -41,7 +42,7 @@ def dispatch(
             (first,) = args
             if type(first) is DTensor:
                 key = (func, first._layout)
-    entry = state.entries.get(key)
+    entry = _state.entries.get(key)
     if entry is None:
         known = lookup(func)
         if known is not None and known.handler is not None:
@@ -87,7 +88,7 @@ def _found(
         parts.append(_part(arg, ignores_numbers))
     key = tuple(parts)
     try:
-        entry = state.entries.get(key)
+        entry = _state.entries.get(key)
     except TypeError:  # an argument that cannot be a key
         entry, key = None, ()
     if entry is None:
@@ -127,7 +128,7 @@ def _part(arg: Any, ignores_numbers: bool) -> Any:
 
 
 def _planned(func: Any, known: Known | None, args: Any, kwargs: Any, key: Any) -> Entry:
-    state.misses += 1
+    _state.misses += 1
     try:
         entry = plan(func, known, args, kwargs)
     except ShardwiseError:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from shardwise.errors import LayoutError
 from shardwise.redistribute.plan import dual
@@ -61,14 +62,13 @@ def _backward(
     inputs: Any,
 ) -> None:
     outputs, starts = _started(tensors, seeds)
-    with as_local():
-        torch.autograd.backward(
-            outputs,
-            starts,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            inputs=inputs,
-        )
+    torch.autograd.backward(
+        outputs,
+        starts,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        inputs=None if inputs is None else _edges(_as_list(inputs)),
+    )
 
 
 @handler(torch.autograd.grad)
@@ -85,10 +85,12 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
                 "torch.autograd.grad: is_grads_batched is not supported for DTensors; "
                 "call it once for each grad_outputs"
             )
+        fills = options.pop("materialize_grads", False)
+        if fills:
+            options["allow_unused"] = True
         local, starts = _started(given, seeds)
-        with as_local():
-            found = torch.autograd.grad(local, wanted, starts, **options)
-        return tuple(_gradient(value, of) for value, of in zip(found, wanted, strict=True))
+        found = torch.autograd.grad(local, _edges(wanted), starts, **options)
+        return tuple(_gradient(value, of, fills) for value, of in zip(found, wanted, strict=True))
 
     return call(*args, **kwargs)
 
@@ -104,7 +106,8 @@ def _started(
             outputs.append(tensor)
             starts.append(seed.full_tensor() if isinstance(seed, DTensor) else seed)
             continue
-        outputs.append(unwrap(tensor))
+        with torch.enable_grad():  # also where it is off, as within a backward
+            outputs.append(unwrap(tensor))
         starts.append(_seed(tensor, seed))
     return outputs, starts
 
@@ -125,8 +128,19 @@ def _seed(tensor: DTensor, seed: Any) -> torch.Tensor:
     return start / averaged if averaged > 1 else start
 
 
-def _gradient(value: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor | None:
+def _edges(inputs: Sequence[Any]) -> list[Any]:
+    """The places in the graph where gradients of inputs arrive. Were DTensors handed to torch, it
+    would ask this module again; and while the graph runs, Python code in it must be dispatched."""
+    with as_local():
+        return [
+            get_gradient_edge(each) if isinstance(each, DTensor) else each for each in inputs
+        ]
+
+
+def _gradient(value: torch.Tensor | None, of: Any, fills: bool) -> torch.Tensor | None:
     """A local gradient as a DTensor, if what it is of is one."""
+    if value is None and fills:
+        return torch.zeros_like(of)
     if value is None or not isinstance(of, DTensor):
         return value
     with as_local():

@@ -32,6 +32,8 @@ class Transfer:
     pair: Pair
     cut: tuple[slice, ...] | None
     """What to keep of the local tensor, if that is all there is to do on this rank."""
+    is_cut: bool
+    """Whether every rank has what it needs; on one that needs nothing, `cut` is None."""
     is_linear: bool
     """Whether it has a gradient."""
 
@@ -40,15 +42,21 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
     """The transfer between two layouts, on this rank."""
     is_linear = all(op in ("sum", "avg") for _, op in source.partial + target.partial)
     pair = make_pair(source, target, used_on)
-    return Transfer(source, target, used_on, pair, _cut(source, target), is_linear)
+    is_cut = _is_cut(source, target)
+    cut = _cut(source, target) if is_cut else None
+    return Transfer(source, target, used_on, pair, cut, is_cut, is_linear)
 
 
-def _cut(source: Layout, target: Layout) -> tuple[slice, ...] | None:
+def _is_cut(source: Layout, target: Layout) -> bool:
     within = all(
         before == after[: len(before)]
         for before, after in zip(source.shard_order, target.shard_order, strict=True)
     )
-    if not within or source.partial or target.partial or source.mesh.get_coordinate() is None:
+    return within and not source.partial and not target.partial and source.mesh is target.mesh
+
+
+def _cut(source: Layout, target: Layout) -> tuple[slice, ...] | None:
+    if source.mesh.get_coordinate() is None:
         return None
     before, after = source.box(), target.box()
     return None if after.is_empty else after.within(before).slices
@@ -63,7 +71,10 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     needs_grad = torch.is_grad_enabled() and _requires_grad(tensor)
     if how.source is how.target and not needs_grad:
         return tensor  # the gradient alone would have moved
-    is_shared = type(tensor) is DTensor and (how.source is how.target or how.source.partial)
+    # All ranks must agree on what is shared, as the moves back of its gradients are collectives.
+    is_shared = type(tensor) is DTensor and (
+        how.source is how.target or how.source.partial or (needs_grad and how.is_cut)
+    )
     if is_shared:
         found = _shared(tensor, how, needs_grad)
         if found is not None:
@@ -77,6 +88,10 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
                 "linear; detach() the tensor first"
             )
         result = apply_pair(tensor, how.pair)
+        if is_shared and how.source is not how.target:
+            # A communicator may hold what it gave, and longer on one rank than on another, so
+            # whether that is still alive must not be what decides about a collective.
+            result = result.view_as(result)
     elif how.cut is not None:
         return tensor[how.cut]
     else:

@@ -35,6 +35,9 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     name = name_of(func)
     if kwargs.get("out") is not None:
         return _into_out(func, name, kwargs["out"])
+    numbers = [each for each in _NUMBERS if isinstance(kwargs.get(each), torch.Tensor)]
+    if numbers:
+        return _with_numbers(func, name, numbers)
     paths = list(_tensor_paths(args, kwargs))
     tensors = [get(args, kwargs, path) for path in paths]
     mesh = common_mesh(name, tensors)
@@ -111,6 +114,8 @@ def _computed_aside(
     def run(*args: Any, **kwargs: Any) -> Any:
         target = args[0]
         check_writable(name, target)
+        if torch.is_grad_enabled() and target.requires_grad:
+            args = (target.clone(), *args[1:])  # its gradient may need what is overwritten
         result = outplace(*args, **kwargs)
         if result.shape != keeps.size:
             raise RuntimeError(
@@ -124,6 +129,17 @@ def _computed_aside(
             )
         target.copy_(result)
         return target
+
+    return AsIs(name, run)
+
+
+_NUMBERS = ("alpha", "beta")
+"""Keywords that are numbers to torch, which also takes tensors for them."""
+
+
+def _with_numbers(func: Any, name: str, keywords: list[str]) -> Entry:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **{**kwargs, **{each: kwargs[each].item() for each in keywords}})
 
     return AsIs(name, run)
 
