@@ -21,6 +21,7 @@ from shardwise.rules.registry import Known, lookup
 from shardwise.tensor import DTensor, as_local
 
 _Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def dispatch(
@@ -51,7 +52,7 @@ def dispatch(
     else:
         entry.hits += 1
     try:
-        if not entry.direct:
+        if not (entry.direct or (entry.direct_without_grad and not _is_grad_enabled())):
             return entry(args, kwargs or {})
         if entry.inplace:
             check_writable(entry.name, args[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Entry:
 
     __slots__ = (
         "direct",
+        "direct_without_grad",
         "fresh",
         "hits",
         "inplace",
@@ -80,6 +81,9 @@ class Entry:
         self.single = layouts[0] if len(layouts) == 1 else None
         self.direct = not moves and not plain and self.single is not None
         """Whether to run it is all there is to do: no input moves, the result is one tensor."""
+        enters = all(how.source is how.target for _, how in moves)
+        self.direct_without_grad = enters and not plain and self.single is not None
+        """The same, when no gradients are recorded: only they would move."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
@@ -102,33 +106,33 @@ class Entry:
 
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
         """The local results as DTensors."""
-        remaining = iter(self.layouts)
+        return self._retyped(result, iter(self.layouts), operands)
 
-        def retype(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                layout = next(remaining)
-                if type(value) is DTensor:
-                    if value._layout is layout:
-                        return value
-                    value = value.view_as(value)
-                elif operands and _is_among(value, operands):
-                    value = value.view_as(value)
-                made = wrap(value, layout)
-                if self.severed:
-                    made._severed = self.name  # type: ignore[attr-defined]
-                return made
-            if isinstance(value, tuple | list):
-                parts = [retype(each) for each in value]
-                if isinstance(value, list):
-                    return parts
-                # torch's named tuples take one sequence, Python's one argument per field
-                kind: Any = type(value)
-                if hasattr(value, "_fields"):
-                    return kind(*parts)
-                return kind(parts)
-            return value
-
-        return retype(result)
+    def _retyped(self, value: Any, remaining: Iterator[Layout], operands: tuple[Any, ...]) -> Any:
+        # No closure that calls itself: as a cycle it would keep the operands until Python's
+        # collector comes, at another time on each rank.
+        if isinstance(value, torch.Tensor):
+            layout = next(remaining)
+            if type(value) is DTensor:
+                if value._layout is layout:
+                    return value
+                value = value.view_as(value)
+            elif operands and _is_among(value, operands):
+                value = value.view_as(value)
+            made = wrap(value, layout)
+            if self.severed:
+                made._severed = self.name  # type: ignore[attr-defined]
+            return made
+        if isinstance(value, tuple | list):
+            parts = [self._retyped(each, remaining, operands) for each in value]
+            if isinstance(value, list):
+                return parts
+            # torch's named tuples take one sequence, Python's one argument per field
+            kind: Any = type(value)
+            if hasattr(value, "_fields"):
+                return kind(*parts)
+            return kind(parts)
+        return value
 
 
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:

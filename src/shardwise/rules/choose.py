@@ -131,12 +131,12 @@ def _made(
             if way.flow is not None:
                 if position in way.flow:
                     pending.append((axis, way.op))
-                else:
+                elif mesh.shape[axis] > 1:
                     beside.append(axis)
             elif way.factor is not None and way.factor not in dims:
                 if position in spec.additive and spec.reduces.get(way.factor) == "sum":
                     pending.append((axis, "sum"))
-                else:
+                elif mesh.shape[axis] > 1:
                     beside.append(axis)
         targets.append(laid(layout, order, tuple(pending)))
         used.append(tuple(beside))
