@@ -157,7 +157,9 @@ def train(name, dtype, steps=5, mesh=None, plan=None):
             sw.distribute_tensor(each, mesh, fitting(inputs, each.dim()), src_data_rank=None)
             for each in data
         ]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # A large eps: else the first steps are of the gradient's sign, which rounding decides where a
+    # gradient is nothing (that of an attention's key bias).
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     losses, gradients = [], []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -210,6 +212,4 @@ def compare(ours, plain, dtype):
             assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
             scale = max(theirs.double().abs().max().item(), 1e-3)
             error = (mine.double() - theirs.double()).abs().max().item()
-            # AdamW's first steps are of the gradient's sign: where it is nearly nothing, rounding
-            # decides; such parameters may differ by as many steps
-            assert error <= tolerance * scale * (1 if kind == 1 else 100), (kind, error, scale)
+            assert error <= tolerance * scale, (kind, error, scale)

@@ -1,0 +1,87 @@
+"""Tensors joined and broadcast."""
+
+import pytest
+import torch
+
+from shardwise import Layout, init_device_mesh, listen, simulate
+from shardwise.testing import Sample, check_rule, distributed
+
+
+def made(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+CASES = {
+    "cat": (
+        torch.cat,
+        [Sample([made(5, 2), made(3, 2)]), Sample((made(2, 3), made(2, 1), made(2, 2)), dim=-1)],
+    ),
+    "cat, an empty one left out": (torch.cat, [Sample([made(0), made(3, 2), made(2, 2)])]),
+    "concat": (torch.concat, [Sample([made(3, 2), made(3, 2)], 1)]),
+    "stack": (torch.stack, [Sample([made(5, 2), made(5, 2)]), Sample([made(4), made(4)], dim=1)]),
+    "hstack": (
+        torch.hstack,
+        [Sample([made(3, 4), made(3, 1)]), Sample([made(4), made(), made(1)])],
+    ),
+    "vstack": (torch.vstack, [Sample([made(3, 4), made(2, 4)]), Sample([made(4), made(2, 4)])]),
+    "dstack": (torch.dstack, [Sample([made(4), made(4)]), Sample([made(3, 4), made(3, 4, 2)])]),
+    "column_stack": (torch.column_stack, [Sample([made(4), made(4, 3)])]),
+    "block_diag": (torch.block_diag, [Sample(made(2, 3), made(4))]),
+    "broadcast_tensors": (torch.broadcast_tensors, [Sample(made(5, 1), made(4))]),
+    "meshgrid": (
+        lambda *tensors, indexing="ij": torch.meshgrid(*tensors, indexing=indexing),
+        [Sample(made(5), made(4)), Sample(made(3), made(4), made(2), indexing="xy")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_plain_call_in_every_layout(name):
+    fn, samples = CASES[name]
+    check_rule(fn, samples, most=20, mesh_shapes=((3,), (2, 2)))
+
+
+def on_two(run):
+    return simulate(lambda: run(init_device_mesh("cpu", (2,), ("tp",))), 2)
+
+
+def test_rows_joined_along_a_split_dim_stay_split():
+    def run(mesh):
+        cache = distributed(torch.arange(5.0), Layout(mesh, (5,), {0: ["tp"]}))
+        new = distributed(torch.tensor([5.0]), Layout(mesh, (1,)))
+        events = []
+        with listen(events.append):
+            both = torch.cat([cache, new])
+        return repr(both.layout), both.to_local().tolist(), {event.kind for event in events}
+
+    assert on_two(run) == [
+        ("[6@tp]", [0, 1, 2], {"all_to_all"}),
+        ("[6@tp]", [3, 4, 5], {"all_to_all"}),
+    ]
+
+
+def test_dtypes_are_promoted_and_a_plain_tensor_is_whole():
+    def run(mesh):
+        x = distributed(torch.arange(4), Layout(mesh, (4,), {0: ["tp"]}))
+        result = torch.cat([x, torch.full((2,), 0.5)])
+        return result.dtype, result.full_tensor().tolist()
+
+    assert on_two(run)[0] == (torch.float32, [0, 1, 2, 3, 0.5, 0.5])
+
+
+def test_pending_sums_flow_through_if_all_are():
+    def run(mesh):
+        pending = Layout(mesh, (3,), partial={"tp": "sum"})
+        x, y = (distributed(torch.ones(3), pending) for _ in range(2))
+        return repr(torch.cat([x, y]).layout), repr(torch.stack([x, y]).layout)
+
+    assert on_two(run)[0] == ("[6] +sum@tp", "[2, 3] +sum@tp")
+
+
+def test_sizes_that_do_not_match_give_the_error_of_torch():
+    def run(mesh):
+        x = distributed(torch.zeros(4, 3), Layout(mesh, (4, 3), {0: ["tp"]}))
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match except in dimension 0"):
+            torch.cat([x, x[:, :2]])
+
+    on_two(run)

@@ -1,0 +1,138 @@
+"""Reshapes: a split dim stays split where its chunks are chunks of the result."""
+
+import pytest
+import torch
+
+from shardwise import Layout, Replicate, Shard, explicit, init_device_mesh, listen, simulate
+from shardwise.dispatch.state import PolicyError
+from shardwise.rules.reshape import matched
+from shardwise.testing import Sample, check_rule, distributed
+
+
+def made(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+CASES = {
+    "view": (torch.Tensor.view, [Sample(made(6, 4), 2, 3, 4), Sample(made(5, 4), (5, -1))]),
+    "view, merged": (torch.Tensor.view, [Sample(made(4, 3, 2), 4, 6), Sample(made(5, 2), -1)]),
+    "view, ones": (torch.Tensor.view, [Sample(made(1, 5, 1), [5, 1]), Sample(made(4), 1, 4, 1)]),
+    "reshape": (torch.reshape, [Sample(made(6, 4), (4, 6)), Sample(made(5, 4), (2, -1, 2))]),
+    "reshape method": (torch.Tensor.reshape, [Sample(made(6, 2), 3, 2, 2)]),
+    "view_as": (torch.Tensor.view_as, [Sample(made(6, 2), torch.zeros(12))]),
+    "reshape_as": (torch.Tensor.reshape_as, [Sample(made(6, 2), torch.zeros(3, 4))]),
+    "flatten": (torch.flatten, [Sample(made(4, 3, 2)), Sample(made(4, 3, 2), 1), Sample(made())]),
+    "ravel": (torch.ravel, [Sample(made(5, 2))]),
+    "unflatten": (
+        torch.Tensor.unflatten,
+        [Sample(made(2, 6), 1, (3, -1)), Sample(made(8), 0, (4, 2))],
+    ),
+    "atleast": (
+        lambda x: (torch.atleast_1d(x), torch.atleast_2d(x), torch.atleast_3d(x)),
+        [Sample(made()), Sample(made(5)), Sample(made(5, 2)), Sample(made(2, 1, 3))],
+    ),
+    "repeat_interleave": (
+        torch.repeat_interleave,
+        [Sample(made(5, 4), 2, 0), Sample(made(4, 3), 2), Sample(made(4, 2), 3, 1, output_size=6)],
+    ),
+    "pixel_shuffle": (torch.pixel_shuffle, [Sample(made(2, 8, 3, 2), 2)]),
+    "pixel_unshuffle": (torch.pixel_unshuffle, [Sample(made(2, 2, 6, 4), 2)]),
+    "channel_shuffle": (torch.channel_shuffle, [Sample(made(2, 4, 3), 2)]),
+    "empty": (torch.reshape, [Sample(made(4, 0), (0, 3)), Sample(made(4, 0, 2), (4, 0))]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_plain_call_in_every_layout(name):
+    fn, samples = CASES[name]
+    check_rule(fn, samples, most=20)
+
+
+def test_groups_are_as_small_as_can_be():
+    assert matched((2, 3, 4), (2, 12)) == (("d0", "d1", None), ("d0", "d1"), {"d1": (3, 12)})
+    assert matched((6, 4), (2, 12)) == (("d0", None), ("d0", None), {"d0": (6, 2)})
+    assert matched((5, 1), (1, 5)) == (("d0", "d1"), ("d1", "d0"), {})
+    assert matched((0, 3), (0, 7)) == (("d0", None), ("d0", None), {})
+
+
+def on(mesh_shape, run):
+    def simulated():
+        return run(init_device_mesh("cpu", mesh_shape, ("dp", "tp")[: len(mesh_shape)]))
+
+    size = 1
+    for each in mesh_shape:
+        size *= each
+    return simulate(simulated, size)
+
+
+def events_of(run):
+    events = []
+    with listen(events.append):
+        result = run()
+    return result, [event.kind for event in events]
+
+
+def test_heads_and_batch_are_split_off_and_merged_without_communication():
+    def run(mesh):
+        x = distributed(
+            torch.arange(48.0).reshape(2, 3, 8), Layout(mesh, (2, 3, 8), {0: ["dp"], 2: ["tp"]})
+        )
+        heads, kinds = events_of(lambda: x.view(2, 3, 4, 2).transpose(1, 2))
+        rows, more = events_of(lambda: x.reshape(6, 8))
+        return repr(heads.layout), repr(rows.layout), kinds + more
+
+    found = on((2, 2), run)
+    assert found[0] == ("[2@dp, 4@tp, 3, 2]", "[6@dp, 8@tp]", [])
+
+
+def test_a_dim_that_two_axes_split_is_merged_and_split_in_their_order():
+    def run(mesh):
+        x = distributed(torch.arange(16.0).reshape(8, 2), Layout(mesh, (8, 2), {0: ["tp", "dp"]}))
+        flat, kinds = events_of(lambda: x.view(-1))
+        again, more = events_of(lambda: flat.view(4, 2, 2))
+        return repr(flat.layout), repr(again.layout), kinds + more
+
+    assert on((2, 2), run)[0] == ("[16@tp.dp]", "[4@tp.dp, 2, 2]", [])
+
+
+def test_chunks_that_do_not_fit_are_made_whole():
+    # 5 rows of 2 over 2 ranks are 6 and 4 elements, and 10 elements would be 5 and 5.
+    def run(mesh):
+        x = distributed(torch.arange(10.0).reshape(5, 2), Layout(mesh, (5, 2), {0: ["dp"]}))
+        flat = x.view(10)
+        with pytest.raises(PolicyError, match="redistribute"), explicit():
+            x.view(10)
+        return repr(flat.layout), flat.to_local().tolist()
+
+    assert on((2,), run)[1] == ("[10]", list(range(10)))
+
+
+def test_a_view_shares_memory_and_gradients_flow_through_writes_to_it():
+    def run(mesh):
+        x = distributed(torch.arange(12.0).reshape(4, 3), Layout(mesh, (4, 3), {0: ["dp"]}))
+        x.view(2, 2, 3).zero_()
+        leaf = distributed(torch.ones(4, 3, requires_grad=True), x.layout)
+        y = leaf * 1
+        y.view(12).mul_(3)
+        y.sum().backward()
+        return x.to_local().abs().sum().item(), leaf.grad.to_local().unique().tolist()
+
+    assert on((2,), run) == [(0.0, [3.0])] * 2
+
+
+def test_a_view_to_another_dtype_is_right():
+    def run(mesh):
+        x = torch.arange(8, dtype=torch.int32)
+        d = distributed(x, Layout.from_placements(mesh, (8,), [Replicate()]))
+        return torch.equal(d.view(torch.int16).full_tensor(), x.view(torch.int16))
+
+    assert all(on((2,), run))
+
+
+def test_sizes_that_do_not_fit_give_the_error_of_torch():
+    def run(mesh):
+        x = distributed(torch.zeros(4, 3), Layout.from_placements(mesh, (4, 3), [Shard(0)]))
+        with pytest.raises(RuntimeError, match=r"shape '\[5, 3\]' is invalid for input of size 12"):
+            x.view(5, 3)
+
+    on((2,), run)

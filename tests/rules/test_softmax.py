@@ -1,0 +1,105 @@
+"""Softmax along whole and split dims."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise as sw
+from shardwise.comm import Event, listen
+from shardwise.testing import Sample, check_rule, distributed
+
+MESHES = ((3,), (2, 2))
+
+
+def values(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    made = torch.randn(shape, generator=generator, dtype=torch.float64) * 3
+    return made.requires_grad_()
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_every_layout_gives_torchs_values_and_gradients(name: str) -> None:
+    for function in (getattr(torch, name), getattr(F, name), getattr(torch.Tensor, name)):
+        check_rule(
+            function,
+            [Sample(values(5, 4), dim=1), Sample(values(5, 2, 4), dim=-2)],
+            mesh_shapes=MESHES,
+            most=12,
+        )
+
+
+def test_a_dtype_is_that_of_the_result() -> None:
+    samples = [
+        Sample(values(5, 4).float(), 0, dtype=torch.float64),
+        Sample(torch.arange(6).reshape(2, 3), 1, torch.float32),
+    ]
+    for function in (torch.softmax, torch.log_softmax):
+        check_rule(function, samples, mesh_shapes=((2,),), allow_missing=True)
+    check_rule(F.softmax, [Sample(values(5, 4).float(), 0, 3, torch.float64)], mesh_shapes=((2,),))
+
+
+def test_a_scalar_has_a_softmax() -> None:
+    check_rule(torch.softmax, [Sample(values(), 0)], mesh_shapes=((2,),))
+
+
+def test_along_a_split_dim_only_a_maximum_and_a_sum_travel() -> None:
+    events: list[Event] = []
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        layout = sw.Layout.from_placements(mesh, (2, 50), [sw.Shard(1)])
+        torch.softmax(distributed(values(2, 50), layout), 1)
+
+    with listen(events.append):
+        sw.simulate(run, 3)
+    mine = [(event.kind, event.shape) for event in events if event.rank == 0]
+    assert mine == [("all_reduce", (2, 1))] * 2
+
+
+def test_minus_infinity_has_no_share_and_a_row_of_it_is_nan() -> None:
+    x = torch.tensor([[-torch.inf, 1.0, 2.0], [-torch.inf] * 3], dtype=torch.float64)
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        for function in (torch.softmax, torch.log_softmax):
+            layout = sw.Layout.from_placements(mesh, x.shape, [sw.Shard(1)])
+            got = function(distributed(x, layout), 1).full_tensor()
+            torch.testing.assert_close(got, function(x, 1), equal_nan=True)
+
+    sw.simulate(run, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        layout = sw.Layout.from_placements(mesh, x.shape, [sw.Shard(1)])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, want = torch.softmax(distributed(x, layout), 1), torch.softmax(x, 1)
+        assert got.dtype == want.dtype == dtype
+        close = torch.finfo(dtype).eps
+        torch.testing.assert_close(got.full_tensor(), want, rtol=close, atol=0)
+
+    sw.simulate(run, 2)
+
+
+def test_softmax_can_be_differentiated_twice_along_a_split_dim() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        y = torch.softmax(x, 1)
+        (first,) = torch.autograd.grad(y, x, y * y, create_graph=True)
+        return first
+
+    x = values(3, 5)
+    (want,) = torch.autograd.grad(twice(x), x, torch.ones_like(x) + x)
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        layout = sw.Layout.from_placements(mesh, x.shape, [sw.Shard(1)])
+        here = distributed(x, layout)
+        weights = distributed(torch.ones_like(x) + x, layout)
+        (got,) = torch.autograd.grad(twice(here), here, weights)
+        torch.testing.assert_close(got.full_tensor(), want)
+
+    sw.simulate(run, 3)

@@ -1,0 +1,290 @@
+"""Views and parts: what is here stays here, and is a view wherever torch returns one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import DispatchError, Layout, explicit, init_device_mesh, listen, simulate
+from shardwise.dispatch.state import PolicyError
+from shardwise.testing import Sample, check_rule, distributed
+
+
+def made(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def whole_numbers(*shape):
+    return torch.randint(9, shape)
+
+
+VIEWS = {
+    "transpose": (torch.transpose, [Sample(made(5, 4, 2), 0, -1), Sample(made(), 0, 0)]),
+    "swapaxes": (torch.swapaxes, [Sample(made(5, 4), axis0=0, axis1=1)]),
+    "swapdims": (torch.swapdims, [Sample(made(5, 4), 0, 1)]),
+    "t": (torch.t, [Sample(made(5, 4)), Sample(made(5))]),
+    "adjoint": (torch.adjoint, [Sample(made(2, 5, 4))]),
+    "T": (lambda x: x.T, [Sample(made(5, 4))]),
+    "mT": (lambda x: x.mT, [Sample(made(2, 5, 4))]),
+    "H": (lambda x: x.H, [Sample(torch.randn(5, 4, dtype=torch.complex128))]),
+    "mH": (lambda x: x.mH, [Sample(made(2, 5, 4))]),
+    "permute": (
+        torch.Tensor.permute,
+        [Sample(made(5, 4, 2), 2, 0, 1), Sample(made(5, 4), (1, -2))],
+    ),
+    "movedim": (
+        torch.movedim,
+        [Sample(made(5, 4, 2), 0, 2), Sample(made(5, 4, 2), (0, 1), (2, 0))],
+    ),
+    "squeeze": (
+        torch.squeeze,
+        [
+            Sample(made(1, 2, 1)),
+            Sample(made(1, 2), 0),
+            Sample(made(1, 2), 1),
+            Sample(made(1, 2, 1), (0, 1)),
+        ],
+    ),
+    "unsqueeze": (torch.unsqueeze, [Sample(made(5, 4), 1), Sample(made(5), -1), Sample(made(), 0)]),
+    "expand": (torch.Tensor.expand, [Sample(made(5, 1), 2, -1, 3), Sample(made(1, 4), (5, 4))]),
+    "expand_as": (torch.Tensor.expand_as, [Sample(made(1, 4), torch.zeros(5, 4))]),
+    "broadcast_to": (torch.broadcast_to, [Sample(made(5, 1), (2, 5, 3))]),
+    "diagonal": (
+        torch.diagonal,
+        [
+            Sample(made(5, 4)),
+            Sample(made(5, 4), -2),
+            Sample(made(3, 2, 5), 1, 0, 2),
+            Sample(made(2, 3), 7),
+        ],
+    ),
+    "diag": (torch.diag, [Sample(made(5, 4), 1), Sample(made(4), -1)]),
+    "diag_embed": (torch.diag_embed, [Sample(made(5, 4)), Sample(made(5, 4), 1, 0, 2)]),
+    "unfold": (torch.Tensor.unfold, [Sample(made(5, 6), 1, 3, 2)]),
+}
+
+PARTS = {
+    "select": (torch.select, [Sample(made(5, 4), 0, -1), Sample(whole_numbers(5, 4) > 4, 1, 2)]),
+    "narrow": (
+        torch.narrow,
+        [
+            Sample(made(5, 4), 0, 1, 3),
+            Sample(made(5, 4), 1, -1, 1),
+            Sample(made(5), 0, 0, 5),
+            Sample(made(5), 0, 2, 0),
+        ],
+    ),
+    "narrow_copy": (torch.narrow_copy, [Sample(whole_numbers(5, 4), 0, 1, 3)]),
+    "slice": (torch.ops.aten.slice, [Sample(made(7, 2), 0, 1, 100, 2), Sample(made(7, 2), 1)]),
+    "split": (
+        torch.split,
+        [Sample(made(7, 2), 3), Sample(made(7, 2), [4, 0, 3]), Sample(made(2, 4), 2, dim=1)],
+    ),
+    "split method": (torch.Tensor.split, [Sample(made(7, 2), 3), Sample(made(4, 2), 9)]),
+    "split_with_sizes": (torch.split_with_sizes, [Sample(made(4, 5), [1, 4], -1)]),
+    "unsafe_split": (torch.unsafe_split, [Sample(made(4, 5), 2, 1)]),
+    "chunk": (
+        torch.chunk,
+        [Sample(made(7, 3), 3), Sample(made(5, 8), 2, -1), Sample(made(0, 3), 2)],
+    ),
+    "tensor_split": (
+        torch.tensor_split,
+        [
+            Sample(made(7, 2), 3),
+            Sample(made(7, 2), (2, 5)),
+            Sample(made(7, 2), (5, 2, -1)),
+            Sample(made(2, 3), sections=2, dim=1),
+        ],
+    ),
+    "hsplit": (torch.hsplit, [Sample(made(3, 4), 2), Sample(made(5), [2])]),
+    "vsplit": (torch.vsplit, [Sample(made(4, 3), 2)]),
+    "dsplit": (torch.dsplit, [Sample(made(2, 3, 4), [1])]),
+    "unbind": (torch.unbind, [Sample(made(3, 4)), Sample(made(3, 4), dim=1)]),
+}
+
+ORDERS = {
+    "flip": (torch.flip, [Sample(made(5, 4), (0,)), Sample(made(5, 4), dims=(0, -1))]),
+    "fliplr": (torch.fliplr, [Sample(made(5, 4))]),
+    "flipud": (torch.flipud, [Sample(made(5, 4))]),
+    "rot90": (torch.rot90, [Sample(made(5, 4), k) for k in range(4)]),
+    "roll": (
+        torch.roll,
+        [
+            Sample(made(5, 4), 2, 0),
+            Sample(made(5, 4), (1, -3, 1), (0, 1, 0)),
+            Sample(made(5, 2), 3),
+            Sample(made(5), 2),
+        ],
+    ),
+    "repeat": (
+        torch.Tensor.repeat,
+        [Sample(made(5, 4), 2, 1), Sample(made(3), (2, 2)), Sample(made(3), 0)],
+    ),
+    "tile": (torch.tile, [Sample(made(5, 2), (2,)), Sample(made(5), (2, 3))]),
+    "pad": (
+        F.pad,
+        [
+            Sample(made(5, 4), (1, 2)),
+            Sample(made(5, 4), (0, 0, 3, -1)),
+            Sample(made(5, 4), (1, 0, 0, 2), "constant", 7.0),
+        ],
+    ),
+    "pad, reflect": (
+        F.pad,
+        [
+            Sample(made(2, 3, 5), (2, 1), "reflect"),
+            Sample(made(2, 4, 3), (1, 1, 2, 0), mode="reflect"),
+        ],
+    ),
+    "pad, replicate": (F.pad, [Sample(made(2, 3, 5), (2, 3), "replicate")]),
+    "pad, circular": (F.pad, [Sample(made(2, 3, 5), (2, 3), "circular")]),
+    "constant_pad_nd": (torch.constant_pad_nd, [Sample(whole_numbers(5, 4), (1, 1), 3)]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_agree_with_the_plain_call_in_every_layout(name):
+    check_rule(VIEWS[name][0], VIEWS[name][1], most=18, mesh_shapes=((3,), (2, 2)))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_agree_with_the_plain_call_in_every_layout(name):
+    check_rule(PARTS[name][0], PARTS[name][1], most=18, mesh_shapes=((3,), (2, 2)))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_rows_in_another_order_agree_with_the_plain_call_in_every_layout(name):
+    check_rule(ORDERS[name][0], ORDERS[name][1], most=18, mesh_shapes=((3,), (2, 2)))
+
+
+def on_two(run):
+    return simulate(lambda: run(init_device_mesh("cpu", (2,), ("tp",))), 2)
+
+
+def rows(mesh, *shape, split, dtype=torch.float32):
+    count = torch.Size(shape).numel()
+    return distributed(
+        torch.arange(count, dtype=dtype).reshape(shape), Layout(mesh, shape, {split: ["tp"]})
+    )
+
+
+def test_writing_to_a_view_of_an_unsplit_dim_reaches_the_tensor():
+    def run(mesh):
+        x = rows(mesh, 4, 3, split=0)
+        x.T.select(0, 1).zero_()
+        x.narrow(1, 2, 1).fill_(-1)
+        first, *_ = x.split(1, dim=1)
+        first.add_(100)
+        x.unsqueeze(0).mul_(2)
+        return x.full_tensor().tolist()
+
+    assert on_two(run)[0] == [[200, 0, -2], [206, 0, -2], [212, 0, -2], [218, 0, -2]]
+
+
+def test_writing_to_a_part_of_a_split_dim_is_refused():
+    def run(mesh):
+        x = rows(mesh, 6, 3, split=0)
+        for part in (
+            x.select(0, 1),
+            x.narrow(0, 1, 4),
+            x.split(3)[0],
+            x.diagonal(),
+            x.unbind(0)[0],
+        ):
+            with pytest.raises(DispatchError, match="copy"):
+                part.mul_(2)
+
+    on_two(run)
+
+
+def test_halves_of_a_split_dim_stay_split():
+    # as gate and up of a fused projection, whose columns tp splits
+    def run(mesh):
+        events = []
+        with listen(events.append):
+            gate, up = rows(mesh, 2, 8, split=1).chunk(2, -1)
+        kinds = {event.kind for event in events}
+        return repr(gate.layout), up.to_local().tolist(), kinds
+
+    found = on_two(run)
+    assert found[0] == ("[2, 4@tp]", [[4, 5], [12, 13]], {"all_to_all"})
+    assert found[1] == ("[2, 4@tp]", [[6, 7], [14, 15]], {"all_to_all"})
+
+
+def test_one_row_of_a_split_dim_is_whole_and_only_it_travels():
+    def run(mesh):
+        x = rows(mesh, 100, 3, split=0)
+        events = []
+        with listen(events.append):
+            row = x.select(0, 70)
+        return repr(row.layout), row.to_local().tolist(), {event.kind for event in events}
+
+    assert on_two(run)[0] == ("[3]", [210, 211, 212], {"all_reduce"})
+
+
+def test_rows_that_change_hands_are_refused_within_explicit():
+    def run(mesh):
+        x = rows(mesh, 6, 3, split=0)
+        with explicit():
+            x.narrow(1, 1, 2)
+            with pytest.raises(PolicyError, match="a dim that tp splits"):
+                x.narrow(0, 2, 4)
+            with pytest.raises(PolicyError, match="a dim that tp splits"):
+                x.select(0, 2)
+
+    on_two(run)
+
+
+def test_shapes_change_in_place():
+    def run(mesh):
+        x = rows(mesh, 4, 1, 3, split=0)
+        local = x.to_local().data_ptr()
+        x.transpose_(0, 2).squeeze_().unsqueeze_(0).t
+        x.squeeze_(0).t_()
+        return repr(x.layout), x.to_local().data_ptr() == local, x.full_tensor().tolist()
+
+    values = torch.arange(12.0).reshape(4, 3).tolist()
+    assert on_two(run) == [("[4@tp, 3]", True, values)] * 2
+
+
+def test_a_dim_with_one_local_row_is_not_squeezed():
+    def run(mesh):
+        x = rows(mesh, 2, 1, 3, split=0)
+        return repr(x.squeeze().layout), repr(x.squeeze(0).layout), repr(x.squeeze((0, 1)).layout)
+
+    assert on_two(run)[0] == ("[2@tp, 3]", "[2@tp, 1, 3]", "[2@tp, 3]")
+
+
+def test_exchanges_can_be_differentiated_twice():
+    def run(mesh):
+        x = rows(mesh, 6, split=0, dtype=torch.float64).requires_grad_()
+        loss = (x.roll(1, 0) * x * x).sum()
+        (once,) = torch.autograd.grad(loss, x, create_graph=True)
+        (twice,) = torch.autograd.grad((once * once).sum(), x)
+        return twice.full_tensor()
+
+    plain = torch.arange(6.0, dtype=torch.float64, requires_grad=True)
+    loss = (plain.roll(1, 0) * plain * plain).sum()
+    (once,) = torch.autograd.grad(loss, plain, create_graph=True)
+    (twice,) = torch.autograd.grad((once * once).sum(), plain)
+    assert all(torch.equal(found, twice) for found in on_two(run))
+
+
+def test_mistakes_give_the_errors_of_torch():
+    def run(mesh):
+        x = rows(mesh, 4, 3, split=0)
+        for wrong in (
+            lambda x: x.select(0, 4),
+            lambda x: x.narrow(0, 2, 3),
+            lambda x: x.transpose(0, 2),
+            lambda x: x.permute(0, 0),
+            lambda x: x.split([1, 2]),
+            lambda x: x.expand(5, 3),
+            lambda x: x.repeat(2),
+        ):
+            with pytest.raises((RuntimeError, IndexError)) as theirs:
+                wrong(torch.zeros(4, 3, device="meta"))
+            with pytest.raises(type(theirs.value)) as ours:
+                wrong(x)
+            assert str(ours.value) == str(theirs.value)
+
+    on_two(run)
