@@ -9,7 +9,7 @@ import torch
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
-from shardwise.dispatch.planning import DispatchError
+from shardwise.dispatch.entry import DispatchError
 from shardwise.tensor import DTensor
 from shardwise.testing import Sample, check_rule
 
@@ -162,6 +162,18 @@ def test_writing_to_a_view_changes_what_it_is_a_view_of() -> None:
         x = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
         x[:, 1][2] = 5
         assert x.full_tensor()[2].tolist() == [0, 5, 0]
+
+    run(main)
+
+
+def test_writing_to_a_copy_where_torch_has_a_view_is_refused() -> None:
+    def main() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
+        for key in (1, slice(1, 4)):
+            part = x[key]
+            with pytest.raises(DispatchError, match="copy"):
+                part[0] = 1.0
 
     run(main)
 

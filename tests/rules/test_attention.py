@@ -30,7 +30,7 @@ def made(*shape, dtype=torch.float64):
     return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
 
 
-check = functools.partial(check_rule, attention, mesh_shapes=((3,), (2, 2)), most=14)
+check = functools.partial(check_rule, attention, mesh_shapes=((3,), (2, 2)), most=10)
 
 
 def three(*, queries=5, keys=4, heads=2, key_heads=2, features=3, width=3):
@@ -97,6 +97,26 @@ def test_split_keys_move_two_numbers_for_each_query():
     assert {kind for kind, _ in events} == {"all_reduce"}
     assert {elements for _, elements in events} == {2 * 2 * 3}  # batch, heads, queries
     assert placement == Partial()
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "mask", "added mask", "groups of one"])
+def test_split_keys_give_the_values_and_gradients_of_the_plain_call(name):
+    tensors = CASES[name].tensors()
+    args, kwargs = CASES[name].filled(tensors)
+    expected = attention(*args, **kwargs)
+    wanted = torch.autograd.grad(expected.sin().sum(), tensors[:3])
+
+    def run():
+        mesh = init_device_mesh("cpu", (3,))
+        inputs = placed(tensors[:3], mesh, [Replicate(), Shard(-2), Shard(-2)])
+        args, kwargs = CASES[name].filled([*inputs, *(each.detach() for each in tensors[3:])])
+        result = attention(*args, **kwargs)
+        assert result.placements == (Partial(),)
+        torch.testing.assert_close(result.full_tensor(), expected)
+        grads = torch.autograd.grad(result.full_tensor().sin().sum(), inputs)
+        torch.testing.assert_close([grad.full_tensor() for grad in grads], list(wanted))
+
+    simulate(run, 3)
 
 
 def test_queries_that_are_split_with_their_keys_stay_split():
@@ -193,7 +213,7 @@ def distributed_module(module, mesh, plan):
     for name, parameter in list(module.named_parameters()):
         how = next((how for ending, how in plan.items() if name.endswith(ending)), Replicate())
         owner, _, last = name.rpartition(".")
-        piece = distribute_tensor(parameter.detach(), mesh, [how])
+        piece = distribute_tensor(parameter.detach(), mesh, [how], src_data_rank=None)
         setattr(module.get_submodule(owner), last, nn.Parameter(piece))
     return module
 
@@ -205,7 +225,7 @@ PLANS = [
 ]
 
 
-def compare_modules(module, inputs, **kwargs):
+def compare_modules(module, inputs, dims=(0, 1, 2), **kwargs):
     """A module with its distributed copies, on inputs that lie in several ways."""
     expected = module(*inputs, **kwargs)
     outputs = expected if isinstance(expected, tuple) else (expected,)
@@ -214,7 +234,7 @@ def compare_modules(module, inputs, **kwargs):
 
     def run():
         mesh = init_device_mesh("cpu", (2,))
-        for plan, dim in itertools.product(PLANS, (0, 1, 2)):
+        for plan, dim in itertools.product(PLANS, dims):
             copied = distributed_module(module, mesh, plan)
             places = {id(each): distribute_tensor(each, mesh, [Shard(dim)]) for each in inputs}
             with fallback("error"):
@@ -249,6 +269,38 @@ def test_multihead_attention_to_itself(options, training):
     module = nn.MultiheadAttention(6, 3, batch_first=True, dtype=torch.float64).train(training)
     x = made(3, 4, 6).detach()
     compare_modules(module, (x, x, x), **options)
+
+
+def test_multihead_attention_without_a_batch():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(6, 3, dtype=torch.float64)
+    x = made(4, 6).detach()
+    for needs_weights in (True, False):
+        compare_modules(module, (x, x, x), dims=(0, 1), need_weights=needs_weights)
+
+
+def test_a_mask_for_each_batch_and_head():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(6, 3, batch_first=True, dtype=torch.float64)
+    x = made(2, 4, 6).detach()
+    for mask in (made(6, 4, 4).detach(), made(6, 4, 4).detach() > 0.8):
+        compare_modules(module, (x, x, x), attn_mask=mask, need_weights=False)
+
+
+def test_batch_or_heads_of_a_multihead_attention_stay_split():
+    tensors = [torch.ones(4, 6, 8), torch.ones(4, 6, 5)]
+    module = nn.MultiheadAttention(8, 2, batch_first=True, kdim=5, vdim=5, bias=False)
+    plan = {"q_proj_weight": Shard(0), "k_proj_weight": Shard(0), "v_proj_weight": Shard(0),
+            "out_proj.weight": Shard(1)}  # fmt: skip
+
+    def attend(plan, query, key):
+        copied = distributed_module(module, query.device_mesh, plan)
+        return copied(query, key, key, need_weights=False)[0]
+
+    batch = functools.partial(attend, {})
+    assert communication_of(batch, [Shard(0), Shard(0)], tensors) == ([], Shard(0))
+    heads = functools.partial(attend, plan)
+    assert communication_of(heads, [Replicate(), Replicate()], tensors) == ([], Partial())
 
 
 def test_multihead_attention_to_others():

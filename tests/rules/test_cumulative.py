@@ -88,5 +88,6 @@ def test_differences_and_integrals():
     samples = [Sample(X), Sample(X, 2, 0), Sample(X, dim=0, prepend=ends[0], append=ends[1])]
     check_rule(torch.diff, samples, most=15, allow_missing=True)
     samples = [Sample(X), Sample(X, matrix(4)), Sample(X, dx=0.5, dim=0), Sample(X, matrix(5, 4))]
+    samples += [Sample(X, matrix(1, 4))]
     check_rule(torch.trapz, samples, most=15, allow_missing=True)
     check_rule(torch.cumulative_trapezoid, samples, most=15, allow_missing=True)

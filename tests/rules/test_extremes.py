@@ -148,7 +148,7 @@ def test_what_picks_by_rank_keeps_the_other_dims_split():
     check_rule(torch.nanmedian, [Sample(X), Sample(X, dim=-1)], most=12)
     check_rule(torch.mode, [Sample(TIED), Sample(TIED, 0, True)], most=12)
     check_rule(torch.kthvalue, [Sample(X, 2), Sample(X, 2, 0, True)], most=12)
-    q = torch.tensor([0.2, 0.7], dtype=torch.float64)
+    q = torch.tensor([0.2, 0.7], dtype=torch.float64, requires_grad=True)
     samples = [Sample(X, 0.3), Sample(X, 0.3, 0, True), Sample(X, q, 1), Sample(X, q, keepdim=True)]
     check_rule(torch.quantile, samples, most=12)
-    check_rule(torch.nanquantile, [Sample(X, 0.3, dim=1, interpolation="lower")], most=12)
+    check_rule(torch.nanquantile, [Sample(X, q, dim=1, interpolation="midpoint")], most=12)

@@ -43,7 +43,7 @@ def test_inputs_that_broadcast_count_as_often_as_they_are_used() -> None:
     check(F.mse_loss, values(5, 1), values(5, 4, seed=1))
 
 
-@pytest.mark.parametrize("name", ["mse_loss", "huber_loss"])
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "huber_loss"])
 def test_weights_of_elements(name: str) -> None:
     check(getattr(F, name), values(5, 4), values(5, 4, seed=1), weight=shares(5, 4))
 

@@ -23,7 +23,7 @@ PRODUCTS = {
     "bmm": (torch.bmm, [Sample(made(2, 5, 4), made(2, 4, 3))]),
     "mv": (torch.mv, [Sample(made(5, 4), made(4))]),
     "dot": (torch.dot, [Sample(made(5), made(5))]),
-    "vdot": (torch.vdot, [Sample(made(5, dtype=torch.complex128), made(5, dtype=torch.complex128))]),
+    "vdot": (torch.vdot, [Sample(*[made(5, dtype=torch.complex128)] * 2)]),
     "outer": (torch.outer, [Sample(made(5), made(3))]),
     "ger": (torch.ger, [Sample(made(5), made(3))]),
     "matmul": (
@@ -148,7 +148,7 @@ def test_distances_between_rows():
 
 
 def test_the_old_chain_matmul():
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="deprecated"):
         check(torch.chain_matmul, [Sample(made(5, 4), made(4, 3), made(3, 2))])
 
 

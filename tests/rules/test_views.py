@@ -196,6 +196,29 @@ def test_writing_to_a_part_of_a_split_dim_is_refused():
     on_two(run)
 
 
+def test_with_one_rank_on_the_axis_parts_are_views():
+    def run():
+        x = rows(init_device_mesh("cpu", (1,), ("tp",)), 3, 2, split=0)
+        x.select(0, 1).zero_()
+        x.narrow(0, 2, 1).fill_(9)
+        x.split(1)[0].mul_(5)
+        return x.to_local().tolist()
+
+    assert simulate(run, 1) == [[[0, 5], [0, 0], [9, 9]]]
+
+
+def test_what_torch_copies_is_a_copy_even_if_no_row_changes_hands():
+    def run(mesh):
+        x = rows(mesh, 4, split=0)
+        x.roll(0, 0).mul_(0)
+        x.narrow_copy(0, 1, 2).mul_(0)
+        x.narrow_copy(0, 0, 4).mul_(0)
+        F.pad(x, (-1, -1)).mul_(0)
+        return x.full_tensor().tolist()
+
+    assert on_two(run)[0] == [0, 1, 2, 3]
+
+
 def test_halves_of_a_split_dim_stay_split():
     # as gate and up of a fused projection, whose columns tp splits
     def run(mesh):
@@ -238,7 +261,7 @@ def test_shapes_change_in_place():
     def run(mesh):
         x = rows(mesh, 4, 1, 3, split=0)
         local = x.to_local().data_ptr()
-        x.transpose_(0, 2).squeeze_().unsqueeze_(0).t
+        x.transpose_(0, 2).squeeze_().unsqueeze_(0)
         x.squeeze_(0).t_()
         return repr(x.layout), x.to_local().data_ptr() == local, x.full_tensor().tolist()
 

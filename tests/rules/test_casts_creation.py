@@ -1,0 +1,207 @@
+"""Casts, copies, new tensors after a model, triangles: the layout stays."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise.comm import listen
+from shardwise.dispatch.planning import DispatchError
+from shardwise.testing import Sample, check_rule
+
+generator = torch.Generator().manual_seed(6)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+CASTS = {
+    "to dtype": lambda x: x.to(torch.float32),
+    "to int": lambda x: (x * 3).to(torch.int32),
+    "to keywords": lambda x: x.to(device="cpu", dtype=torch.complex64, copy=True),
+    "to device and dtype": lambda x: x.to("cpu", torch.float32, False, True),
+    "to other": lambda x: x.to(torch.ones(1, dtype=torch.int64)),
+    "type": lambda x: x.type(torch.float32),
+    "type by name": lambda x: x.type("torch.IntTensor"),
+    "type_as": lambda x: x.type_as(torch.ones(1, dtype=torch.float32)),
+    "float": lambda x: x.float(),
+    "long": lambda x: (x * 3).long(),
+    "bool": lambda x: x.bool(),
+    "clone": lambda x: x.clone(memory_format=torch.contiguous_format) * 2,
+    "detach": lambda x: x.detach() * x,
+    "contiguous": lambda x: x.contiguous() + x,
+    "cpu": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts(name):
+    check_rule(CASTS[name], [Sample(normal(5, 4))], most=12)
+
+
+def test_to_a_tensor_takes_its_dtype_and_nothing_else():
+    samples = [Sample(normal(5, 4), torch.ones(3, dtype=torch.float32))]
+    check_rule(lambda x, y: x.to(y), samples, most=12)
+    check_rule(lambda x, y: x.type_as(other=y), samples, most=12)
+
+
+COPIES = {
+    "copy_": (lambda x, y: (x * 1).copy_(y), [Sample(normal(5, 4), normal(5, 4)),
+                                              Sample(normal(5, 4), normal(4))]),
+    "fill_": (lambda x: (x * 1).fill_(3.0), [Sample(normal(5, 4))]),
+    "fill_ with a tensor": (lambda x, y: (x * 1).fill_(y), [Sample(normal(5, 4), normal())]),
+    "zero_": (lambda x: (x * 1).zero_() + x, [Sample(normal(5, 4))]),
+    "fill": (torch.fill, [Sample(normal(5, 4).detach(), 2.0)]),
+    "zeros_like": (torch.zeros_like, [Sample(normal(5, 4))]),
+    "full_like": (lambda x: torch.full_like(x, 3, dtype=torch.int32), [Sample(normal(5, 4))]),
+    "new_ones": (lambda x: x.new_ones(3, 2) * x[:3, :2], [Sample(normal(3, 2))]),
+    "new_full": (lambda x: x.new_full((2, 3), 7.0, dtype=torch.float32), [Sample(normal(5, 4))]),
+    "new_tensor": (lambda x: x.new_tensor([1.0, 2.0]), [Sample(normal(5, 4))]),
+    "tril": (torch.tril, [Sample(normal(5, 4)), Sample(normal(2, 4, 5), 1)]),
+    "triu": (torch.triu, [Sample(normal(5, 4), diagonal=-1)]),
+    "tril_": (lambda x: (x * 1).tril_(-1), [Sample(normal(5, 4))]),
+    "fill_diagonal_": (lambda x: (x * 1).fill_diagonal_(3.0), [Sample(normal(5, 4)),
+                                                               Sample(normal(3, 3, 3))]),
+    "fill_diagonal_ of a tall one": (lambda x: (x * 1).fill_diagonal_(2.0, wrap=True),
+                                     [Sample(normal(7, 3))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_and_creation(name):
+    function, samples = COPIES[name]
+    check_rule(function, samples, most=14)
+
+
+# ---- by hand
+
+
+def on_two_ranks(run):
+    def on_mesh():
+        return run(init_device_mesh("cpu", (2,)))
+
+    return sw.simulate(on_mesh, 2)
+
+
+def test_nothing_to_do_returns_the_tensor_itself():
+    def run(mesh):
+        for placement in (Shard(0), Partial(), Replicate()):
+            x = distribute_tensor(torch.ones(5), mesh, [placement])
+            assert x.to(torch.float32) is x
+            assert x.to("cpu") is x and x.to(torch.device("cpu")) is x
+            assert x.to(x) is x and x.type_as(x) is x and x.type(torch.float32) is x
+            assert x.contiguous() is x and x.float() is x and x.cpu() is x
+            assert x.requires_grad_() is x and x.is_leaf and x.requires_grad
+            assert x.detach_() is x and not x.requires_grad
+            assert x.to(torch.float32, copy=True) is not x
+            plain = torch.ones(3)
+            assert plain.to(x) is plain and plain.type_as(x.double()).dtype == torch.float64
+            assert x.type() == "torch.FloatTensor"
+
+    on_two_ranks(run)
+
+
+def test_casting_a_pending_sum_to_integers_sums_first():
+    def run(mesh):
+        half = DTensor.from_local(torch.full((2,), 0.5), mesh, [Partial()])
+        assert half.double().placements == (Partial(),)
+        return half.int().full_tensor().tolist(), half.to(torch.bool).full_tensor().tolist()
+
+    assert on_two_ranks(run)[0] == ([1, 1], [True, True])
+
+
+def test_copy_keeps_the_layout_and_takes_any():
+    source = torch.arange(10.0).view(5, 2)
+
+    def run(mesh):
+        target = distribute_tensor(torch.zeros(5, 2), mesh, [Shard(0)])
+        for each in (
+            source,
+            *(distribute_tensor(source, mesh, [p]) for p in (Shard(1), Partial())),
+        ):
+            target.zero_()
+            assert target.copy_(each) is target and target.placements == (Shard(0),)
+            assert torch.equal(target.full_tensor(), source)
+        target.copy_(torch.tensor([1.0, 2.0]))
+        assert torch.equal(target.full_tensor(), torch.tensor([[1.0, 2.0]] * 5))
+        with pytest.raises(RuntimeError):
+            target.copy_(torch.ones(3, 2))
+        with pytest.raises(DispatchError, match="plain tensor"):
+            torch.zeros(5, 2).copy_(target)
+
+    on_two_ranks(run)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "product"])
+def test_filling_a_pending_reduction_gives_the_value_once(op):
+    def run(mesh):
+        x = DTensor.from_local(torch.ones(2), mesh, [Partial(op)])
+        assert x.fill_(3.0).placements == (Partial(op),)
+        filled = x.full_tensor().tolist()
+        x.copy_(torch.tensor([5.0, 6.0]))
+        return filled, x.full_tensor().tolist()
+
+    assert on_two_ranks(run)[1] == ([3, 3], [5, 6])
+
+
+def test_a_pending_integer_sum_is_not_filled_with_rounded_parts():
+    def run(mesh):
+        target = DTensor.from_local(torch.zeros(1, dtype=torch.int64), mesh, [Partial()])
+        target.copy_(DTensor.from_local(torch.full((1,), 0.5), mesh, [Partial()]))
+        return target.full_tensor().item()
+
+    assert on_two_ranks(run)[0] == 1
+
+
+def test_like_a_pending_sum_is_whole_and_nothing_is_sent():
+    def run(mesh):
+        x = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+        events = []
+        with listen(events.append):
+            made = [torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2.0)]
+            empty = torch.empty_like(x, dtype=torch.int32, requires_grad=False)
+        assert events == []
+        assert all(each.placements == (Replicate(),) for each in (*made, empty))
+        assert empty.dtype == torch.int32 and empty.shape == (3,)
+        return [each.full_tensor().tolist() for each in made]
+
+    assert on_two_ranks(run)[0] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
+
+
+def test_like_a_shard_is_split_alike_and_may_require_grad():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+        made = torch.zeros_like(x, requires_grad=True)
+        assert made.placements == (Shard(0),) and made.is_leaf and made.requires_grad
+        assert made.shape == (5, 2) and made.to_local().shape == x.to_local().shape
+        new = x.new_zeros((2, 2))
+        assert new.placements == (Replicate(),) and new.device_mesh is mesh
+        filled = torch.full_like(x, distribute_tensor(torch.tensor(4.0), mesh, [Replicate()]))
+        assert filled.full_tensor().eq(4).all()
+
+    on_two_ranks(run)
+
+
+def test_the_diagonal_of_a_piece_is_that_of_the_whole():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        events = []
+        with listen(events.append):
+            lower = x.tril()
+        assert events == []
+        return lower.to_local().tolist()
+
+    assert on_two_ranks(run) == [
+        [[1, 0, 0, 0], [1, 1, 0, 0]],
+        [[1, 1, 1, 0], [1, 1, 1, 1]],
+    ]
+
+
+def test_a_plain_source_is_refused_where_plain_tensors_are():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with sw.plain_tensors("error"), pytest.raises(sw.ShardwiseError, match="copy_"):
+            x.copy_(torch.ones(4))
+
+    on_two_ranks(run)
