@@ -54,7 +54,9 @@ def test_the_word_of_an_element_is_that_of_its_global_position() -> None:
     ]
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (0, 3), (5, 4), (3, 5, 7), (2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(), (7,), (0, 3), (5, 4), (3, 5, 7), (2, 3, 4, 5), (6, 3001), (3, 2, 2003)]
+)
 @pytest.mark.parametrize("mesh_shape", [*MESHES, (2, 3)])
 def test_words_of_any_shard(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
     expected = stream(math.prod(shape)).reshape(shape)

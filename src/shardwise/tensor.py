@@ -112,7 +112,7 @@ class DTensor(torch.Tensor):
         wanted = back
         if grad_placements is not None:
             wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
-        return wrap(_relabelled(local_tensor, back, wanted), layout)
+        return wrap(relabelled(local_tensor, back, wanted), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece, sharing memory; differentiable.
@@ -125,7 +125,7 @@ class DTensor(torch.Tensor):
             return unwrap(self)
         layout = self._layout
         given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
-        return _relabelled(unwrap(self), given, dual(layout))
+        return relabelled(unwrap(self), given, dual(layout))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable.
@@ -435,7 +435,8 @@ class _Relabel(torch.autograd.Function):
         return redistribute_local(gradients[0].contiguous(), *ctx.move), None, None
 
 
-def _relabelled(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+def relabelled(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+    """An alias whose gradient comes in one layout and goes on in another."""
     if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
         return local.view_as(local)
     return _Relabel.apply(local, given, wanted)  # type: ignore[no-any-return,no-untyped-call]

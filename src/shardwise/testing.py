@@ -260,7 +260,7 @@ def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         if each.requires_grad:
             generator = torch.Generator().manual_seed(23 + at)
             weights = torch.randn(each.shape, generator=generator, dtype=torch.float64)
-            part = torch.view_as_real(each).sum(-1) if each.is_complex() else each
+            part = each.real + each.imag if each.is_complex() else each
             total = total + (part.double() * weights).sum()
     return total
 

@@ -287,6 +287,25 @@ def test_a_mask_for_each_batch_and_head():
         compare_modules(module, (x, x, x), attn_mask=mask, need_weights=False)
 
 
+def test_autocast_gives_multihead_attention_the_dtypes_of_the_plain_one():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(6, 3, batch_first=True)
+    x, mask = torch.randn(2, 4, 6), torch.zeros(4, 4)
+
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        copied = distributed_module(module, mesh, PLANS[1])
+        piece = distribute_tensor(x, mesh, [Shard(0)])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = module(x, x, x, attn_mask=mask)
+            results = copied(piece, piece, piece, attn_mask=mask)
+        for result, each in zip(results, expected, strict=True):
+            assert result.dtype == each.dtype == torch.bfloat16
+            torch.testing.assert_close(result.full_tensor(), each, rtol=3e-2, atol=3e-2)
+
+    simulate(run, 2)
+
+
 def test_batch_or_heads_of_a_multihead_attention_stay_split():
     tensors = [torch.ones(4, 6, 8), torch.ones(4, 6, 5)]
     module = nn.MultiheadAttention(8, 2, batch_first=True, kdim=5, vdim=5, bias=False)

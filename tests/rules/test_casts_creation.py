@@ -106,9 +106,9 @@ def test_casting_a_pending_sum_to_integers_sums_first():
     def run(mesh):
         half = DTensor.from_local(torch.full((2,), 0.5), mesh, [Partial()])
         assert half.double().placements == (Partial(),)
-        return half.int().full_tensor().tolist(), half.to(torch.bool).full_tensor().tolist()
+        return half.int().full_tensor().tolist(), half.to(torch.int64).full_tensor().tolist()
 
-    assert on_two_ranks(run)[0] == ([1, 1], [True, True])
+    assert on_two_ranks(run)[0] == ([1, 1], [1, 1])
 
 
 def test_copy_keeps_the_layout_and_takes_any():
@@ -203,5 +203,17 @@ def test_a_plain_source_is_refused_where_plain_tensors_are():
         x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
         with sw.plain_tensors("error"), pytest.raises(sw.ShardwiseError, match="copy_"):
             x.copy_(torch.ones(4))
+
+    on_two_ranks(run)
+
+
+def test_a_copy_that_looks_like_a_view_is_not_written_to():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
+        copy = x.detach()
+        copy._severed = "view"  # as the rules of views mark it
+        for write in (copy.zero_, lambda: copy.fill_(1), lambda: copy.copy_(copy)):
+            with pytest.raises(DispatchError, match="is a copy"):
+                write()
 
     on_two_ranks(run)

@@ -1,5 +1,6 @@
 """Pointwise operators: any split, any broadcast; pending sums flow where the operator is linear."""
 
+import gc
 import operator
 
 import pytest
@@ -138,7 +139,7 @@ CALLS = {
         Sample(between(1, 9, 5, 4).detach(), between(1, 3, 4).detach())]),
     "bits": (lambda x, y: (2 & x) | (y ^ 5) | (~x) | (1 << x) | (9 >> y) | (x << 1), [
         Sample(integers(5, 4), integers(4))]),
-    "comparisons": (lambda x, y: (x == y) | (x != 1) & (2 < x) | (x <= y), [
+    "comparisons": (lambda x, y: (x == y) | (x != 1) & (x > 2) | (x <= y), [
         Sample(normal(5, 4), normal(4))]),
 }  # fmt: skip
 
@@ -281,3 +282,33 @@ def test_second_derivatives():
         return second.full_tensor().tolist()
 
     assert sw.simulate(run, 2)[0] == [3, 12, 27]
+
+
+def test_ranks_agree_on_the_moves_of_a_gradient_though_one_holds_nothing():
+    def run():
+        mesh = init_device_mesh("cpu", (3,))
+        x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()]).requires_grad_()
+        rows = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])  # the last rank has none
+        (x * rows + (x + rows)).sum().backward()
+        return x.grad.full_tensor()
+
+    assert torch.equal(sw.simulate(run, 3)[2], torch.full((2, 4), 2.0))
+
+
+def test_ranks_agree_on_the_moves_of_a_pending_leaf_whenever_python_collects():
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        a = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)]).requires_grad_()
+        b = distribute_tensor(torch.ones(3), mesh, [Shard(0)]).requires_grad_()
+        s = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()]).detach().requires_grad_()
+        first = (a + s).sum()
+        if mesh.get_rank() == 1:
+            gc.collect()
+        (first + (b + s).sum()).backward()
+        return s.grad.full_tensor().item()
+
+    gc.disable()
+    try:
+        assert sw.simulate(run, 2)[1] == 23
+    finally:
+        gc.enable()

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    _allowed_determinism_checks_to_fns,
+    _default_meta_extractor,
+)
 
 from shardwise.dispatch.planning import DispatchError, common_mesh
 from shardwise.layout import Layout
@@ -32,6 +36,16 @@ def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 torch.autograd.Function.apply = classmethod(guarded_apply)  # type: ignore[assignment,method-assign]
+
+
+def _local_metadata(tensor: torch.Tensor) -> Any:
+    """What checkpointing compares: it looks at saved tensors within `as_local()`, at recomputed
+    ones without, and both must mean the shard."""
+    with as_local():
+        return _default_meta_extractor(tensor)
+
+
+_allowed_determinism_checks_to_fns["default"] = _local_metadata
 
 
 def _apply_to_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

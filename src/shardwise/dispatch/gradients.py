@@ -16,7 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise.errors import LayoutError
 from shardwise.redistribute.plan import dual
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, as_local, laid_out, unwrap, wrap
+from shardwise.rules.collectives import used
+from shardwise.tensor import DTensor, as_local, laid_out, relabelled, unwrap, wrap
 
 
 @handler(torch.Tensor.backward)
@@ -124,6 +125,8 @@ def _seed(tensor: DTensor, seed: Any) -> torch.Tensor:
     else:
         given = laid_out(seed, dual(layout), "gradient")
         start = unwrap(given) if isinstance(given, DTensor) else given
+    # What is whole is used beside contributions in the graph: its own gradient is a sum.
+    start = used(start, layout.mesh, [axis for axis, _ in layout.partial])
     averaged = math.prod(layout.mesh.shape[axis] for axis, op in layout.partial if op == "avg")
     return start / averaged if averaged > 1 else start
 
@@ -145,7 +148,10 @@ def _gradient(value: torch.Tensor | None, of: Any, fills: bool) -> torch.Tensor 
         return value
     with as_local():
         fresh = value.view_as(value) if type(value) is DTensor else value
-    return wrap(fresh, dual(of._layout))
+    layout = of._layout
+    if layout.partial and value.requires_grad:
+        fresh = relabelled(fresh, dual(layout), layout)  # its gradient is pending, as `of` is
+    return wrap(fresh, dual(layout))
 
 
 @handler(torch.Tensor.register_hook)

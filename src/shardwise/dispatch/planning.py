@@ -91,8 +91,7 @@ def _by_rule(
         paths,
         moves,
         choice.outputs,
-        plain=spec.needs_plain
-        or (_is_python(func) if lowered is None else type(lowered) is not _BUILTIN),
+        plain=spec.needs_plain or (_is_python(func) if lowered is None else _needs_plain(lowered)),
         inplace=inplace,
         fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
         severed=bool(spec.is_view and first),
@@ -413,6 +412,10 @@ def _matched(name: str, spec: Spec, tensors: list[torch.Tensor]) -> list[int]:
 
 _BUILTIN = type(torch.layer_norm)
 """torch's own functions see the shard that a DTensor is; others may ask it for its shape."""
+
+
+def _needs_plain(lowered: Callable[..., Any]) -> bool:
+    return type(lowered) is not _BUILTIN and not getattr(lowered, "takes_shards", False)
 
 
 def _is_python(func: Any) -> bool:

@@ -29,6 +29,9 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
     waited for first: so ranks that wait in different orders still meet in the same collectives.
     """
     check_local(local, plan.source)
+    if plan.moves and (local._is_zerotensor() or local.is_conj() or local.is_neg()):
+        # torch's zeros without memory, and signs that are not in memory yet, cannot be sent.
+        local = local.clone()
     running = _Running(plan, local)
     if sum(map(collectives, plan.moves)) <= 1:
         return Pending(running.finish)

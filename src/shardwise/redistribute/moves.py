@@ -65,18 +65,15 @@ class Move:
 
 @dataclass(frozen=True)
 class Pair:
-    """A move, its transpose, and the transpose of that.
-
-    The last is not the move itself: a gradient is no longer pending where the tensor was.
-    """
+    """A move and its transpose. The transpose of that is the move itself: the cotangent of a
+    gradient is pending where the tensor was."""
 
     forward: Move
     backward: Move
-    again: Move
 
     def transposed(self) -> Pair:
         """The move of the gradient, and of its gradient."""
-        return Pair(self.backward, self.again, self.backward)
+        return Pair(self.backward, self.forward)
 
 
 def apply_pair(
@@ -192,7 +189,6 @@ def make_pair(
     return Pair(
         Move(src, dst, 1.0, forward_dtype, costs, peak_bytes),
         Move(back, dual(src), factor, backward_dtype, costs, peak_bytes),
-        Move(dual(src), dual(dst), factor, forward_dtype, costs, peak_bytes),
     )
 
 

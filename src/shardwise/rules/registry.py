@@ -112,7 +112,8 @@ def rule(
 
 
 def _register_inplace(name: str, made: Rule, ignores_numbers: bool) -> None:
-    outplace = getattr(torch.Tensor, name, None) or getattr(torch, name, None)
+    found = (getattr(module, name, None) for module in (torch.Tensor, torch, F))
+    outplace: Any = next(filter(None, found), None)
     if outplace is None:
         return
     for function in functions(name + "_"):

@@ -76,6 +76,15 @@ class Here:
         return tuple(axis for each in factors if each for axis in self.splits.get(each, ()))
 
 
+def takes_shards(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a lowering that only hands its tensors on to torch, and asks them nothing.
+
+    It may be given DTensors, which saves their plain aliases.
+    """
+    lowering.takes_shards = True  # type: ignore[attr-defined]
+    return lowering
+
+
 def dims_of(tensor: torch.Tensor, prefix: str = "d") -> Dims:
     """A factor of its own for each dim: d0, d1, ..."""
     return tuple(f"{prefix}{dim}" for dim in range(tensor.dim()))

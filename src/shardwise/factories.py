@@ -1,0 +1,248 @@
+"""New tensors on a mesh. Each rank makes its own shard; nothing is communicated.
+
+The random ones have the same global values on every layout and mesh (`shardwise.random`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise import random
+from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.placement import Placement, Replicate
+from shardwise.redistribute.moves import redistribute_local
+from shardwise.tensor import DTensor, as_global_shape, as_local, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    Mesh = DeviceMesh | TorchMesh | None
+
+Placements = Sequence[Placement] | None
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor whose values nobody set.
+
+    Arguments:
+        size: the global shape, as ints or one sequence.
+        dtype: torch's default by default.
+        layout: `torch.strided`; there is no other.
+        requires_grad: whether gradients are recorded for it.
+        device_mesh: where it lies. On an abstract mesh, and within `torch.device("meta")`, it has
+            no memory.
+        placements: how it lies; whole on every axis by default.
+
+    Example:
+        >>> sw.empty(8, 4, device_mesh=mesh, placements=[Shard(0)])
+    """
+    how = _laid("empty", as_global_shape(size), layout, device_mesh, placements)
+    return _made(how, dtype, requires_grad, torch.empty)
+
+
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor of zeros. For the arguments see `empty`."""
+    how = _laid("zeros", as_global_shape(size), layout, device_mesh, placements)
+    return _filled(how, 0, dtype, requires_grad)
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor of ones. For the arguments see `empty`."""
+    how = _laid("ones", as_global_shape(size), layout, device_mesh, placements)
+    return _filled(how, 1, dtype, requires_grad)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor of one value, which tells the dtype if none is given. See `empty`."""
+    how = _laid("full", as_global_shape((size,)), layout, device_mesh, placements)
+    if dtype is None:
+        dtype = torch.full((), fill_value, device="cpu").dtype
+    return _filled(how, fill_value, dtype, requires_grad)
+
+
+def rand(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A tensor of numbers uniform in [0, 1), the same on every layout. See `empty`.
+
+    Arguments:
+        generator: draw the key from it, in place of torch's default generator. Either must be in
+            the same state on every rank.
+    """
+    how = _laid("rand", as_global_shape(size), layout, device_mesh, placements)
+    return _random(how, random.uniform, dtype, requires_grad, generator)
+
+
+def randn(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A tensor of normally distributed numbers, the same on every layout. See `rand`."""
+    how = _laid("randn", as_global_shape(size), layout, device_mesh, placements)
+    return _random(how, random.normal, dtype, requires_grad, generator)
+
+
+def randint(
+    low: int,
+    high: Any = None,
+    size: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A tensor of integers in [low, high), the same on every layout. See `rand`.
+
+    Example:
+        >>> sw.randint(10, (8, 4), device_mesh=mesh, placements=[Shard(0)])
+        >>> sw.randint(5, 10, (8, 4), device_mesh=mesh, placements=[Shard(0)])
+    """
+    if size is None and isinstance(high, Sequence):
+        low, high, size = 0, low, high
+    elif high is None:
+        low, high = 0, low
+    if size is None:
+        raise LayoutError("randint(size): expected the global shape, got None")
+    if low >= high:
+        raise LayoutError(f"randint(low, high): expected low < high, got {low} and {high}")
+    how = _laid("randint", as_global_shape((size,)), layout, device_mesh, placements)
+
+    def between(key: int, layout: Layout, dtype: Any, device: Any) -> torch.Tensor:
+        return random.integers(key, layout, low, high, dtype, device)
+
+    return _random(how, between, dtype or torch.int64, requires_grad, generator)
+
+
+def randperm(
+    n: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """The numbers 0 to n - 1 in a random order, the same on every layout. See `rand`.
+
+    Every rank makes the whole order and keeps its shard.
+    """
+    how = _laid("randperm", (n,), layout, device_mesh, placements)
+    return _random(how, random.permutation, dtype or torch.int64, requires_grad, generator)
+
+
+# ---- how
+
+
+def _laid(
+    name: str,
+    shape: tuple[int, ...],
+    strided: torch.layout,
+    device_mesh: Mesh,
+    placements: Placements,
+) -> Layout:
+    if device_mesh is None:
+        raise MeshError(
+            f"{name}(device_mesh): expected a DeviceMesh, got None; make one with "
+            "sw.init_device_mesh and pass it"
+        )
+    if strided is not torch.strided:
+        raise LayoutError(f"{name}(layout): expected torch.strided, got {strided}")
+    mesh = as_mesh(device_mesh)
+    return Layout.from_placements(mesh, shape, placements or [Replicate()] * mesh.ndim)
+
+
+def _device(how: Layout) -> torch.device:
+    is_meta = how.mesh.is_abstract or torch.get_default_device().type == "meta"
+    return torch.device("meta" if is_meta else how.mesh.device_type)
+
+
+def _made(
+    how: Layout,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    make: Callable[..., torch.Tensor],
+    *extra: Any,
+) -> DTensor:
+    with as_local():
+        local = make(how.local_shape(), *extra, dtype=dtype, device=_device(how))
+    result = wrap(local, how)
+    result.requires_grad = requires_grad
+    return result
+
+
+def _filled(how: Layout, value: Any, dtype: torch.dtype | None, requires_grad: bool) -> DTensor:
+    place = how.mesh.get_coordinate() or (0,) * how.mesh.ndim
+    for axis, op in how.partial:  # a value with a pending reduction counts once
+        if op in ("sum", "product") and place[axis] > 0:
+            value = 0 if op == "sum" else 1
+            break
+    dtype = dtype or torch.get_default_dtype()
+    return _made(how, dtype, requires_grad, torch.full, value)
+
+
+def _random(
+    how: Layout,
+    sampler: Callable[..., torch.Tensor],
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    generator: torch.Generator | None,
+) -> DTensor:
+    device = _device(how)
+    if device.type == "meta":
+        return _made(how, dtype, requires_grad, torch.empty)
+    whole = how.relaid(partial={})
+    key = random.draw_key(how.mesh, generator)
+    local = sampler(key, whole, dtype=dtype, device=device)
+    result = wrap(redistribute_local(local, whole, how), how)
+    result.requires_grad = requires_grad
+    return result

@@ -1,0 +1,465 @@
+"""Randomness that does not depend on the layout.
+
+A random operator draws one 64-bit key from torch's default generator, which every rank has in the
+same state. The key names a stream of 64-bit words (numpy's Philox, which can start anywhere), and
+the element at row-major position i of the *global* tensor is made of word i. So a rank makes its
+shard alone, and the global tensor is the same on every layout, mesh and number of ranks. Seeds,
+saved states, `fork_rng` and the recomputation of activation checkpointing work as ever, as nothing
+but the generator holds state.
+
+How a word becomes a number is arithmetic that gives the same bits wherever in a buffer the word
+stands; torch's vectorised functions do not, so numpy's are used.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.random_state import check_if_suspect
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Words: TypeAlias = "NDArray[np.uint64]"
+Convert: TypeAlias = "Callable[[Words], NDArray[Any]]"
+"""Makes numbers of words, each of its own."""
+Device: TypeAlias = "torch.device | str | None"
+
+_WORDS_PER_COUNT = 4
+_BLOCK = 1 << 14
+"""How many words are made at a time: what they become stays in the cache."""
+_JUMP = 500
+"""What it costs to go elsewhere in the stream, in words made."""
+
+
+# ---- the key
+
+
+def draw_key(mesh: DeviceMesh | None = None, generator: torch.Generator | None = None) -> int:
+    """The key of one random operator: 64 bits off torch's default generator, or another.
+
+    Arguments:
+        mesh: where the operator runs. If the generators of its ranks were found to differ when it
+            was made, they are compared again, by all ranks, before the first draw.
+        generator: draw from it instead. It must be in the same state on every rank.
+    """
+    if generator is None and mesh is not None:
+        check_if_suspect(mesh)
+    device = "cpu" if generator is None else generator.device
+    drawn = torch.empty((), dtype=torch.int64, device=device)
+    return int(drawn.random_(-(2**63), None, generator=generator)) % 2**64
+
+
+# ---- the words
+
+
+class _Stream(threading.local):
+    """One Philox for each thread, set to where it is needed: cheaper than to make one each time."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=0)
+        self._state: Any = self._philox.state
+
+    def take(self, key: int, start: int, count: int) -> Words:
+        """Words `start` to `start + count` of the stream of a key."""
+        number, skipped = divmod(start, _WORDS_PER_COUNT)
+        place = self._state["state"]
+        place["key"][0] = key
+        place["counter"][0] = number
+        self._philox.state = self._state
+        return self._philox.random_raw(skipped + count)[skipped:]
+
+    def take_each(self, key: int, starts: list[int], count: int) -> Words:
+        """The words of several runs of one length, one after the other."""
+        if len(starts) == 1:
+            return self.take(key, starts[0], count)
+        philox, state, place = self._philox, self._state, self._state["state"]["counter"]
+        state["state"]["key"][0] = key
+        result = np.empty((len(starts), count), dtype=np.uint64)
+        for row, start in zip(result, starts, strict=True):  # as fast as Python can
+            number, skipped = divmod(start, _WORDS_PER_COUNT)
+            place[0] = number
+            philox.state = state
+            row[:] = philox.random_raw(skipped + count)[skipped:]
+        return result.reshape(-1)
+
+
+_stream = _Stream()
+
+
+def words(key: int, layout: Layout, coordinate: Sequence[int] | None = None) -> Words:
+    """One word for each element of the shard at `coordinate` (default: this rank's)."""
+    runs = _runs(layout, None if coordinate is None else tuple(coordinate))
+    return np.concatenate([_NONE, *_blocks(key, runs)]).reshape(runs.shape)
+
+
+_NONE: Words = np.empty(0, dtype=np.uint64)
+
+
+class _Runs(NamedTuple):
+    """Which words a shard has: runs that follow each other in the global tensor, with gaps.
+
+    Either each run is made alone, or also what lies between, if that costs less than to jump: dims
+    from `level` on are then made whole, and cut.
+    """
+
+    shape: tuple[int, ...]
+    """Of the shard. The rest is of the same box in a tensor of as few dims as can be."""
+    sizes: list[int]
+    starts: list[int]
+    counts: list[int]
+    strides: list[int]
+    level: int
+
+
+def _runs(layout: Layout, coordinate: tuple[int, ...] | None) -> _Runs:
+    # not cached under None: simulated ranks share the cache
+    return _runs_at(layout, coordinate or layout.mesh.get_coordinate())
+
+
+@lru_cache(maxsize=4096)
+def _runs_at(layout: Layout, place: tuple[int, ...] | None) -> _Runs:
+    box = layout.box(place)
+    sizes, starts, counts = _merged(layout.shape, box.start, box.shape)
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    last = len(sizes) - 1
+
+    def cost(level: int) -> int:
+        return math.prod(counts[:level]) * (_JUMP + counts[level] * strides[level])
+
+    levels = [level for level in range(last + 1) if level == last or strides[level] <= _BLOCK]
+    return _Runs(box.shape, sizes, starts, counts, strides, min(levels, key=cost))
+
+
+def _blocks(key: int, runs: _Runs) -> Iterator[Words]:
+    """The words of a shard in its row-major order, about a block at a time."""
+    parts: list[Words] = []
+    held = 0
+    for part in _parts(key, runs):
+        parts.append(part)
+        held += len(part)
+        if held >= _BLOCK:
+            yield np.concatenate(parts) if len(parts) > 1 else part
+            parts, held = [], 0
+    if parts:
+        yield np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _parts(key: int, runs: _Runs) -> Iterator[Words]:
+    """The words of a shard, each run alone, or a part of one that is longer than a block."""
+    shape, sizes, starts, counts, strides, level = runs
+    if 0 in shape:
+        return
+    count, stride = counts[level], strides[level]
+    rows = max(1, _BLOCK // stride)
+    inner = zip(starts[level + 1 :], counts[level + 1 :], strict=True)
+    kept = (slice(None), *(slice(start, start + many) for start, many in inner))
+    firsts = _firsts(starts, counts, strides, level)
+    if stride == 1 and count < _BLOCK:
+        several = _BLOCK // count
+        for at in range(0, len(firsts), several):
+            yield _stream.take_each(key, firsts[at : at + several], count)
+        return
+    for first in firsts:
+        for row in range(0, count, rows):
+            height = min(rows, count - row)
+            made = _stream.take(key, first + row * stride, height * stride)
+            if stride > 1:
+                made = made.reshape(height, *sizes[level + 1 :])[kept].reshape(-1)
+            yield made
+
+
+def _firsts(starts: list[int], counts: list[int], strides: list[int], level: int) -> list[int]:
+    """The positions at which the runs begin, if those are made of the dims from `level` on."""
+    firsts = np.array([starts[level] * strides[level]], dtype=np.int64)
+    for start, count, stride in zip(starts[:level], counts, strides, strict=False):
+        steps = np.arange(start, start + count, dtype=np.int64) * stride
+        firsts = (firsts[:, None] + steps).reshape(-1)
+    return firsts.tolist()  # type: ignore[no-any-return]
+
+
+def _merged(
+    sizes: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """The same box of a tensor of fewer dims: those that are whole join the one before."""
+    dims = [(1, 0, 1)]
+    for size, start, count in zip(reversed(sizes), reversed(starts), reversed(counts), strict=True):
+        inner = dims[-1]
+        if inner[2] == inner[0]:
+            dims[-1] = (size * inner[0], start * inner[0], count * inner[0])
+        else:
+            dims.append((size, start, count))
+    columns = zip(*reversed(dims), strict=True)
+    merged = [list(column) for column in columns]
+    return merged[0], merged[1], merged[2]
+
+
+# ---- numbers, each of one word
+
+
+def _filled(
+    key: int, layout: Layout, convert: Convert, dtype: torch.dtype, device: Device
+) -> torch.Tensor:
+    """This rank's shard, made of its words."""
+    runs = _runs(layout, None)
+    size = math.prod(runs.shape)
+    blocks = _blocks(key, runs)
+    if size <= _BLOCK:  # there is one, or none
+        result = torch.from_numpy(convert(next(blocks, _NONE))).to(dtype)
+    else:
+        result = torch.empty(size, dtype=dtype, device="cpu")
+        at = 0
+        for block in blocks:
+            result[at : at + len(block)] = torch.from_numpy(convert(block))
+            at += len(block)
+    return result.view(runs.shape).to(device)
+
+
+def _filled_complex(
+    key: int, layout: Layout, convert: Convert, dtype: torch.dtype, device: Device
+) -> torch.Tensor:
+    """A shard of complex numbers: the real and the imaginary part are numbers beside each other."""
+    real = torch.empty((), dtype=dtype, device="meta").real.dtype
+    pairs = Layout(layout.mesh, (*layout.shape, 2), (*layout.shard_order, ()))
+    return torch.view_as_complex(_filled(key, pairs, convert, real, device))
+
+
+def _fill(
+    key: int, layout: Layout, convert: Convert, dtype: torch.dtype | None, device: Device
+) -> torch.Tensor:
+    dtype = dtype or torch.get_default_dtype()
+    fill = _filled_complex if dtype.is_complex else _filled
+    return fill(key, layout, convert, dtype, device)
+
+
+def _floats(words: Words, bits: int, dtype: Any = np.float64) -> NDArray[Any]:
+    """The first bits of each word as an integer, in floating point."""
+    return (words >> np.uint64(64 - bits)).view(np.int64).astype(dtype)
+
+
+def _open_unit(words: Words) -> NDArray[np.float64]:
+    """In (0, 1), and never at its ends."""
+    values = _floats(words, 52)
+    values += 0.5
+    values *= 2.0**-52
+    return values
+
+
+def _gauss(words: Words, dtype: torch.dtype) -> NDArray[Any]:
+    """Normally distributed, out to more than 6.7 sigma (8.2 in float64)."""
+    return _gauss_double(words) if dtype in _DOUBLES else _gauss_single(words)
+
+
+def _gauss_double(words: Words) -> NDArray[np.float64]:
+    """The inverse of the distribution: 52 bits for how far out, the last one for the side."""
+    below = _floats(words, 52)
+    below += 0.5
+    below *= 2.0**-53
+    values: NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(below)).numpy()
+    bits = values.view(np.uint64)
+    np.bitwise_xor(bits, words << np.uint64(63), out=bits)
+    return values
+
+
+def _gauss_single(words: Words) -> NDArray[np.float32]:
+    """Box and Muller's transform: 32 bits for the radius, 32 for the angle."""
+    radius: NDArray[np.float32] = _floats(words, 32, np.float32)
+    radius += np.float32(0.5)
+    radius *= np.float32(2.0**-32)
+    np.log(radius, out=radius)
+    radius *= np.float32(-2)
+    np.sqrt(radius, out=radius)
+    angle = (words & np.uint64(2**32 - 1)).view(np.int64).astype(np.float32)
+    angle *= np.float32(2 * math.pi * 2.0**-32)
+    radius *= np.cos(angle, out=angle)
+    return radius
+
+
+_DOUBLES = (torch.float64, torch.complex128)
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def uniform(
+    key: int,
+    layout: Layout,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
+    """This rank's shard of numbers in [low, high), also after rounding to the dtype."""
+    dtype = dtype or torch.get_default_dtype()
+    real = torch.empty((), dtype=dtype, device="meta").real.dtype if dtype.is_complex else dtype
+    digits = _DIGITS.get(real, 8)
+    if low == 0 and high == 1:
+        kind = np.float64 if digits > 24 else np.float32
+        step = kind(2.0**-digits)
+        return _fill(key, layout, lambda block: _floats(block, digits, kind) * step, dtype, device)
+    span = high - low
+
+    def convert(block: Words) -> NDArray[np.float64]:
+        values = _floats(block, 53)
+        values *= 2.0**-53 * span
+        values += low
+        return values
+
+    result = _fill(key, layout, convert, dtype, device)
+    if low < high:
+        (torch.view_as_real(result) if dtype.is_complex else result).clamp_(max=_below(high, real))
+    return result
+
+
+def _below(high: float, dtype: torch.dtype) -> float:
+    """The largest number of a dtype that is less."""
+    nearest = torch.tensor(high, dtype=dtype, device="cpu")
+    if nearest.item() < high:
+        return nearest.item()
+    if dtype == torch.float16:  # torch has no nextafter for it
+        return float(np.nextafter(nearest.numpy(), np.float16(-np.inf)))
+    return torch.nextafter(nearest, torch.tensor(-math.inf, dtype=dtype, device="cpu")).item()
+
+
+def normal(
+    key: int,
+    layout: Layout,
+    mean: float = 0.0,
+    std: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
+    """This rank's shard of normally distributed numbers (complex: `std` is of both parts)."""
+    kind = dtype or torch.get_default_dtype()
+    if kind.is_complex:
+        std /= math.sqrt(2)
+
+    def convert(block: Words) -> NDArray[Any]:
+        values = _gauss(block, kind)
+        if std != 1:
+            values *= std
+        if mean != 0 and not kind.is_complex:
+            values += mean
+        return values
+
+    result = _fill(key, layout, convert, kind, device)
+    return result.add_(mean) if kind.is_complex and mean != 0 else result
+
+
+def log_normal(
+    key: int,
+    layout: Layout,
+    mean: float = 1.0,
+    std: float = 2.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
+    """This rank's shard of numbers whose logarithms are normally distributed."""
+    return _fill(
+        key, layout, lambda block: np.exp(_gauss_double(block) * std + mean), dtype, device
+    )
+
+
+def exponential(
+    key: int,
+    layout: Layout,
+    rate: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
+    """This rank's shard of exponentially distributed numbers: never 0, so they have a logarithm."""
+    dtype = dtype or torch.get_default_dtype()
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return _fill(
+        key,
+        layout,
+        lambda block: np.maximum(np.log(_open_unit(block)) / -rate, least),
+        dtype,
+        device,
+    )
+
+
+def geometric(
+    key: int, layout: Layout, p: float, dtype: torch.dtype | None = None, device: Device = None
+) -> torch.Tensor:
+    """This rank's shard of how many trials it takes to succeed: at least 1."""
+    scale = 1 / math.log1p(-p)
+    return _fill(
+        key,
+        layout,
+        lambda block: np.maximum(np.ceil(np.log(_open_unit(block)) * scale), 1.0),
+        dtype,
+        device,
+    )
+
+
+def cauchy(
+    key: int,
+    layout: Layout,
+    median: float = 0.0,
+    sigma: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
+    """This rank's shard of Cauchy distributed numbers."""
+
+    def convert(block: Words) -> NDArray[np.float64]:
+        return np.tan((_open_unit(block) - 0.5) * math.pi) * sigma + median
+
+    return _fill(key, layout, convert, dtype, device)
+
+
+def integers(
+    key: int,
+    layout: Layout,
+    low: int,
+    high: int,
+    dtype: torch.dtype | None = torch.int64,
+    device: Device = None,
+) -> torch.Tensor:
+    """This rank's shard of integers in [low, high)."""
+    span = high - low
+
+    def convert(block: Words) -> NDArray[np.int64]:
+        if span < 2**64:  # as torch does, with a bias of less than span / 2**64
+            block = block - block // np.uint64(span) * np.uint64(span)
+        return block.view(np.int64) + np.int64(low)
+
+    # not through _fill: a complex number of this kind has no imaginary part
+    return _filled(key, layout, convert, dtype or torch.int64, device)
+
+
+def bernoulli(
+    key: int,
+    layout: Layout,
+    p: float,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+    value: float = 1.0,
+) -> torch.Tensor:
+    """This rank's shard of numbers that are `value` with probability p, and 0 else."""
+    limit = math.ceil(p * 2.0**53) << 11
+    is_certain = limit >= 2**64
+    kind = np.float32 if dtype in (torch.float32, torch.bfloat16, torch.float16) else np.float64
+
+    def convert(block: Words) -> NDArray[Any]:
+        chosen = np.ones(len(block), bool) if is_certain else block < np.uint64(limit)
+        return chosen if value == 1 else chosen * kind(value)
+
+    return _filled(key, layout, convert, dtype or torch.get_default_dtype(), device)
+
+
+def permutation(
+    key: int, layout: Layout, dtype: torch.dtype | None = None, device: Device = None
+) -> torch.Tensor:
+    """This rank's shard of a random order of 0 to n - 1. Every rank makes all of it."""
+    order = np.random.Generator(np.random.Philox(key=key)).permutation(layout.shape[0])
+    box = layout.box()
+    return torch.from_numpy(order[box.slices].copy()).to(device=device, dtype=dtype or torch.int64)

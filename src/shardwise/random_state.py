@@ -1,0 +1,101 @@
+"""Are torch's default generators in the same state on all ranks?
+
+What `shardwise.random` makes is one tensor only if they are. They are compared when a mesh is made
+(`watch`), and whenever the user asks (`check_random_state`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+from warnings import warn
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardwise import world
+from shardwise.comm import communicator
+from shardwise.errors import ShardwiseError
+from shardwise.mesh import DeviceMesh, as_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+
+class RandomStateError(ShardwiseError, RuntimeError):
+    """torch's default generators are in different states on ranks that must agree."""
+
+
+class RandomStateWarning(UserWarning):
+    """Ranks of a new mesh have torch's default generators in different states."""
+
+
+_suspects: WeakKeyDictionary[world.World, WeakKeyDictionary[DeviceMesh, bool]]
+_suspects = WeakKeyDictionary()
+"""For each world the meshes whose ranks were found to differ, and those since found to agree."""
+
+
+def check_random_state(device_mesh: DeviceMesh | TorchMesh) -> None:
+    """Make sure that torch's default generator is in the same state on all ranks of a mesh.
+
+    Costs a gather of 8 bytes for each rank; all ranks of the mesh must call it.
+
+    Raises:
+        RandomStateError: some differ; it names them.
+    """
+    mesh = as_mesh(device_mesh)
+    problem = _divergence(mesh)
+    if problem:
+        raise RandomStateError(problem)
+
+
+def watch(mesh: DeviceMesh) -> DeviceMesh:
+    """Compare the generators of a new mesh's ranks, all of which call this; returns the mesh.
+
+    If they differ, it is warned of now (the program may seed them yet), and the first random
+    operator on the mesh compares again and fails.
+    """
+    if mesh.is_abstract or mesh.get_coordinate() is None:
+        return mesh
+    problem = _divergence(mesh)
+    if problem:
+        _suspects.setdefault(world.current(), WeakKeyDictionary())[mesh] = True
+        warn(problem, RandomStateWarning, stacklevel=3)
+    elif (known := _suspects.get(world.current())) is not None:
+        known[mesh] = False
+    return mesh
+
+
+def check_if_suspect(mesh: DeviceMesh) -> None:
+    """Compare again, if the ranks of this mesh (or of the one it was cut from) once differed.
+
+    All of them know, so all of them do.
+    """
+    known = _suspects.get(world.current()) if _suspects else None
+    if known is None or mesh.is_abstract:
+        return
+    if known.get(mesh, known.get(mesh.root, False)):
+        check_random_state(mesh)
+        known[mesh] = False
+
+
+def _divergence(mesh: DeviceMesh) -> str:
+    """Which ranks differ, and what to do; nothing if they agree."""
+    if mesh.size() == 1 or mesh.is_abstract:
+        return ""
+    digest = blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=mesh.device_type)
+    digests = communicator(mesh).all_gather(mine).tolist()
+    common, _ = Counter(digests).most_common(1)[0]
+    ranks = mesh.mesh.flatten().tolist()
+    others = [rank for rank, each in zip(ranks, digests, strict=True) if each != common]
+    if not others:
+        return ""
+    same = [rank for rank in ranks if rank not in others]
+    return (
+        f"random state: torch's default generator on ranks {others} of {mesh!r} is in another "
+        f"state than on ranks {same}, so random tensors would not fit together; call "
+        "torch.manual_seed with the same seed on every rank, and draw plain random tensors on all "
+        "ranks alike (or with a torch.Generator of their own)"
+    )

@@ -1,0 +1,334 @@
+"""Writing by index: `x[key] = value`, index_put, put_. In place; the target keeps its layout.
+
+Each rank writes what falls into its piece, also if that is nothing: a value that requires grad must
+have its place in the graph of every rank, as its gradient is summed over them. Writing is linear in
+target and value together, so a target with a pending sum takes the value as a pending sum, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.rules.indexing import (
+    BASIC,
+    Function,
+    Indices,
+    aligned,
+    check_bounds,
+    held,
+    picked,
+    unravelled,
+)
+from shardwise.rules.keys import (
+    ALL,
+    Key,
+    Region,
+    is_simple,
+    local_region,
+    mesh_of,
+    picks,
+    region,
+    static,
+    taken_apart,
+    whole,
+)
+from shardwise.rules.registry import Known, Rule, enter, handler
+from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.tensor import DTensor, unwrap, wrap
+
+
+def writer(name: str, run: Callable[..., None]) -> Callable[[Rule], Function]:
+    """Make a function, that dispatch knows to change its first argument, of a rule."""
+    function = Function(name, run)
+
+    def aside(target: DTensor, *args: Any) -> DTensor:
+        # A pending max, say: nothing can be written to contributions.
+        result = static(whole(target, name).clone(), target._layout.mesh)
+        function.dispatched(result, *args)
+        return result
+
+    def register(made: Rule) -> Function:
+        enter(function, Known(name, made, outplace=aside))
+        return function
+
+    return register
+
+
+# ---- by a basic key
+
+
+def _assign(target: torch.Tensor, key: Any, value: Any) -> None:
+    target[key] = value
+
+
+@writer("__setitem__", _assign)
+def ASSIGN(target: torch.Tensor, key: Any, value: torch.Tensor) -> Spec:  # noqa: N802
+    """An assignment by ints, slices, None and Ellipsis."""
+    where = region(key, target)
+
+    def lower(here: Here) -> Callable[..., None] | None:
+        if not here.axes(*where.parts):
+            return None
+        local = local_region(where, here)
+
+        def run(target: torch.Tensor, key: Any, value: torch.Tensor) -> None:
+            value = _of_rank(value, len(where.dims))
+            for dim in local.dropped:
+                value = value.unsqueeze(dim)
+            for dim, (before, length, _) in local.spans.items():
+                if value.size(dim) != 1:
+                    value = value.narrow(dim, before, length)
+            target[local.key] = value
+
+        return run
+
+    return Spec(
+        [(target, where.whole), (value, _fitted(value, where.dims, where.shape))],
+        [Out(where.whole, tuple(target.shape))],
+        linear=[(0, 1)],
+        lower=lower,
+    )
+
+
+def _fitted(value: torch.Tensor, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
+    """The factors of a value that is written to where these are the factors and sizes."""
+    sizes = list(value.shape)
+    while len(sizes) > len(shape) and sizes[0] == 1:
+        sizes.pop(0)
+    ends = zip(reversed(sizes), reversed(shape), strict=False)
+    if len(sizes) > len(shape) or any(size not in (1, wanted) for size, wanted in ends):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
+            f"{list(shape)}"
+        )
+    return aligned(value, names, shape)
+
+
+def _of_rank(value: torch.Tensor, ndim: int) -> torch.Tensor:
+    """A value that broadcasts to `ndim` dims, with so many."""
+    shape = tuple(value.shape)
+    extra = len(shape) - ndim
+    return value.reshape(shape[extra:] if extra > 0 else (1,) * -extra + shape)
+
+
+# ---- by a mask
+
+
+@writer("__setitem__", _assign)
+def FILL(target: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Spec:  # noqa: N802
+    """An assignment to where a mask is true, of a value that is the same for all these places."""
+    shape = tuple(target.shape)
+    if tuple(mask.shape) != shape[: mask.dim()]:
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} at index 0 does not match the shape of the "
+            f"indexed tensor {list(shape)} at index 0"
+        )
+    dims: Dims = tuple(f"d{dim}" for dim in range(target.dim()))
+    rest = [None, *dims[mask.dim() :]]  # the places themselves are the first dim of the value
+    return Spec(
+        [
+            (target, dims),
+            (mask, dims[: mask.dim()]),
+            (value, _fitted(value, rest, (1, *shape[mask.dim() :]))),
+        ],
+        [Out(dims, shape)],
+        linear=[(0, 2)],
+    )
+
+
+def _fills(target: torch.Tensor, key: Any, value: torch.Tensor) -> bool:
+    """Whether a key is one mask, and the value the same for all its places."""
+    if not isinstance(key, torch.Tensor) or key.dtype not in (torch.bool, torch.uint8):
+        return False
+    rest = target.dim() - key.dim()
+    return key.dim() > 0 and (value.dim() <= rest or (value.dim() == rest + 1 and len(value) == 1))
+
+
+# ---- by tensors
+
+
+def _put(target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool) -> None:
+    if accumulate:
+        target.index_put_(list(indices), values, accumulate=True)
+    else:
+        target[tuple(ALL if each is None else each for each in indices)] = values
+
+
+@writer("index_put_", _put)
+def PUT(  # noqa: N802
+    target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool
+) -> Spec:
+    """An assignment (or addition) by tensors of integers, one or None for each dim."""
+    where = picked(target.dim(), indices)
+    names: Dims = tuple(f"d{dim}" for dim in range(target.dim()))
+    common = [None] * len(where.common)
+    shape = where.arranged([target.shape[dim] for dim in where.rest], where.common)
+    result = where.arranged([names[dim] for dim in where.rest], common)
+    inputs: list[tuple[torch.Tensor, Dims]] = [(target, names)]
+    inputs += [(each, (None,) * each.dim()) for each in indices if each is not None]
+    inputs.append((values, _fitted(values, result, shape)))
+
+    def lower(here: Here) -> Callable[..., None] | None:
+        dims = [dim for dim in range(target.dim()) if dim not in where.rest]
+        split = [dim for dim in dims if here.axes(names[dim])]
+        if not split:
+            return None
+
+        def run(
+            target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool
+        ) -> None:
+            found, inside = held(target, indices, here.inputs[0], split)
+            sizes = where.arranged([target.size(dim) for dim in where.rest], where.common)
+            values = _of_rank(values, len(sizes)).expand(sizes)[(ALL,) * where.at + (inside,)]
+            kept = [None if each is None else each.expand(where.common)[inside] for each in found]
+            _put(target, kept, values, accumulate)
+
+        return run
+
+    return Spec(
+        inputs,
+        [Out(names, tuple(target.shape))],
+        linear=[(0, len(inputs) - 1)],
+        lower=lower,
+    )
+
+
+def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
+    """For each dim of a tensor the indices that a key with basic parts and tensors names."""
+    taken = picks(key.basic, tuple(target.shape))
+    sizes = [1 if pick is None else pick.count for pick in taken if pick is None or not pick.drops]
+    where = picked(len(sizes), key.indices)
+    ndim = len(where.rest) + len(where.common)
+    places = where.arranged(where.rest, [None] * len(where.common))
+    result = []
+    dim = 0
+    for pick in taken:
+        if pick is not None and pick.drops:
+            result.append(torch.tensor(pick.start))
+            continue
+        index = key.indices[dim] if dim < len(key.indices) else None
+        if index is None:
+            at = places.index(dim)
+            index = torch.arange(sizes[dim]).reshape([-1 if e == at else 1 for e in range(ndim)])
+        else:
+            index = whole(index, "__setitem__")
+            check_bounds(index, -sizes[dim], sizes[dim])
+            index = torch.where(index < 0, index + sizes[dim], index)
+            index = index.reshape(*index.shape, *[1] * (len(where.rest) - where.at))
+        if pick is not None:
+            result.append(pick.start + index * pick.step)
+        dim += 1
+    return tuple(result)
+
+
+# ---- what users call
+
+
+@handler(torch.Tensor.__setitem__)
+def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`x[key] = value`."""
+    target, key, value = args
+    _check_target("__setitem__", target)
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Number):
+            raise TypeError(f"can't assign a {type(value).__name__} to a {target.type()}")
+        # A number would be part of the plan's key, and cannot be a contribution.
+        value = torch.tensor(value, dtype=target.dtype, device=target.device)
+    if isinstance(key, tuple) and len(key) == 1:
+        key = key[0]
+    if is_simple(key):
+        ASSIGN.dispatched(target, key, value)
+    elif _fills(target, key, value):
+        FILL.dispatched(target, key, value)
+    else:
+        _set(target, taken_apart(target, key, target._layout.mesh), value)
+
+
+def _set(target: DTensor, key: Key, value: torch.Tensor) -> None:
+    mesh = target._layout.mesh
+    if not key.indices:
+        ASSIGN.dispatched(target, key.basic or (), value)
+    elif key.basic is None:
+        PUT.dispatched(target, key.indices, value, False)
+    elif _is_view(region(key.basic, target), target._layout):
+        PUT.dispatched(BASIC.dispatched(target, key.basic), key.indices, value, False)
+    else:
+        indices = tuple(static(each, mesh) for each in coordinates(target, key))
+        PUT.dispatched(target, indices, value, False)
+
+
+def _is_view(where: Region, layout: Layout) -> bool:
+    """Whether the region is a view of each rank's piece."""
+    split = {f"d{dim}" for dim, axes in enumerate(layout.shard_order) if axes}
+    return not split & set(where.parts)
+
+
+@handler("index_put_")
+def index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`index_put_`: indices are tensors, or None for a dim."""
+    return _index_put(*args, **kwargs)
+
+
+def _index_put(
+    input: Any, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
+) -> Any:
+    _check_target("index_put_", input)
+    key = tuple(ALL if each is None else each for each in indices)
+    parts = taken_apart(input, key, input._layout.mesh)
+    PUT.dispatched(input, parts.indices, values, bool(accumulate))
+    return input
+
+
+@handler("index_put")
+def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`index_put`: on a copy."""
+    input, *rest = args
+    return _index_put(_copy(input, mesh_of(args, tuple(kwargs.values()))), *rest, **kwargs)
+
+
+@handler("put_")
+def put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`put_`: indices into the flattened tensor."""
+    return _put_flat(*args, **kwargs)
+
+
+def _put_flat(
+    input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
+) -> Any:
+    _check_target("put_", input)
+    mesh = input._layout.mesh
+    found = unravelled(whole(index, "put_"), input._layout.shape)
+    values = whole(source, "put_").reshape(index.shape)
+    values = static(values.view_as(values), mesh)  # it may be the user's own
+    indices = tuple(static(each, mesh) for each in found)
+    if indices:
+        PUT.dispatched(input, indices, values, bool(accumulate))
+    return input
+
+
+@handler("put")
+def put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`put`: on a copy."""
+    input, *rest = args
+    return _put_flat(_copy(input, mesh_of(args, tuple(kwargs.values()))), *rest, **kwargs)
+
+
+def _copy(input: torch.Tensor, mesh: Any) -> DTensor:
+    if type(input) is DTensor:
+        return wrap(unwrap(input).clone(), input._layout)
+    return static(input.clone(), mesh)
+
+
+def _check_target(name: str, target: torch.Tensor) -> None:
+    if type(target) is not DTensor:
+        from shardwise.dispatch.entry import DispatchError
+
+        raise DispatchError(
+            f"{name}: cannot write a DTensor's values into a plain tensor in place; "
+            "use full_tensor() or to_local() of the DTensor"
+        )

@@ -1,0 +1,248 @@
+"""Scaled dot product attention: batch, heads, queries and the values' features are free factors.
+
+The keys are a summed one: each rank's weights are normalised by the sum over all keys, so only a
+maximum and a sum for each query travel, and its share of the result is pending a sum, as of a
+product. Attention is linear in the values.
+
+torch's own kernel runs wherever it can. What it cannot do is done by parts here: split keys,
+dropout by global position, and the gradient of a mask on an empty shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.random import bernoulli, draw_key
+from shardwise.rules.collectives import extreme, total_used
+from shardwise.rules.matmul import contraction, expanded_dims, leading
+from shardwise.rules.registry import rule
+from shardwise.rules.rows import same_cuts
+from shardwise.rules.softmax import widened
+from shardwise.rules.spec import Here, Spec
+
+Tensor = torch.Tensor
+
+_kernel = torch._C._nn.scaled_dot_product_attention
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Spec:
+    batch = leading(max(query.dim(), key.dim(), value.dim()) - 2)
+    names = [batch[len(batch) - (each.dim() - 2) :] for each in (query, key, value)]
+    heads = None
+    if enable_gqa:
+        batch[-1] = names[0][-1] = "h"
+        names[1][-1], names[2][-1] = "heads of keys", "heads of values"
+        heads = Heads(query.shape[-3], key.shape[-3], value.shape[-3])
+        if heads.queries % heads.keys or heads.queries % heads.values:
+            raise RuntimeError(f"expected heads of queries to be a multiple, got {heads}")
+    spec = contraction(
+        [
+            (query, [*names[0], "l", "e"]),
+            (key, [*names[1], "s", "e"]),
+            (value, [*names[2], "s", "w"]),
+        ],
+        [*batch, "l", "w"],
+    )
+    inputs = list(spec.inputs)
+    is_shared = heads is not None and heads.split_alike(query, key)
+    if is_shared:
+        inputs = [(each, tuple("h" if name and name.startswith("h") else name for name in dims))
+                  for each, dims in inputs]  # fmt: skip
+    whole = (*spec.outputs[0].shape[:-1], key.shape[-2])
+    if attn_mask is not None:
+        inputs.append((attn_mask, expanded_dims(attn_mask, [*batch, "l", "s"], whole)))
+    queries = axes_of(query, -2)
+    gathers_queries = _gathering_queries_is_cheaper(query, key, value)
+
+    def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
+        if is_shared and not heads.fit(mesh, splits.get("h", ())):  # type: ignore[union-attr]
+            return False
+        # If one axis splits keys and queries, the queries stay split: the result is as they are.
+        return gathers_queries or not set(queries) & set(splits.get("s", ()))
+
+    def lower(here: Here) -> Callable[..., Tensor] | None:
+        order = [here.axes(name) for name in (*batch, "l", "s")]
+        local = Local(Layout(here.mesh, whole, order), here.axes("s"), heads, is_shared)
+        is_empty = 0 in here.outputs[0].local_shape()
+        if dropout_p > 0 or here.axes("s") or (is_empty and attn_mask is not None):
+            return local.by_parts
+        is_offset = is_causal and here.axes("l")
+        is_regrouped = heads is not None and not is_shared and here.axes("h")
+        return local.by_kernel if is_offset or is_regrouped else None
+
+    return Spec(
+        inputs, spec.outputs, reduces={"s": "sum"}, linear=[(2,)], allows=allows, lower=lower
+    )
+
+
+def axes_of(tensor: Tensor, dim: int) -> tuple[int, ...]:
+    """The axes that split a dim of a tensor, which may be a plain one."""
+    layout = getattr(tensor, "_layout", None)
+    return () if layout is None else layout.shard_order[dim]
+
+
+def _gathering_queries_is_cheaper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether to gather queries and sum results moves less than to gather keys and values."""
+    features, width = query.shape[-1], value.shape[-1]
+    return query.shape[-2] * (features + 2 * width) < key.shape[-2] * (features + width)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many there are, where several of the queries' share one of the keys' and values'."""
+
+    queries: int
+    keys: int
+    values: int
+
+    def fit(self, mesh: DeviceMesh, axes: Sequence[int]) -> bool:
+        """Whether each rank's heads of queries are just those of its keys and values."""
+        return all(same_cuts(self.queries, count, mesh, axes) for count in (self.keys, self.values))
+
+    def split_alike(self, query: Tensor, key: Tensor) -> bool:
+        """Whether keys and values are to be split with the queries as these lie, or be whole."""
+        for tensor in (query, key):
+            axes = axes_of(tensor, -3)
+            if axes:
+                return self.fit(tensor._layout.mesh, axes)  # type: ignore[attr-defined]
+        return True
+
+
+@dataclass(frozen=True)
+class Local:
+    """Attention on one rank's pieces."""
+
+    weights: Layout
+    """How the weights, that nobody sees, lie: a row for each query, a column for each key."""
+    summed: tuple[int, ...]
+    """The axes that split the keys."""
+    heads: Heads | None
+    is_shared: bool
+
+    def by_kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """By torch's operator: all keys are here, and there is no dropout."""
+        if enable_gqa and not self.is_shared:
+            key, value = self._of_queries(key, value)
+            enable_gqa = False
+        if is_causal:
+            last = self.weights.box().stop[-2]
+            if query.shape[-2] and last < key.shape[-2]:  # no query here looks further
+                key, value = key[..., :last, :], value[..., :last, :]
+                attn_mask = _cut(attn_mask, last)
+            attn_mask = self._causal(attn_mask, query, key)
+        return _kernel(query, key, value, attn_mask, 0.0, False, scale=scale, enable_gqa=enable_gqa)
+
+    def by_parts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Scores, their softmax over the keys of all ranks, dropout, and the weighted sum."""
+        query, key, value = map(_autocast, (query, key, value))
+        if enable_gqa:
+            key, value = self._of_queries(key, value)
+        if is_causal:
+            attn_mask = self._causal(attn_mask, query, key)
+        if scale is None:
+            scale = 1 / math.sqrt(query.shape[-1])
+        with torch.autocast(query.device.type, enabled=False):
+            scores = widened(query) @ widened(key).mT * scale
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                scores = scores.masked_fill(~attn_mask, -math.inf)
+            elif attn_mask is not None:
+                scores = scores + attn_mask
+            weights = self._softmax(scores)
+            if dropout_p > 0:
+                weights = weights * self._kept(dropout_p, weights)
+            return (weights @ widened(value)).to(query.dtype)
+
+    def _of_queries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """One head of keys and values for each of the queries'."""
+        assert self.heads is not None, "only called for groups"
+        box = self.weights.box()
+        found = []
+        for tensor, count in ((key, self.heads.keys), (value, self.heads.values)):
+            each = self.heads.queries // count
+            wanted = torch.arange(box.start[-3], box.stop[-3], device=tensor.device) // each
+            if self.is_shared and len(wanted):
+                wanted -= box.start[-3] // each  # the pieces begin at the same head
+            found.append(tensor.index_select(-3, wanted))
+        return found[0], found[1]
+
+    def _causal(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        """The mask, and that no query looks at later keys, by global positions."""
+        start = self.weights.box().start
+        past = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril(start[-2] - start[-1])
+        if mask is None:
+            return past
+        return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -math.inf)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """Over the last dim, of which other ranks have the rest. A row that is all masked is 0."""
+        mesh = self.weights.mesh
+        if scores.shape[-1]:
+            largest = scores.detach().amax(-1, keepdim=True)
+        else:
+            largest = scores.new_full((*scores.shape[:-1], 1), -math.inf)
+        largest = extreme(largest, mesh, self.summed, "max")
+        # A constant to autograd: the result does not change with it.
+        exps = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
+        sums = total_used(exps.sum(-1, keepdim=True), mesh, self.summed)
+        return exps / sums.masked_fill(sums == 0, 1)
+
+    def _kept(self, dropout_p: float, like: Tensor) -> Tensor:
+        """What to multiply the weights with: the same for every layout."""
+        key = draw_key(self.weights.mesh)
+        kept = 1 - dropout_p
+        scale = 1 / kept if kept else 0.0
+        return bernoulli(key, self.weights, kept, like.dtype, like.device, scale)
+
+
+def _cut(mask: Tensor | None, last: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]
+
+
+def _autocast(tensor: Tensor) -> Any:
+    """What torch makes of an input of attention within autocast."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor

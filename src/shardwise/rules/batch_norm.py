@@ -1,0 +1,294 @@
+"""batch_norm and instance_norm: statistics of the global batch, and running ones kept up.
+
+The functions change two of their arguments, the running statistics, wherever these lie. So each
+call is two: one that returns the statistics, with a rule, and the update as torch would write it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.rules.collectives import total, used
+from shardwise.rules.normalization import beside_space, channels, given, moments, scaled
+from shardwise.rules.registry import functions, handler, rule
+from shardwise.rules.softmax import widened
+from shardwise.rules.spec import Here, Out, Spec
+from shardwise.tensor import DTensor
+
+Optional = torch.Tensor | None
+
+
+@handler(F.batch_norm)
+def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _batch_norm(*args, **kwargs)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: Optional,
+    running_var: Optional,
+    weight: Optional = None,
+    bias: Optional = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if training:
+        F._verify_batch_size(input.shape)  # type: ignore[attr-defined]
+    if eps < 0 or (training and eps == 0):
+        wanted = "positive during training" if training else "non-negative"
+        raise ValueError(f"batch_norm eps must be {wanted}, but got {eps}")
+    return _normalized(
+        by_batch, input, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+
+
+@handler(*(each for each in functions("batch_norm") if each is not F.batch_norm))
+def builtin_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _normalized(by_batch, *args, **kwargs)
+
+
+@handler(F.instance_norm)
+def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _instance_norm(*args, **kwargs)
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: Optional = None,
+    running_var: Optional = None,
+    weight: Optional = None,
+    bias: Optional = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if use_input_stats:
+        F._verify_spatial_size(input.shape)  # type: ignore[attr-defined]
+    return _normalized(
+        by_instance, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
+    )
+
+
+@handler(*(each for each in functions("instance_norm") if each is not F.instance_norm))
+def builtin_instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kwargs = {**kwargs}
+    if "use_input_stats" in kwargs:
+        kwargs["training"] = kwargs.pop("use_input_stats")
+    return _normalized(by_instance, *args, **kwargs)
+
+
+def _normalized(
+    by: Callable[..., Any],
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    running_mean: Optional,
+    running_var: Optional,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if not training:
+        return _call(by_statistics, input, weight, bias, running_mean, running_var, eps)
+    tracks = running_mean is not None or running_var is not None
+    if not tracks or not input.numel():
+        return _call(by, input, weight, bias, eps, False)
+    result, mean, variance = _call(by, input, weight, bias, eps, True)
+    with torch.no_grad():
+        _update(running_mean, mean, momentum)
+        _update(running_var, variance, momentum)
+    return result
+
+
+def _call(function: Any, *args: Any) -> Any:
+    return DTensor.__torch_function__(function, (), args)  # type: ignore[no-untyped-call]
+
+
+def _update(running: Optional, value: DTensor, momentum: float) -> None:
+    if running is None:
+        return
+    new = value if isinstance(running, DTensor) else value.full_tensor()
+    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+
+
+# ---- with statistics that are given
+
+
+def by_statistics(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    mean: Optional,
+    variance: Optional,
+    eps: float,
+) -> torch.Tensor:
+    """Normalize by a mean and a variance per channel."""
+    if not input.numel():
+        return _affine(input, weight, bias, input)
+    return torch.batch_norm(
+        input, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled
+    )
+
+
+@rule(by_statistics)
+def statistics_rule(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    mean: Optional,
+    variance: Optional,
+    eps: float,
+) -> Spec:
+    names = channels(input)
+    inputs = given((input, names), *((each, ("c",)) for each in (weight, bias, mean, variance)))
+    return Spec(inputs, [Out(names, tuple(input.shape))])
+
+
+# ---- with those of the batch, or of each instance in it
+
+
+def by_batch(
+    input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
+) -> Any:
+    """Normalize by the mean and variance of each channel.
+
+    Returns:
+        The result; if `tracks` also the mean and the unbiased variance.
+    """
+    return _by_torch(torch.batch_norm, input, weight, bias, eps, tracks)
+
+
+def by_instance(
+    input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
+) -> Any:
+    """Normalize by the mean and variance of each channel of each instance.
+
+    Returns:
+        The result; if `tracks` also mean and unbiased variance, averaged over the instances.
+    """
+    return _by_torch(torch.instance_norm, input, weight, bias, eps, tracks)
+
+
+def _by_torch(
+    function: Any,
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    eps: float,
+    tracks: bool,
+) -> Any:
+    mean = variance = None
+    if tracks:  # with a momentum of 1 the running statistics are those of this batch
+        dtype = widened(input).dtype if weight is None else weight.dtype
+        mean, variance = (input.new_zeros(input.shape[1], dtype=dtype) for _ in range(2))
+    enabled = torch.backends.cudnn.enabled
+    if not input.numel():
+        result = _affine(input, weight, bias, input)
+    else:
+        result = function(input, weight, bias, mean, variance, True, 1.0, eps, enabled)
+    return (result, mean, variance) if tracks else result
+
+
+def _spec(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    tracks: bool,
+    lower: Callable[[Here], Callable[..., Any] | None],
+) -> Spec:
+    names, shape = channels(input), tuple(input.shape)
+    outputs = [Out(names, shape)]
+    if tracks:
+        outputs += [Out(("c",), shape[1:2])] * 2
+    inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
+    return Spec(inputs, outputs, lower=lower)
+
+
+@rule(by_batch)
+def batch_rule(
+    input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
+) -> Spec:
+    names, shape = channels(input), tuple(input.shape)
+    averaged = [0, *range(2, len(shape))]
+    count = math.prod(shape[dim] for dim in averaged)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = here.axes(*(names[dim] for dim in averaged))
+        if not axes:
+            return None
+
+        def run(
+            input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
+        ) -> Any:
+            result, mean, variance = _normal(input, averaged, count, here, axes, eps)
+            result = _affine(result, weight, bias, input)
+            if not tracks:
+                return result
+            return result, mean.detach().flatten(), _unbiased(variance, count).flatten()
+
+        return run
+
+    return _spec(input, weight, bias, tracks, lower)
+
+
+@rule(by_instance)
+def instance_rule(
+    input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
+) -> Spec:
+    names, shape = channels(input), tuple(input.shape)
+    averaged = list(range(2, len(shape)))
+    count = math.prod(shape[2:])
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes, batch = here.axes(*names[2:]), here.axes("n")
+        if not axes and not (tracks and batch):
+            return None
+
+        def over_batch(statistic: torch.Tensor) -> torch.Tensor:
+            sums = statistic.detach().sum(0).flatten()
+            return total(sums, here.mesh, batch) / shape[0]
+
+        def run(
+            input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
+        ) -> Any:
+            result, mean, variance = _normal(input, averaged, count, here, axes, eps)
+            result = _affine(result, weight, bias, input)
+            if not tracks:
+                return result
+            return result, over_batch(mean), over_batch(_unbiased(variance, count))
+
+        return run
+
+    return _spec(input, weight, bias, tracks, lower)
+
+
+def _normal(
+    input: torch.Tensor,
+    dims: list[int],
+    count: int,
+    here: Here,
+    axes: Sequence[int],
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mean, variance, centered = moments(widened(input), dims, count, here.mesh, axes)
+    return centered * used((variance + eps).rsqrt(), here.mesh, axes), mean, variance
+
+
+def _affine(
+    result: torch.Tensor, weight: Optional, bias: Optional, input: torch.Tensor
+) -> torch.Tensor:
+    """What is normalized, with weight and bias. All that is left to do on a rank with nothing,
+    which torch's kernels refuse: autograd must see the same inputs as elsewhere."""
+    weight, bias = (beside_space(each, input.dim()) for each in (weight, bias))
+    return scaled(result, weight, bias).to(input.dtype)
+
+
+def _unbiased(variance: torch.Tensor, count: int) -> torch.Tensor:
+    return variance.detach() * (count / (count - 1) if count > 1 else math.nan)

@@ -1,0 +1,150 @@
+"""Casts and copies: the values stay, so the layout does.
+
+Pending sums flow through a cast between floating point numbers, not to integers: rounding each
+contribution is not rounding the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import DispatchError, check_writable
+from shardwise.dispatch.moving import moved, transfer
+from shardwise.dispatch.planning import check_plain
+from shardwise.layout import Layout
+from shardwise.rules.pointwise import broadcast
+from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.spec import Spec
+from shardwise.tensor import DTensor, as_local
+
+FLOATS = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
+INTEGERS = ["int", "long", "short", "char", "byte", "bool"]
+
+
+@rule("clone", "contiguous", "cpu", "cuda", "pin_memory", *FLOATS, inplace=False)
+def kept(input: Any, *args: Any, **kwargs: Any) -> Spec:
+    return broadcast([input], [(0,)])
+
+
+@rule("detach", "alias", inplace=False)
+def alias(input: Any) -> Spec:
+    return broadcast([input], [(0,)], is_view=True)
+
+
+@rule(*INTEGERS, inplace=False)
+def rounded(input: Any, *args: Any, **kwargs: Any) -> Spec:
+    return broadcast([input])
+
+
+# ---- to, type, type_as: how they are called decides what they are
+
+
+class _Cast:
+    """`Tensor.to`, without tensors among its arguments. No function: it is handed DTensors as they
+    are, so that what torch returns as it is stays the same object."""
+
+    __name__ = "to"
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _to(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+_to: Any = torch.Tensor.to
+cast = _Cast()
+
+
+@rule(cast, "_to_copy", inplace=False)
+def cast_rule(input: Any, *args: Any, **kwargs: Any) -> Spec:
+    dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+    is_linear = all(map(_is_field, dtypes))
+    return broadcast([input], [(0,)] if is_linear else ())
+
+
+@handler("to")
+def to(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if len(args) == 2 and type(args[1]) is torch.device and not kwargs:
+        if args[1] == tensor.device:
+            return tensor
+    elif len(args) > 1 and isinstance(args[1], torch.Tensor):
+        args = (tensor, args[1].device, args[1].dtype, *args[2:])
+    elif "other" in kwargs:
+        kwargs = dict(kwargs)
+        other = kwargs.pop("other")
+        args = (tensor, other.device, other.dtype)
+    if not isinstance(tensor, DTensor):
+        return tensor.to(*args[1:], **kwargs)
+    return DTensor.__torch_function__(cast, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+
+@handler("type_as")
+def type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, other = (*args, *kwargs.values())
+    return tensor.to(other.device, other.dtype)
+
+
+@handler("type")
+def type_(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, *rest = args
+    wanted = rest[0] if rest else kwargs.get("dtype")
+    with as_local():
+        if wanted is None:
+            return tensor.type()
+        like = torch.empty(0, device=tensor.device).type(wanted)
+    return tensor.to(like.device, like.dtype)
+
+
+# ---- in place
+
+
+@handler("requires_grad_", "detach_", "share_memory_")
+def itself(func: Any, args: Any, kwargs: Any) -> Any:
+    with as_local():
+        func(*args, **kwargs)
+    return args[0]
+
+
+@handler("copy_")
+def copy_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Into the target, as it lies; the source may lie otherwise, broadcast, or be a plain tensor
+    that is the same on every rank."""
+    target, source, *rest = _bound(args, kwargs)
+    if not isinstance(target, DTensor):
+        raise DispatchError(
+            f"{name_of(func)}: cannot write a DTensor's values into a plain tensor in place; "
+            "use full_tensor() or to_local() of the DTensor"
+        )
+    check_writable("copy_", target)
+    check_plain("copy_", [source])
+    if source.shape != target.shape:
+        source = source.expand(target.shape)
+    if not isinstance(source, DTensor):
+        given = Layout(target._layout.mesh, target._layout.shape)
+    else:
+        given = source._layout
+    with as_local():
+        torch.Tensor.copy_(target, _moved(source, given, target), *rest)
+    return target
+
+
+def _bound(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    names = ("self", "src", "non_blocking")
+    return (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+
+
+def _moved(source: torch.Tensor, given: Layout, target: DTensor) -> torch.Tensor:
+    """The piece of the source that goes where this rank's piece of the target is."""
+    wanted = target._layout
+    if given.partial and wanted.partial and not _is_field(target.dtype):
+        # A contribution must not be rounded on its own.
+        whole = given.relaid(partial={})
+        source, given = moved(source, transfer(given, whole, ()), "copy_"), whole
+    if given is wanted:
+        return source
+    return moved(source, transfer(given, wanted, ()), "copy_")
+
+
+def _is_field(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

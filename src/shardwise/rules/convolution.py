@@ -1,0 +1,319 @@
+"""Convolutions.
+
+The batch and the channels of the result are free, the channels of the input are summed. Along the
+dims of space each rank gets the rows that its results look at (`shardwise.rules.halo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.halo import (
+    Exchange,
+    Range,
+    Window,
+    clipped,
+    cropped,
+    exchange,
+    expanded,
+    filled,
+    is_aligned,
+    is_empty,
+    padded,
+)
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Dims, Here, Out, Spec
+
+_FORWARD: dict[int, Callable[..., torch.Tensor]]
+_FORWARD = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+_TRANSPOSED: dict[int, Callable[..., torch.Tensor]]
+_TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """One convolution, in the sizes of the global tensors."""
+
+    input: tuple[int, ...]
+    windows: tuple[Window, ...]
+    """One for each dim of space. Of a transposed convolution: what each *input* spreads to."""
+    groups: int
+    result: tuple[int, ...]
+    """The shape of the result."""
+    output_padding: tuple[int, ...] | None = None
+    """None unless it is transposed."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is the transpose (conv_transpose2d) of a convolution."""
+        return self.output_padding is not None
+
+    @property
+    def first(self) -> int:
+        """The first dim of space; the one before has the channels."""
+        return len(self.input) - len(self.windows)
+
+    def spec(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Spec:
+        """The factors: n batch, c and o channels, x0, x1, ... space."""
+        space = tuple(f"x{at}" for at in range(len(self.windows)))
+        batch = ("n",) if self.first == 2 else ()
+        kernel = (None,) * len(space)
+        c, o = ("c", "o") if self.groups == 1 else ("g", "g")
+        # the weight of a group has its other channels whole
+        rest = None if self.groups > 1 else (o if self.is_transposed else c)
+        inputs: list[tuple[torch.Tensor, Dims]] = [
+            (input, (*batch, c, *space)),
+            (weight, (c if self.is_transposed else o, rest, *kernel)),
+        ]
+        if bias is not None:
+            inputs.append((bias, (o,)))
+        extra = (2,) if bias is not None else ()
+        return Spec(
+            inputs,
+            [Out((*batch, o, *space), self.result)],
+            reduces={"c": "sum"} if self.groups == 1 else {},
+            linear=[(0, *extra), (1, *extra)],
+            additive=extra,
+            lower=self.lower,
+            allows=self.allows,
+        )
+
+    def allows(self, splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
+        """Groups are split only as wholes: the channels of input and result alike."""
+        channels = [self.input[self.first - 1], self.result[self.first - 1]]
+        return "g" not in splits or is_aligned(self.groups, channels, mesh, splits["g"])
+
+    def needs(self, at: int, results: Range) -> Range:
+        """The inputs along a dim of space that have to do with some of the results."""
+        window = self.windows[at]
+        if not self.is_transposed:
+            return window.needs(results)
+        first, end = results[0] + window.before, results[1] + window.before
+        if results[0] >= results[1]:
+            return 0, 0
+        found = -(-(first - window.reach + 1) // window.stride), (end - 1) // window.stride + 1
+        return clipped(found, window.size)
+
+    def lower(self, here: Here) -> Callable[..., torch.Tensor] | None:
+        """The same on this rank's piece: fewer groups, windows of split dims, nothing empty."""
+        space = [at for at in range(len(self.windows)) if f"x{at}" in here.splits]
+        empty = any(is_empty(each.local_shape()) for each in (*here.inputs, *here.outputs))
+        if not space and "g" not in here.splits and not empty:
+            return None
+        make = _transposed if self.is_transposed else _forward
+        return make(self, here, space)
+
+
+def _forward(conv: Convolution, here: Here, space: Sequence[int]) -> Callable[..., torch.Tensor]:
+    windows, first = conv.windows, conv.first
+    exchanges = [_exchange(conv, here, at) for at in space]
+    box, result = here.outputs[0].box(), here.outputs[0].local_shape()
+    sides: dict[int, Range] = {}
+    padding = [window.before for window in windows]
+    for at, window in enumerate(windows):
+        if at in space or window.before != window.after:
+            sides[first + at] = window.padding((box.start[first + at], box.stop[first + at]))
+            padding[at] = 0
+    groups, missing = _channels(conv, here)
+    shared = [window.stride for window in windows], padding, [w.dilation for w in windows], groups
+    operator = _FORWARD[len(windows)]
+
+    def run(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        for get in exchanges:
+            input = get(input)
+        input, weight, bias = missing(padded(input, sides), weight, bias)
+        return cropped(operator(input, weight, bias, *shared), result)
+
+    return run
+
+
+def _transposed(conv: Convolution, here: Here, space: Sequence[int]) -> Callable[..., torch.Tensor]:
+    assert conv.output_padding is not None, "it is transposed"
+    windows, first = conv.windows, conv.first
+    exchanges = [_exchange(conv, here, at) for at in space]
+    box, result = here.outputs[0].box(), here.outputs[0].local_shape()
+    padding, output_padding = [window.before for window in windows], list(conv.output_padding)
+    sides: dict[int, Range] = {}
+    cuts: dict[int, Range] = {}
+    for at in space:
+        window, dim = windows[at], first + at
+        mine = box.start[dim], box.stop[dim]
+        have = conv.needs(at, mine)
+        padding[at] = output_padding[at] = 0
+        if have[0] == have[1]:
+            # no input spreads to here, but torch must be given one: of zero
+            sides[dim] = 0, 1
+            cuts[dim] = 0, mine[1] - mine[0] - window.reach
+        else:
+            start = have[0] * window.stride - window.before
+            stop = (have[1] - 1) * window.stride - window.before + window.reach
+            cuts[dim] = start - mine[0], mine[1] - stop
+    groups, missing = _channels(conv, here)
+    shared = [window.stride for window in windows], padding, output_padding, groups
+    dilation = [window.dilation for window in windows]
+    operator = _TRANSPOSED[len(windows)]
+
+    def run(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        for get in exchanges:
+            input = get(input)
+        input, weight, bias = missing(padded(input, sides), weight, bias)
+        made = padded(operator(input, weight, None, *shared, dilation), cuts)
+        if bias is not None:  # after the padding, which it is added to
+            made = made + bias.to(made.dtype).view(-1, *[1] * len(windows))
+        return cropped(made, result)
+
+    return run
+
+
+def _exchange(conv: Convolution, here: Here, at: int) -> Exchange:
+    dim = conv.first + at
+    sizes = conv.input[dim], conv.result[dim]
+    return exchange(here, f"x{at}", dim, sizes, partial(conv.needs, at))
+
+
+def _channels(conv: Convolution, here: Here) -> tuple[int, Callable[..., Any]]:
+    """How many groups this rank has, and what adds zeros where it has no channels or batch."""
+    channel, groups = conv.first - 1, conv.groups
+    each_in = each_out = 1
+    if "g" in here.splits:
+        each_in, each_out = conv.input[channel] // groups, conv.result[channel] // groups
+        groups = max(here.inputs[0].local_shape()[channel] // each_in, 1)
+    of_weight = (each_in, each_out) if conv.is_transposed else (each_out, each_in)
+    to_fill = ((1, each_in) if channel else (each_in,)), of_weight, (each_out,)
+
+    def missing(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return [
+            None if tensor is None else filled(tensor, amounts)
+            for tensor, amounts in zip(tensors, to_fill, strict=True)
+        ]
+
+    return groups, missing
+
+
+# ---- the rules
+
+
+@rule("conv1d", "conv2d", "conv3d", inplace=False)
+def conv(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Spec:
+    """The results look at a stretch of the input along each dim of space."""
+    space, dilations, strides = _space(input, weight, stride, dilation)
+    sizes = tuple(input.shape[-space:])
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(p, p) for p in expanded(0 if padding == "valid" else padding, space)]
+    windows = tuple(
+        Window(size, kernel, step, *side, apart)
+        for size, kernel, step, side, apart in zip(
+            sizes, weight.shape[2:], strides, sides, dilations, strict=True
+        )
+    )
+    given, result = _shapes(input, weight, [each.count for each in windows], weight.shape[0])
+    channels = given[-space - 1]
+    if channels != weight.shape[1] * groups or weight.shape[0] % groups:
+        raise RuntimeError(f"channels: {channels} of the input, weight {tuple(weight.shape)}")
+    if padding == "same" and set(strides) != {1}:
+        raise RuntimeError("padding='same' is not supported for strided convolutions")
+    return Convolution(given, windows, groups, result).spec(input, weight, bias)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", inplace=False)
+def conv_transpose(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Spec:
+    """The inputs spread to a stretch of the result along each dim of space."""
+    space, dilations, strides = _space(input, weight, stride, dilation)
+    more = expanded(output_padding, space)
+    windows = tuple(
+        Window(size, kernel, step, before, before, apart)
+        for size, kernel, step, before, apart in zip(
+            input.shape[-space:],
+            weight.shape[2:],
+            strides,
+            expanded(padding, space),
+            dilations,
+            strict=True,
+        )
+    )
+    sizes = [
+        (each.size - 1) * each.stride - 2 * each.before + each.reach + extra
+        for each, extra in zip(windows, more, strict=True)
+    ]
+    given, result = _shapes(input, weight, sizes, weight.shape[1] * groups)
+    if given[-space - 1] != weight.shape[0] or weight.shape[0] % groups:
+        raise RuntimeError(f"channels: {given[-space - 1]}, weight {tuple(weight.shape)}")
+    return Convolution(given, windows, groups, result, more).spec(input, weight, bias)
+
+
+@rule("convolution", inplace=False)
+def convolution(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Spec | None:
+    """Both of the above, as aten has them."""
+    if transposed:
+        return conv_transpose(
+            input, weight, bias, stride, padding, output_padding, groups, dilation
+        )
+    return conv(input, weight, bias, stride, padding, dilation, groups)
+
+
+def _space(
+    input: torch.Tensor, weight: torch.Tensor, stride: Any, dilation: Any
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The number of dims of space, and dilation and stride along each."""
+    space = weight.dim() - 2
+    if space not in _FORWARD or input.dim() not in (space + 1, space + 2):
+        raise RuntimeError(f"dims: input {tuple(input.shape)}, weight {tuple(weight.shape)}")
+    return space, expanded(dilation, space), expanded(stride, space)
+
+
+def _shapes(
+    input: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int], channels: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of input and result."""
+    if min(sizes) <= 0:
+        raise RuntimeError(f"kernel {tuple(weight.shape[2:])}, input {tuple(input.shape)}")
+    given = tuple(input.shape)
+    return given, (*given[: -len(sizes) - 1], channels, *sizes)

@@ -1,0 +1,86 @@
+"""New tensors made after the model of another, and tensors overwritten with one value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import check_writable
+from shardwise.layout import Layout
+from shardwise.rules.registry import handler
+from shardwise.tensor import DTensor, as_local, wrap
+
+
+def _numbers(args: Any) -> list[Any]:
+    """The arguments, with a number in place of a 0-d DTensor."""
+    return [each.item() if isinstance(each, DTensor) else each for each in args]
+
+
+@handler("zeros_like", "ones_like", "full_like", "empty_like")
+def like(func: Any, args: Any, kwargs: Any) -> Any:
+    """Laid out as the model; whole where that has a pending sum, as each rank knows the values."""
+    model, *rest = args or (kwargs["input"],)
+    rest = _numbers(rest)
+    keywords = {
+        name: each if name == "input" else _numbers([each])[0] for name, each in kwargs.items()
+    }
+    if not isinstance(model, DTensor):
+        return func(*([model] if args else []), *rest, **keywords)
+    layout = model._layout
+    with as_local():
+        local = func(*([model] if args else []), *rest, **keywords)
+    return wrap(local, layout.relaid(partial={}) if layout.partial else layout)
+
+
+@handler("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "new_tensor", "new")
+def new(func: Any, args: Any, kwargs: Any) -> Any:
+    """Whole, on the mesh of the model."""
+    model, *rest = args
+    rest = _numbers(rest)
+    keywords = dict(zip(kwargs, _numbers(kwargs.values()), strict=True))
+    with as_local():
+        local = func(model, *rest, **keywords)
+    if not isinstance(model, DTensor):
+        return local
+    return wrap(local, Layout(model._layout.mesh, tuple(local.shape)))
+
+
+@handler("zero_")
+def zero_(func: Any, args: Any, kwargs: Any) -> Any:
+    check_writable("zero_", args[0])
+    with as_local():
+        func(*args, **kwargs)
+    return args[0]
+
+
+@handler("fill_")
+def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The target keeps its layout: pending contributions are such that they make the value."""
+    target, value = (*args, *kwargs.values())
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 0:
+            raise RuntimeError(
+                "fill_ only supports 0-dimension value tensor but got tensor with "
+                f"{value.dim()} dimensions."
+            )
+        return target.copy_(value)
+    check_writable("fill_", target)
+    with as_local():
+        func(target, contribution(target._layout, value))
+    return target
+
+
+@handler("fill")
+def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    model, value = (*args, *kwargs.values())
+    return torch.empty_like(model).fill_(value)
+
+
+def contribution(layout: Layout, value: Any) -> Any:
+    """What this rank holds of a pending reduction to `value`."""
+    place = layout.mesh.get_coordinate() or (0,) * layout.mesh.ndim
+    for axis, op in layout.partial:
+        if op in ("sum", "product") and place[axis] > 0:
+            return 0 if op == "sum" else 1
+    return value

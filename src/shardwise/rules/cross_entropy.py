@@ -1,0 +1,219 @@
+"""cross_entropy and nll_loss: over split batches, and over split classes without gathering them.
+
+With split classes two things travel for each row: its maximum, then a few sums. Nothing does
+backward, as what is summed is whole and each rank has the whole gradient of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.rules.collectives import first_index, total
+from shardwise.rules.losses import Loss, Values, autocast_dtype, losses, reduced
+from shardwise.rules.softmax import shifted, widened
+from shardwise.rules.spec import Dims, Here, Out, Spec
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The global facts of one call."""
+
+    classes: int
+    dim: int
+    """Which dim of the input has the classes."""
+    ignore_index: int
+    label_smoothing: float
+
+
+@losses("cross_entropy", "cross_entropy_loss")
+def cross_entropy(loss: Loss, values: Values) -> Spec:
+    input, target = values["input"], values["target"]
+    if input.shape == target.shape:
+        return _of_probabilities(loss, values)
+    return _of_indices(loss, values, _cross_entropies)
+
+
+@losses("nll_loss", "nll_loss_nd", "nll_loss2d")
+def nll_loss(loss: Loss, values: Values) -> Spec:
+    return _of_indices(loss, values, _negative_log_likelihoods, linear=[(0,)])
+
+
+def _factors(input: torch.Tensor) -> tuple[Dims, Dims]:
+    """Of the input, (C), (N, C) or (N, C, d1, ...), and of its losses."""
+    space = tuple(f"s{at}" for at in range(input.dim() - 2))
+    rows = ("n", *space) if input.dim() > 1 else ()
+    return (("n", "c", *space) if input.dim() > 1 else ("c",)), rows
+
+
+def _problem(values: Values) -> Problem:
+    input = values["input"]
+    dim = min(input.dim() - 1, 1)
+    smoothing = values.get("label_smoothing", 0.0)
+    if not 0 <= smoothing <= 1:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {smoothing}")
+    return Problem(input.shape[dim], dim, values.get("ignore_index", -100), smoothing)
+
+
+# ---- targets that are classes
+
+Indexed = Callable[[Values, Problem, Here, Sequence[int]], torch.Tensor]
+
+
+def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) -> Spec:
+    input, target, weight = values["input"], values["target"], values["weight"]
+    dims, rows = _factors(input)
+    shape = tuple(size for at, size in enumerate(input.shape) if dims[at] != "c")
+    if input.dim() == 0 or tuple(target.shape) != shape:
+        raise RuntimeError(
+            f"Expected a target of shape {list(shape)} for an input of shape {list(input.shape)}, "
+            f"got {list(target.shape)}"
+        )
+    problem = _problem(values)
+    inputs: list[tuple[torch.Tensor, Dims]] = [(input, dims), (target, rows)]
+    if weight is not None:
+        inputs.append((weight, ("c",)))
+
+    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
+        axes = here.axes("c")
+        return (lambda values: compute(values, problem, here, axes)) if axes else None
+
+    def count(here: Here, values: Values) -> torch.Tensor:
+        """The sum of the weights of the targets that are not ignored."""
+        target, weight = values["target"], values["weight"]
+        if weight is None:
+            found = (target != problem.ignore_index).sum()
+        else:
+            where = _Where(values, problem, here)
+            found = total(where.taken(widened(weight)).sum(), here.mesh, here.axes("c"))
+        return total(found, here.mesh, here.axes(*rows))
+
+    spec = Spec(inputs, [Out(rows, shape)], reduces={"c": "whole"}, linear=linear)
+    return reduced(loss, values, spec, count, each)
+
+
+class _Where:
+    """Where this rank has the classes that the targets name."""
+
+    def __init__(self, values: Values, problem: Problem, here: Here) -> None:
+        target = values["target"].long()
+        self.dim = problem.dim
+        layout = here.inputs[0]
+        first, size = first_index(layout, self.dim), layout.local_shape()[self.dim]
+        is_valid = target != problem.ignore_index
+        is_class = (target >= 0) & (target < problem.classes)
+        if target.device.type == "cpu" and not bool((is_class | ~is_valid).all()):
+            wrong = target[is_valid & ~is_class].flatten()[0]
+            raise IndexError(f"Target {int(wrong)} is out of bounds.")
+        local = target - first
+        self.is_valid: torch.Tensor = is_valid
+        self.is_here: torch.Tensor = is_valid & (local >= 0) & (local < size)
+        self.local: torch.Tensor = local.clamp(0, max(size - 1, 0))
+
+    def taken(self, source: torch.Tensor) -> torch.Tensor:
+        """Of a row per target, or of one for all, the element of its class; 0 if not here."""
+        if source.dim() == 1 and self.local.dim() > 0:
+            if not source.numel():
+                return source.sum().expand(self.local.shape)
+            found = source[self.local]
+        elif not source.shape[self.dim]:
+            return source.sum(self.dim)  # zeros that autograd knows the origin of
+        else:
+            found = source.gather(self.dim, self.local.unsqueeze(self.dim)).squeeze(self.dim)
+        return torch.where(self.is_here, found, 0)
+
+
+def _cross_entropies(
+    values: Values, problem: Problem, here: Here, axes: Sequence[int]
+) -> torch.Tensor:
+    """With x less its maximum: w_t (log sum exp x - x_t), smoothed by the mean over classes."""
+    input, weight = values["input"], values["weight"]
+    dim, smoothing = problem.dim, problem.label_smoothing
+    wide = widened(input)
+    above, _ = shifted(wide, dim, here.mesh, axes)
+    where = _Where(values, problem, here)
+    weights = None if weight is None else widened(weight)
+    chosen = where.taken(above)
+    parts = [above.exp().sum(dim)]
+    if weights is None:
+        parts += [chosen]
+    else:
+        mine = where.taken(weights)
+        parts += [mine * chosen, mine]
+    if smoothing:
+        scaled = above if weights is None else above * _along(weights, above, dim)
+        parts.append(scaled.sum(dim))
+        if weights is not None:
+            parts.append(weights.sum().expand_as(chosen))
+    sums = list(total(torch.stack(parts), here.mesh, axes).unbind())
+    logarithm = sums.pop(0).log()
+    target_term = sums.pop(0)
+    target_weight = where.is_valid.to(wide.dtype) if weights is None else sums.pop(0)
+    result = target_weight * logarithm - target_term
+    if smoothing:
+        class_term = sums.pop(0)
+        class_weight = problem.classes if weights is None else sums.pop(0)
+        smooth = class_weight * logarithm - class_term
+        result = (1 - smoothing) * result + smoothing / problem.classes * smooth
+    result = torch.where(where.is_valid, result, 0)
+    return result.to(autocast_dtype(input))
+
+
+def _negative_log_likelihoods(
+    values: Values, problem: Problem, here: Here, axes: Sequence[int]
+) -> torch.Tensor:
+    input, weight = values["input"], values["weight"]
+    where = _Where(values, problem, here)
+    mine = where.taken(widened(input))
+    if weight is not None:
+        mine = mine * where.taken(widened(weight))
+    return -total(mine, here.mesh, axes).to(autocast_dtype(input))
+
+
+def _along(weights: torch.Tensor, input: torch.Tensor, dim: int) -> torch.Tensor:
+    """A weight per class, so that it broadcasts against the input."""
+    return weights.reshape(-1, *[1] * (input.dim() - dim - 1))
+
+
+# ---- targets that are probabilities
+
+
+def _of_probabilities(loss: Loss, values: Values) -> Spec:
+    input, target, weight = values["input"], values["target"], values["weight"]
+    dims, rows = _factors(input)
+    shape = tuple(size for at, size in enumerate(input.shape) if dims[at] != "c")
+    problem = _problem(values)
+    if problem.ignore_index >= 0:
+        raise RuntimeError("ignore_index is not supported for floating point target")
+    inputs: list[tuple[torch.Tensor, Dims]] = [(input, dims), (target, dims)]
+    if weight is not None:
+        inputs.append((weight, ("c",)))
+
+    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
+        axes = here.axes("c")
+        return (lambda values: _soft_cross_entropies(values, problem, here, axes)) if axes else None
+
+    spec = Spec(inputs, [Out(rows, shape)], reduces={"c": "whole"})
+    return reduced(loss, values, spec, math.prod(shape), each)
+
+
+def _soft_cross_entropies(
+    values: Values, problem: Problem, here: Here, axes: Sequence[int]
+) -> torch.Tensor:
+    """With x less its maximum: the sum over classes of w t (log sum exp x - x)."""
+    input, target, weight = values["input"], values["target"], values["weight"]
+    dim, smoothing = problem.dim, problem.label_smoothing
+    above, _ = shifted(widened(input), dim, here.mesh, axes)
+    share = widened(target)
+    if smoothing:
+        share = share * (1 - smoothing) + smoothing / problem.classes
+    if weight is not None:
+        share = share * _along(widened(weight), above, dim)
+    parts = [above.exp().sum(dim), share.sum(dim), (share * above).sum(dim)]
+    exps, shares, terms = total(torch.stack(parts), here.mesh, axes).unbind()
+    tensors = [input, target] if weight is None else [input, target, weight]
+    return (shares * exps.log() - terms).to(autocast_dtype(*tensors))

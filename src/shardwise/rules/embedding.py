@@ -1,0 +1,243 @@
+"""Embeddings: lookups of rows of a weight; and one_hot, their counterpart.
+
+Indices and features are free. Of a split vocabulary each rank looks up what it holds, and zeros for
+the rest: pending a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.rules.collectives import extreme
+from shardwise.rules.indexing import Function, located, with_a_row
+from shardwise.rules.keys import whole
+from shardwise.rules.registry import aten, handler, rule
+from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.tensor import DTensor, as_local, unwrap
+
+
+@rule(F.embedding)
+def embedding_function(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Spec | None:
+    """`F.embedding`."""
+    if max_norm is not None or not _fits(padding_idx, weight):
+        return None  # by what it is made of, which renormalizes, or refuses
+    padding = -1 if padding_idx is None else padding_idx % max(weight.size(0), 1)
+
+    def call(lookup: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda input, weight, *args, **kwargs: lookup(weight, input)
+
+    return _embedding(weight, input, padding, scale_grad_by_freq, sparse, call, weight_at=1)
+
+
+def _fits(padding_idx: int | None, weight: torch.Tensor) -> bool:
+    return padding_idx is None or -weight.size(0) <= padding_idx < weight.size(0)
+
+
+@rule(torch.embedding, *aten("embedding"))
+def embedding(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Spec:
+    """`torch.embedding`, which has its arguments the other way round."""
+
+    def call(lookup: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda weight, indices, *args, **kwargs: lookup(weight, indices)
+
+    return _embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse, call)
+
+
+def _embedding(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding: int,
+    by_frequency: bool,
+    sparse: bool,
+    call: Callable[..., Any],
+    weight_at: int = 0,
+) -> Spec:
+    """The rule, for either order of the arguments."""
+    picks: Dims = dims_of(indices)
+    rows: Dims = ("vocabulary", "features")
+    if by_frequency:
+        # How often an index occurs is counted where the gradient is made.
+        picks, rows = (None,) * len(picks), (None, "features")
+    if sparse:
+        picks = (None,) * len(picks)  # sparse gradients cannot be summed over ranks
+
+    def lower(here: Here) -> Callable[..., Any]:
+        layout = here.inputs[weight_at]
+        is_split = bool(here.axes("vocabulary"))
+        refuses = sparse and bool(here.splits)
+
+        def lookup(weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            if refuses and weight.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"embedding: a sparse gradient cannot lie as the weight does, {layout!r}; "
+                    "use sparse=False, or a weight that is whole on every rank"
+                )
+            if not is_split:
+                return torch.embedding(weight, indices, padding, by_frequency, sparse)
+            found, inside = located(indices, layout, 0, wraps=False)
+            weight = with_a_row(weight, 0)
+            here_padding = padding - layout.box().start[0]
+            if not (padding >= 0 and 0 <= here_padding < weight.size(0)):
+                here_padding = -1
+            result = torch.embedding(weight, found, here_padding)
+            return result.masked_fill(~inside.unsqueeze(-1), 0)
+
+        return call(lookup)  # type: ignore[no-any-return]
+
+    inputs = [(weight, rows), (indices, picks)]
+    shape = (*indices.shape, weight.size(1))
+    return Spec(
+        inputs[::-1] if weight_at else inputs,
+        [Out((*picks, rows[1]), shape)],
+        reduces={"vocabulary": "sum"},
+        linear=[(weight_at,)],
+        lower=lower,
+    )
+
+
+@handler("embedding_renorm_")
+def embedding_renorm_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Scale down the rows that are looked up and longer than `max_norm`, by operators that have
+    rules: it reads all rows, where torch reads those looked up."""
+    return _renormalized(*args, **kwargs)
+
+
+def _renormalized(
+    weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float
+) -> torch.Tensor:
+    with torch.no_grad():
+        norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
+        used = torch.zeros_like(norms).index_fill(0, indices.flatten(), 1)
+        long = (norms > max_norm) & (used > 0)
+        weight.mul_(torch.where(long, max_norm / (norms + 1e-7), 1.0))
+    return weight
+
+
+# ---- bags
+
+
+@rule(F.embedding_bag)
+def embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Spec | None:
+    """Sums, means or maxima of looked up rows, for each bag of indices."""
+    if max_norm is not None or sparse or not _fits(padding_idx, weight):
+        return None
+    adds = mode == "sum" and not scale_grad_by_freq
+    picks: Dims = (None,)
+    bags = 0
+    if input.dim() == 2 and offsets is None:
+        picks = (None if scale_grad_by_freq else "bags", "picks" if adds else None)
+        bags = input.size(0)
+    elif input.dim() == 1 and offsets is not None:
+        bags = offsets.size(0) - int(include_last_offset)
+    else:
+        return None  # torch refuses it
+    rows: Dims = ("vocabulary" if adds else None, "features")
+    inputs: list[tuple[torch.Tensor, Dims]] = [(input, picks), (weight, rows)]
+    if offsets is not None:
+        inputs.append((offsets, (None,)))
+    if per_sample_weights is not None:
+        inputs.append((per_sample_weights, picks))
+    padding = None if padding_idx is None else padding_idx % max(weight.size(0), 1)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        if not here.axes("vocabulary", "picks"):
+            return None
+        layout = here.inputs[1]
+
+        def run(
+            input: torch.Tensor,
+            weight: torch.Tensor,
+            offsets: torch.Tensor | None = None,
+            *args: Any,
+            per_sample_weights: torch.Tensor | None = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            given = [each for each in args if isinstance(each, torch.Tensor)]
+            scale = given[0] if given else per_sample_weights
+            found, inside = located(input, layout, 0, wraps=False)
+            if padding is not None:
+                inside = inside & (input != padding)
+            scale = inside.to(weight.dtype) if scale is None else scale.masked_fill(~inside, 0)
+            if offsets is None:
+                found, scale = with_a_row(found, 1), with_a_row(scale, 1)
+            return F.embedding_bag(
+                found,
+                with_a_row(weight, 0),
+                offsets,
+                mode="sum",
+                per_sample_weights=scale,
+                include_last_offset=include_last_offset,
+            )
+
+        return run
+
+    out = Out((picks[0] if len(picks) == 2 else None, "features"), (bags, weight.size(1)))
+    reduces = {"vocabulary": "sum", "picks": "sum"} if adds else {}
+    return Spec(inputs, [out], reduces=reduces, linear=[(1,)] if mode != "max" else (), lower=lower)
+
+
+# ---- one_hot
+
+ONE_HOT = Function("one_hot", F.one_hot)
+
+
+@rule(ONE_HOT)
+def one_hot(tensor: torch.Tensor, num_classes: int) -> Spec:
+    """one_hot with a known number of classes."""
+    dims = dims_of(tensor)
+    shape = (*tensor.shape, num_classes)
+    return Spec([(tensor, dims)], [Out((*dims, None), shape)])
+
+
+@handler("one_hot")
+def one_hot_of_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """one_hot; how many classes there are may have to be found in the data."""
+    return _one_hot(*args, **kwargs)
+
+
+def _one_hot(tensor: DTensor, num_classes: int = -1) -> Any:
+    if num_classes == -1:
+        num_classes = _largest(tensor) + 1
+    return ONE_HOT.dispatched(tensor, num_classes)
+
+
+def _largest(tensor: DTensor) -> int:
+    layout = tensor._layout
+    if layout.numel == 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    local = whole(tensor, "one_hot") if layout.partial else unwrap(tensor)
+    with as_local(), torch.no_grad():
+        lowest = local.new_full((1,), torch.iinfo(local.dtype).min)
+        largest = torch.cat([local.flatten(), lowest]).max()
+        axes = [axis for axis, each in enumerate(layout.placements) if each.is_shard()]
+        return int(extreme(largest, layout.mesh, [] if layout.partial else axes, "max"))

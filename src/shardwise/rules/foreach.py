@@ -1,0 +1,191 @@
+"""torch._foreach_*: one call for many tensors, as optimizers make it.
+
+Where the tensors at each position of the lists lie alike, with nothing pending, one torch call on
+the pieces does it. Otherwise each position is the ordinary operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.utils._foreach_utils
+from torch.optim.optimizer import _foreach_supported_types
+
+from shardwise.layout import Layout
+from shardwise.rules.pointwise import names
+from shardwise.rules.registry import handler
+from shardwise.tensor import DTensor, as_local, wrap_moved
+
+_layout_of = attrgetter("_layout")
+_Tensor = torch.Tensor
+
+# Optimizers and clip_grad_norm_ look here for what they may hand to these functions.
+for _types in (torch.utils._foreach_utils._foreach_supported_types, _foreach_supported_types):
+    if DTensor not in _types:
+        _types.append(DTensor)
+
+
+def aligned(args: Any) -> list[Layout] | None:
+    """How the tensors at each position lie; None unless they lie alike in every list, with
+    nothing pending. Lists of numbers, and single tensors that are whole, do not matter."""
+    layouts: list[Layout] | None = None
+    for arg in args:
+        kind = type(arg)
+        if kind is list or kind is tuple:
+            if not arg or not isinstance(arg[0], _Tensor):
+                continue
+            try:
+                found = list(map(_layout_of, arg))
+            except AttributeError:  # a plain tensor among them
+                return None
+            if layouts is None:
+                layouts = found
+            elif layouts != found:
+                return None
+        elif isinstance(arg, _Tensor) and not _is_constant(arg):
+            return None
+    if layouts is None or _is_pending(tuple(layouts)):
+        return None
+    return layouts
+
+
+@lru_cache(maxsize=1024)
+def _is_pending(layouts: tuple[Layout, ...]) -> bool:
+    return any(layout.partial for layout in layouts)
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    """Whether a single tensor beside the lists can be used as it lies."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return False
+    return not isinstance(tensor, DTensor) or tensor._layout.is_replicated
+
+
+# ---- pointwise
+
+
+def _inplace(func: Any, args: Any, kwargs: Any) -> Any:
+    if aligned((*args, *kwargs.values()) if kwargs else args) is None:
+        _one_by_one(func, args, kwargs)
+        return args[0]
+    with as_local():
+        return func(*args, **kwargs)
+
+
+def _outplace(func: Any, args: Any, kwargs: Any) -> Any:
+    layouts = aligned((*args, *kwargs.values()) if kwargs else args)
+    if layouts is None:
+        return _one_by_one(func, args, kwargs)
+    with as_local():
+        results = func(*args, **kwargs)
+    for result, layout in zip(results, layouts, strict=True):
+        result.__class__ = DTensor
+        result._layout = layout
+    return results
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Each position by the ordinary operator."""
+    operator = _ordinary(func.__name__.removeprefix("_foreach_"))
+    keywords = {name: each for name, each in kwargs.items() if name in ("alpha", "value")}
+    args = [*args, *(each for name, each in kwargs.items() if name not in keywords)]
+    if "addc" in func.__name__ and len(args) == 4:
+        value = args.pop()
+        keywords["value"] = value.tolist() if isinstance(value, _Tensor) else value
+    lists = [each for each in (*args, *keywords.values()) if isinstance(each, list | tuple)]
+    count = len(lists[0])
+    for each in lists:
+        if len(each) != count:
+            raise RuntimeError(
+                f"Tensor lists must have the same number of tensors, got {count} and {len(each)}"
+            )
+
+    def at(arg: Any, position: int) -> Any:
+        return arg[position] if isinstance(arg, list | tuple) else arg
+
+    return tuple(
+        operator(
+            *(at(arg, position) for arg in args),
+            **{name: at(arg, position) for name, arg in keywords.items()},
+        )
+        for position in range(count)
+    )
+
+
+@lru_cache
+def _ordinary(name: str) -> Callable[..., Any]:
+    """The operator on one tensor."""
+    for foreach, ordinary in (("maximum", "clamp_min"), ("minimum", "clamp_max")):
+        if name.startswith(foreach):  # of a tensor or a number
+            name = name.replace(foreach, ordinary)
+    if name == "pow":  # the base may be a number
+        return torch.pow
+    return getattr(torch.Tensor, name)  # type: ignore[no-any-return]
+
+
+POINTWISE = names("""
+    abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min cos cosh div erf erfc exp expm1
+    floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt
+    sigmoid sign sin sinh sqrt sub tan tanh trunc
+""")
+
+handler(*(f"_foreach_{name}" for name in POINTWISE), "_foreach_clone")(_outplace)
+handler(*(f"_foreach_{name}_" for name in [*POINTWISE, "zero", "copy"]))(_inplace)
+
+
+@handler("_foreach_max", "_foreach_mm")
+def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    return _one_by_one(func, args, kwargs)
+
+
+# ---- fused optimizers
+
+
+@handler("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+def fused(func: Any, args: Any, kwargs: Any) -> None:
+    """The parameters' layouts decide. What lies otherwise is moved, updated, and copied back."""
+    keywords = {name: _as_whole(arg) for name, arg in kwargs.items()}
+    lists = [arg for arg in args if arg and isinstance(arg[0], DTensor)]
+    if aligned(lists) is not None:
+        with as_local():
+            func(*args, **keywords)
+        return
+    moved: list[tuple[DTensor, DTensor]] = []
+    given = [
+        [
+            _like_parameter(each, parameter, moved)
+            for each, parameter in zip(arg, args[0], strict=False)
+        ]
+        for arg in args
+    ]
+    with as_local():
+        func(*given, **keywords)
+    for tensor, updated in moved:
+        tensor.copy_(updated)
+
+
+def _as_whole(arg: Any) -> Any:
+    """A single tensor beside the lists, known to every rank."""
+    if isinstance(arg, DTensor) and not arg._layout.is_replicated:
+        return arg.full_tensor()
+    return arg
+
+
+def _like_parameter(tensor: Any, parameter: Any, moved: list[Any]) -> Any:
+    """A tensor laid out as the parameter is, or would be with nothing pending."""
+    if not isinstance(parameter, DTensor):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    layout = parameter._layout.relaid(partial={})
+    if not isinstance(tensor, DTensor):
+        if tensor.dim() == 0 and layout.ndim > 0:
+            return tensor  # the number of steps
+        tensor = DTensor.from_local(tensor, layout.mesh)
+    if tensor._layout is layout:
+        return tensor
+    made = wrap_moved(tensor, layout)
+    moved.append((tensor, made))
+    return made

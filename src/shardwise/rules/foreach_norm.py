@@ -1,0 +1,154 @@
+"""Norms of many tensors, and whether any is not finite: one collective for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from shardwise.comm import communicator
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.registry import handler
+from shardwise.tensor import DTensor, as_local, wrap, wrap_moved
+
+_local_numel = torch._C.TensorBase.numel
+_layout_of = attrgetter("_layout")
+
+
+@handler("_foreach_norm", "_foreach_powsum")
+def norms(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """The norm of each tensor, or its power; those on one mesh with one collective."""
+    tensors, order, dtype = _bound(*args, **kwargs)
+    is_root = func.__name__ == "_foreach_norm"
+    if order == math.inf and any(each.numel() == 0 for each in tensors):
+        raise RuntimeError(
+            "_foreach_norm cannot compute the infinity norm on an empty tensor because the "
+            "operation does not have an identity"
+        )
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if needs_grad or not order > 0:
+        made = [torch.linalg.vector_norm(each, order, dtype=dtype) for each in tensors]
+        return tuple(made if is_root else [each**order for each in made])
+    results: list[Any] = [None] * len(tensors)
+    for mesh, positions in _by_mesh(tensors).items():
+        group = [tensors[at] for at in positions]
+        if mesh is None:
+            found = list(func(group, order, dtype=dtype))
+        else:
+            found = _norms_on(mesh, group, order, dtype, is_root)
+        for at, each in zip(positions, found, strict=True):
+            results[at] = each
+    return tuple(results)
+
+
+def _bound(
+    tensors: Any = None, ord: Any = 2, dtype: Any = None, *, self: Any = None
+) -> tuple[Any, float, Any]:
+    return self if tensors is None else tensors, float(ord), dtype
+
+
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> dict[DeviceMesh | None, Sequence[int]]:
+    """The positions of the tensors on each mesh; plain ones are on none."""
+    try:
+        return _by_mesh_of(tuple(map(_layout_of, tensors)))
+    except AttributeError:  # a plain tensor among them
+        return _by_mesh_of(tuple(getattr(each, "_layout", None) for each in tensors))
+
+
+@lru_cache(maxsize=256)
+def _by_mesh_of(layouts: tuple[Layout | None, ...]) -> dict[DeviceMesh | None, Sequence[int]]:
+    found: dict[DeviceMesh | None, list[int]] = {}
+    for at, layout in enumerate(layouts):
+        found.setdefault(None if layout is None else layout.mesh, []).append(at)
+    return dict(found)
+
+
+def _norms_on(
+    mesh: DeviceMesh, tensors: list[Any], order: float, dtype: Any, is_root: bool
+) -> list[DTensor]:
+    layouts = tuple(map(_layout_of, tensors))
+    axes, counts = _counted(layouts, mesh.get_coordinate())
+    if counts is None:
+        tensors = [_reduced(each) for each in tensors]
+        return _norms_on(mesh, tensors, order, dtype, is_root)
+    with as_local():
+        made = _local_norms(tensors, order, dtype)
+        dtypes = [each.dtype for each in made]
+        kinds = set(dtypes)
+        if any(kind.itemsize < 4 for kind in kinds):
+            made = _local_norms(tensors, order, torch.float32)
+        # In double precision, as the square of a norm may be no number where the norm is one.
+        values = torch.stack(made).double()
+        if order == math.inf:
+            if axes:
+                values = communicator(mesh, axes).all_reduce(values, "max")
+        else:
+            if order != 1:
+                values = values**order
+            if axes:
+                if 0 in counts:
+                    values = values * values.new_tensor(counts)
+                values = communicator(mesh, axes).all_reduce(values, "sum")
+            if is_root and order != 1:
+                values = values ** (1 / order)
+        if len(kinds) == 1:
+            parts = list(values.to(dtypes[0]).unbind())
+        else:
+            parts = [part.to(each) for part, each in zip(values.unbind(), dtypes, strict=True)]
+        layout = Layout(mesh, ())
+        return [wrap(part, layout) for part in parts]
+
+
+def _reduced(tensor: DTensor) -> DTensor:
+    layout = tensor._layout
+    return wrap_moved(tensor, layout.relaid(partial={})) if layout.partial else tensor
+
+
+def _local_norms(tensors: list[Any], order: float, dtype: Any) -> tuple[torch.Tensor, ...]:
+    if order == math.inf:  # torch has no largest element of none
+        tensors = [each if _local_numel(each) else each.new_zeros(1) for each in tensors]
+    return torch._foreach_norm(tensors, order, dtype=dtype)
+
+
+@lru_cache(maxsize=256)
+def _counted(
+    layouts: tuple[Layout, ...], place: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+    """The axes that split any of the tensors; and for each whether this rank's part counts: of
+    the ranks that hold the same piece the first's does. None if a reduction is pending."""
+    if any(layout.partial for layout in layouts):
+        return (), None
+    axes = sorted({axis for layout in layouts for each in layout.shard_order for axis in each})
+    counts = []
+    for layout in layouts:
+        split = {axis for each in layout.shard_order for axis in each}
+        is_first = place is None or all(place[axis] == 0 for axis in axes if axis not in split)
+        counts.append(1.0 if is_first else 0.0)
+    return tuple(axes), tuple(counts)
+
+
+@handler("_amp_foreach_non_finite_check_and_unscale_")
+def non_finite_check_and_unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Each rank unscales and looks at its pieces; `found_inf` is what any rank found."""
+    tensors, found_inf, inv_scale = (*args, *kwargs.values())
+    pieces = [each for each in tensors if not _is_pending(each)]
+    # A sum may overflow where no contribution does: it is looked at whole.
+    sums = [each for each in tensors if _is_pending(each)]
+    reduced = [_reduced(each) for each in sums]
+    if isinstance(inv_scale, DTensor):
+        inv_scale = inv_scale.full_tensor()
+    with as_local():
+        func([*pieces, *reduced], found_inf, inv_scale)
+        for mesh in filter(None, _by_mesh(tensors)):
+            found_inf.copy_(communicator(mesh).all_reduce(found_inf.detach().clone(), "max"))
+    for tensor, whole in zip(sums, reduced, strict=True):
+        tensor.copy_(whole)
+
+
+def _is_pending(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and bool(tensor._layout.partial)

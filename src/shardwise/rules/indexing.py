@@ -1,0 +1,319 @@
+"""Reading by index: `x[key]`.
+
+As torch does it, in two steps: the basic part of a key (ints, slices, None, ...) gives a view, and
+its tensors then pick from that. Of a split dim, a slice stays split: its rows change hands. A
+single row, and what tensors pick, is a sum: each rank gives what it holds and zeros for the rest.
+Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.collectives import total
+from shardwise.rules.keys import (
+    ALL,
+    Pick,
+    is_simple,
+    local_region,
+    mesh_of,
+    region,
+    static,
+    taken_apart,
+    whole,
+)
+from shardwise.rules.registry import handler, rule
+from shardwise.rules.rows import exchange, severed
+from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.tensor import DTensor
+
+
+class Function:
+    """A function of ours that dispatch plans and runs as it does torch's own."""
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self.__name__ = name
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it on local tensors."""
+        return self._run(*args, **kwargs)
+
+    def dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it on DTensors."""
+        return DTensor.__torch_function__(self, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+
+# ---- what lookups in a split dim are made of
+
+
+def summed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """The sum over these axes of contributions of which one at most is not zero; of any dtype."""
+    if local.dtype == torch.bool:
+        return total(local.to(torch.uint8), mesh, axes).to(torch.bool)
+    return total(local, mesh, axes)
+
+
+def located(
+    index: torch.Tensor, layout: Layout, dim: int, *, wraps: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where global indices are in this rank's piece (0 for those that are not), and which are.
+
+    Arguments:
+        wraps: whether negative ones count from the end; they are refused otherwise.
+    """
+    size = layout.shape[dim]
+    lowest = -size if wraps else 0
+    check_bounds(index, lowest, size)
+    if wraps:
+        index = torch.where(index < 0, index + size, index)
+    box = layout.box()
+    inside = (index >= box.start[dim]) & (index < box.stop[dim])
+    return (index - box.start[dim]).masked_fill(~inside, 0), inside
+
+
+def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:
+    """Refuse indices that no rank would find."""
+    fine = ((index >= lowest) & (index < size)).all()
+    message = f"index out of range: expected indices from {lowest} to {size - 1}"
+    try:
+        torch._assert_async(fine, message)
+    except RuntimeError:
+        raise IndexError(message) from None
+
+
+def unravelled(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The coordinates of indices into a flattened tensor."""
+    count = math.prod(shape)
+    check_bounds(index, -count, count)
+    index = torch.where(index < 0, index + count, index)
+    result = []
+    for size in reversed(shape):
+        result.append(index % max(size, 1))
+        index = torch.div(index, max(size, 1), rounding_mode="floor")
+    return tuple(reversed(result))
+
+
+def with_a_row(local: torch.Tensor, dim: int) -> torch.Tensor:
+    """The piece; if it is empty along `dim`, with a zero there, so that index 0 exists."""
+    return padded(local, dim, 0, 1) if local.size(dim) == 0 else local
+
+
+def padded(local: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+    """The piece with zeros before and after it along a dim."""
+    if before == after == 0:
+        return local
+    sizes = [0, 0] * (local.dim() - 1 - dim) + [before, after]
+    return torch.constant_pad_nd(local, sizes)
+
+
+# ---- the basic part of a key
+
+BASIC = Function("__getitem__", lambda input, key: input[key])
+
+
+@rule(BASIC)
+def basic(input: torch.Tensor, key: Any) -> Spec:
+    """An index of ints, slices, None and Ellipsis: a view."""
+    where = region(key, input)
+    single = [name for name in where.parts if name not in where.rows]
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        if not here.axes(*where.parts):
+            return None
+        local = local_region(where, here, but_long=True)
+        axes = here.axes(*single) if 0 not in where.shape else ()
+        moves = {at: _rows_moved(here, *taken, at) for at, taken in local.whole.items()}
+
+        def run(input: torch.Tensor, key: Any) -> torch.Tensor:
+            result = input[local.key]
+            for move in moves.values():
+                result = move(result)
+            for dim, (before, _, after) in local.spans.items():
+                result = padded(result, dim, before, after)
+            result = summed(result, here.mesh, axes)
+            for dim in reversed(local.dropped):
+                result = result.select(dim, 0)
+            return severed(result, "__getitem__")
+
+        return run
+
+    return Spec(
+        [(input, where.whole)],
+        [Out(where.rows, where.shape)],
+        reduces=dict.fromkeys(single, "whole"),
+        linear=[(0,)],
+        lower=lower,
+        is_view=True,
+    )
+
+
+def _rows_moved(here: Here, dim: int, pick: Pick, at: int) -> Callable[..., torch.Tensor]:
+    """How a part of a split dim, which is dim `at` of the result, gets to where it will lie."""
+    rows = range(pick.start, pick.start + pick.count * pick.step, pick.step)
+    sizes = [here.inputs[0].shape[dim]], [pick.count]
+    return exchange("__getitem__", here.mesh, here.axes(f"d{dim}"), at, *sizes, rows)
+
+
+# ---- its tensors
+
+Indices = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What tensors as indices give: their broadcast dims stand together, among the others."""
+
+    at: int
+    """Where the dims of the indices stand in the result."""
+    common: tuple[int, ...]
+    """The shape that the indices broadcast to."""
+    rest: tuple[int, ...]
+    """The dims of the tensor that have no index."""
+
+    def arranged(self, rest: Sequence[Any], common: Sequence[Any]) -> tuple[Any, ...]:
+        """What belongs to the result's dims, of what belongs to either kind."""
+        return (*rest[: self.at], *common, *rest[self.at :])
+
+
+def picked(ndim: int, indices: Indices) -> Picked:
+    """What tensors as indices give."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    together = dims == list(range(dims[0], dims[-1] + 1))
+    shapes = [tuple(each.shape) for each in indices if each is not None]
+    common = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    rest = tuple(dim for dim in range(ndim) if dim not in dims)
+    return Picked(dims[0] if together else 0, tuple(common), rest)
+
+
+def held(
+    local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
+) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    """Indices into this rank's piece, of which these dims are split; and which it holds."""
+    result = list(indices)
+    common = picked(local.dim(), indices).common
+    inside = torch.ones((), dtype=torch.bool, device=local.device)
+    for dim in dims:
+        index = result[dim]
+        assert index is not None, "it has an index"
+        result[dim], found = located(index, layout, dim)
+        inside = inside & found
+    return result, inside.expand(common)
+
+
+def looked_up(
+    local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
+) -> torch.Tensor:
+    """What this rank's piece, of which these dims are split, has at global indices, else 0."""
+    where = picked(local.dim(), indices)
+    found, inside = held(local, indices, layout, dims)
+    for dim in dims:
+        local = with_a_row(local, dim)
+    result = local[tuple(ALL if each is None else each for each in found)]
+    trailing = len(where.rest) - where.at
+    return result.masked_fill(~inside.reshape((*inside.shape, *[1] * trailing)), 0)
+
+
+ADVANCED = Function(
+    "__getitem__",
+    lambda input, indices: input[tuple(ALL if each is None else each for each in indices)],
+)
+
+
+@rule(ADVANCED)
+def advanced(input: torch.Tensor, indices: Indices) -> Spec:
+    """An index of integer tensors, one or None for each dim: a copy."""
+    where = picked(input.dim(), indices)
+    names: Dims = tuple(f"d{dim}" for dim in range(input.dim()))
+    common = [f"b{dim}" for dim in range(len(where.common))]
+    inputs: list[tuple[torch.Tensor, Dims]] = [(input, names)]
+    for index in indices:
+        if index is not None:
+            inputs.append((index, aligned(index, common, where.common)))
+    indexed = [dim for dim in range(input.dim()) if dim not in where.rest]
+    shape = where.arranged([input.shape[dim] for dim in where.rest], where.common)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        split = [dim for dim in indexed if here.axes(names[dim])]
+        if not split:
+            return None
+        axes = here.axes(*(names[dim] for dim in split)) if 0 not in shape else ()
+        return lambda input, indices: summed(
+            looked_up(input, indices, here.inputs[0], split), here.mesh, axes
+        )
+
+    return Spec(
+        inputs,
+        [Out(where.arranged([names[dim] for dim in where.rest], common), shape)],
+        reduces={f"d{dim}": "whole" for dim in indexed},
+        linear=[(0,)],
+        lower=lower,
+    )
+
+
+def aligned(tensor: torch.Tensor, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
+    """The factors of a tensor that broadcasts to a shape, given the factors of that."""
+    skipped = len(shape) - tensor.dim()
+    return tuple(
+        names[at + skipped] if at + skipped >= 0 and size == shape[at + skipped] else None
+        for at, size in enumerate(tensor.shape)
+    )
+
+
+# ---- a whole key
+
+
+@handler(torch.Tensor.__getitem__)
+def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[key]`."""
+    input, key = args
+    if type(input) is DTensor and is_simple(key):
+        return BASIC.dispatched(input, key)
+    parts = taken_apart(input, key, mesh_of(input, key))
+    if parts.basic is not None or not parts.indices:
+        basic = () if parts.basic is None else parts.basic
+        input = BASIC.dispatched(input, basic) if type(input) is DTensor else input[basic]
+    if not parts.indices or (type(input) is not DTensor and mesh_of(parts.indices) is None):
+        return input
+    return ADVANCED.dispatched(input, parts.indices)
+
+
+@handler(torch.ops.aten.index, torch.ops.aten.index.Tensor)
+def aten_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[key]`, as aten has it: a tensor or None for each dim."""
+    input, indices = args
+    return getitem(func, (input, tuple(ALL if each is None else each for each in indices)), {})
+
+
+# ---- what a mask, or a search for what is not zero, picks
+
+
+@handler("masked_select")
+def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[mask]`, with broadcasting."""
+    input, mask = (*args, *kwargs.values())
+    shape = torch.broadcast_shapes(tuple(input.shape), tuple(mask.shape))  # type: ignore[no-untyped-call]
+    return input.expand(shape)[mask.expand(shape)]
+
+
+@handler("nonzero", "argwhere")
+def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where a tensor is not zero: the same list for all. Only whether it is, a byte, travels."""
+    return _nonzero(*args, **kwargs)
+
+
+def _nonzero(input: DTensor, as_tuple: bool = False) -> Any:
+    mesh = input._layout.mesh
+    with torch.no_grad():
+        mask: Any = whole(input != 0, "nonzero")
+        found = mask.nonzero(as_tuple=as_tuple)
+    if as_tuple:
+        return tuple(static(each, mesh) for each in found)
+    return static(found, mesh)

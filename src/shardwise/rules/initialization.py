@@ -1,0 +1,55 @@
+"""torch.nn.init: the functions that ask first whether their tensor overrides them.
+
+The others are made of operators, as these are; the same values on every layout follow from those.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch.nn import init
+
+from shardwise.rules.registry import handler
+
+
+@handler(init.uniform_)
+def uniform_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Numbers uniform in [a, b)."""
+    return init._no_grad_uniform_(*args, **kwargs)
+
+
+@handler(init.normal_)
+def normal_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Normally distributed numbers."""
+    return init._no_grad_normal_(*args, **kwargs)
+
+
+@handler(init.constant_)
+def constant_(func: Any, args: Any, kwargs: Any) -> Any:
+    """One value."""
+    return init._no_grad_fill_(*args, **kwargs)
+
+
+@handler(init.kaiming_uniform_)
+def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Bounded by the global fan."""
+
+    def initialized(
+        tensor: Any,
+        a: float = 0,
+        mode: Any = "fan_in",
+        nonlinearity: Any = "leaky_relu",
+        generator: Any = None,
+    ) -> Any:
+        if 0 in tensor.shape:
+            warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=5)
+            return tensor
+        fan = init._calculate_correct_fan(tensor, mode)
+        bound = init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fan)
+        with torch.no_grad():
+            return tensor.uniform_(-bound, bound, generator=generator)
+
+    return initialized(*args, **kwargs)

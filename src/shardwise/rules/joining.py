@@ -1,0 +1,171 @@
+"""Several tensors made one, or broadcast against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rules.pointwise import broadcast
+from shardwise.rules.registry import aten, rule
+from shardwise.rules.rows import exchange, splitting_axes
+from shardwise.rules.spec import Dims, Here, Out, Spec, normalized
+
+_BUILTIN: Any = torch._C._VariableFunctions
+"""What torch's functions in Python call."""
+
+
+def joined(
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    places: Sequence[tuple[int, ...]],
+    ndim: int,
+    dim: int,
+    local: Callable[[Any], torch.Tensor],
+) -> Spec:
+    """The spec of tensors joined along a dim.
+
+    Arguments:
+        places: for each tensor the dims of the result that its dims are; those it lacks are 1.
+        ndim: how many dims the result has.
+        dim: the one they are joined along. If it is split, rows change hands.
+        local: joins the local pieces.
+    """
+    # A dim that a tensor lacks it has whole.
+    names = [f"d{at}" if all(at in place for place in places) else None for at in range(ndim)]
+    shape = [1] * ndim
+    lengths = []
+    inputs: list[tuple[torch.Tensor, Dims]] = []
+    for tensor, place in zip(tensors, places, strict=True):
+        sizes = dict(zip(place, tensor.shape, strict=True))
+        lengths.append(sizes.get(dim, 1))
+        if inputs and any(sizes.get(at, 1) != shape[at] for at in range(ndim) if at != dim):
+            raise RuntimeError(f"{name}: sizes must match except in dim {dim}")
+        shape = [sizes.get(at, 1) for at in range(ndim)]
+        inputs.append((tensor, tuple(names[at] for at in place)))
+    shape[dim] = sum(lengths)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = splitting_axes(here, names[dim])
+        if not axes:
+            return None
+        rows = range(shape[dim])
+        move = exchange(name, here.mesh, axes, dim, lengths, [shape[dim]], rows)
+        return lambda tensors, *args, **kwargs: move(local(tensors))
+
+    return Spec(
+        inputs,
+        [Out(tuple(names), tuple(shape))],
+        linear=[tuple(range(len(inputs)))],
+        lower=lower,
+    )
+
+
+@rule("cat", "concat", "concatenate", inplace=False)
+def cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
+    if not tensors or kwargs.keys() - {"axis"} or isinstance(dim, str):
+        return None
+    # An empty tensor of one dim fits any other: torch leaves it out.
+    kept = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)] or list(tensors)
+    ndim = kept[0].dim()
+    at = normalized(kwargs.get("axis", dim), ndim)
+    if any(tensor.dim() != ndim or ndim == 0 for tensor in kept):
+        raise RuntimeError("cat: expected tensors of the same number of dims, at least 1")
+    spec = joined("cat", kept, [tuple(range(ndim))] * len(kept), ndim, at, _cat_along(at))
+    if len(kept) == len(tensors):
+        return spec
+    found = iter(spec.inputs)
+    inputs = [(each, (None,)) if tuple(each.shape) == (0,) else next(found) for each in tensors]
+    return Spec(
+        inputs,
+        spec.outputs,
+        linear=[tuple(range(len(inputs)))],
+        lower=spec.lower,
+    )
+
+
+def _cat_along(dim: int) -> Callable[[Any], torch.Tensor]:
+    return lambda tensors: torch.cat(tuple(tensors), dim)
+
+
+@rule("stack", inplace=False)
+def stack(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
+    if not tensors or kwargs:
+        return None
+    ndim = tensors[0].dim() + 1
+    at = normalized(dim, ndim)
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        raise RuntimeError("stack expects each tensor to be equal size")
+    place = tuple(each for each in range(ndim) if each != at)
+    return joined("stack", tensors, [place] * len(tensors), ndim, at, torch.stack)
+
+
+def _stacked(name: str, dim: Callable[[int], int], place: Callable[[int], tuple[int, ...]]) -> None:
+    """A rule for a function that gives its tensors more dims, and joins them.
+
+    Arguments:
+        dim: along which, given the most dims that a tensor has.
+        place: where in the result the dims of a tensor go that has so many.
+    """
+    function = getattr(torch, name)
+
+    @rule(name, inplace=False)
+    def stacked(tensors: Any, **kwargs: Any) -> Spec | None:
+        if not tensors or kwargs:
+            return None
+        places = [place(tensor.dim()) for tensor in tensors]
+        at = dim(max(tensor.dim() for tensor in tensors))
+        ndim = max(at + 1, *(max(each, default=-1) + 1 for each in places))
+        return joined(name, tensors, places, ndim, at, lambda each: function(tuple(each)))
+
+
+def _as_is(ndim: int) -> tuple[int, ...]:
+    return tuple(range(ndim))
+
+
+_stacked("hstack", lambda ndim: 1 if ndim > 1 else 0, _as_is)
+for _name in ("vstack", "row_stack"):
+    _stacked(_name, lambda ndim: 0, lambda ndim: (1,) if ndim == 1 else _as_is(ndim))
+_stacked("dstack", lambda ndim: 2, lambda ndim: (1,) if ndim == 1 else _as_is(ndim))
+_stacked("column_stack", lambda ndim: 1, _as_is)
+
+
+@rule(_BUILTIN.block_diag, *aten("block_diag"), inplace=False)
+def block_diag(tensors: Any) -> Spec:
+    shapes = [(1,) * (2 - tensor.dim()) + tuple(tensor.shape) for tensor in tensors]
+    out = Out((None, None), (sum(shape[0] for shape in shapes), sum(shape[1] for shape in shapes)))
+    inputs: list[tuple[torch.Tensor, Dims]] = [(each, (None,) * each.dim()) for each in tensors]
+    return Spec(inputs, [out], linear=[tuple(range(len(inputs)))])
+
+
+# ---- broadcast
+
+
+@rule(_BUILTIN.broadcast_tensors, *aten("broadcast_tensors"), inplace=False)
+def broadcast_tensors(tensors: Any) -> Spec:
+    together = broadcast(list(tensors))
+    return Spec(
+        together.inputs,
+        [*together.outputs] * len(tensors),
+        linear=[tuple(range(len(tensors)))],
+        is_view=True,
+    )
+
+
+@rule(torch.meshgrid, inplace=False)
+def meshgrid(*tensors: Any, indexing: str | None = None) -> Spec | None:
+    return grid(tensors, indexing)
+
+
+@rule(_BUILTIN.meshgrid, *aten("meshgrid"), inplace=False)
+def grid(tensors: Any, indexing: str | None = None) -> Spec:
+    inputs: list[tuple[torch.Tensor, Dims]] = [
+        (tensor, (f"d{at}",) * tensor.dim()) for at, tensor in enumerate(tensors)
+    ]
+    dims = [*(dims[0] if dims else None for _, dims in inputs)]
+    shape = [tensor.numel() for tensor in tensors]
+    if indexing == "xy" and len(shape) > 1:
+        dims[:2], shape[:2] = dims[1::-1], shape[1::-1]
+    outs = [Out(tuple(dims), tuple(shape))] * len(inputs)
+    return Spec(inputs, outs, linear=[tuple(range(len(inputs)))], is_view=True)

@@ -1,0 +1,332 @@
+"""Keys: what stands between the brackets of `x[key]`, taken apart.
+
+As torch does it, in two steps: the basic part of a key (ints, slices, None, ...) names a region, a
+view, and its tensors then pick from that.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.spec import Dims, Here
+from shardwise.tensor import DTensor, as_local, wrap
+
+ALL = slice(None)
+
+
+# ---- the basic part of a key
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """What an int or a slice takes of one dim: `count` indices from `start` on."""
+
+    start: int
+    step: int
+    count: int
+    drops: bool
+    """Whether the dim goes away: it was an int."""
+    is_all: bool
+    """Whether it takes the whole dim, in order."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether what it takes can stay split: it is not a single row."""
+        return not self.drops and self.count != 1
+
+    def part(self, first: int, end: int) -> tuple[int, int, slice]:
+        """Of its indices, those in `[first, end)`: from which on, how many; and the slice that
+        takes them from the piece that begins at `first`."""
+        skipped = min(max(-((self.start - first) // self.step), 0), self.count)
+        until = min(max(-((self.start - end) // self.step), skipped), self.count)
+        at = self.start + skipped * self.step - first
+        length = until - skipped
+        stop = at + (length - 1) * self.step + 1
+        return skipped, length, slice(at, stop, self.step) if length else slice(0, 0)
+
+
+def picks(key: Any, shape: Sequence[int]) -> list[Pick | None]:
+    """What the items of a basic key take; None for a new dim."""
+    items = list(key) if isinstance(key, tuple) else [key]
+    taken = sum(item is not None and item is not Ellipsis for item in items)
+    sizes = iter(shape)
+    return [
+        None if item is None else _pick(item, next(sizes))
+        for item in expanded(items, len(shape), taken)
+    ]
+
+
+def expanded(items: list[Any], ndim: int, taken: int) -> list[Any]:
+    """The items of a key, that are about `taken` dims, with slices in place of its Ellipsis."""
+    if taken > ndim:
+        raise IndexError(f"too many indices for tensor of dimension {ndim}")
+    at = next((at for at, item in enumerate(items) if item is Ellipsis), len(items))
+    rest = [item for item in items[at:] if item is not Ellipsis]
+    return [*items[:at], *[ALL] * (ndim - taken), *rest]
+
+
+def _pick(item: Any, size: int) -> Pick:
+    if isinstance(item, slice):
+        start, stop, step = item.indices(size)
+        if step < 1:
+            raise ValueError("step must be greater than zero")
+        count = len(range(start, stop, step))
+        return Pick(start, step, count, False, count == size and step == 1)
+    if not -size <= item < size:
+        raise IndexError(f"index {item} is out of bounds for dimension with size {size}")
+    return Pick(item % size, 1, 1, True, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of a tensor that a basic key names, in factors."""
+
+    picks: list[Pick | None]
+    whole: Dims
+    """The factor of each dim of the tensor."""
+    dims: Dims
+    """The factor of each dim of the region; None for those that are not whole dims."""
+    rows: Dims
+    """The same, but with a factor for parts of a dim that are longer than one."""
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    """The factors of the tensor's dims of which the region has a part only."""
+
+
+def region(key: Any, tensor: torch.Tensor) -> Region:
+    """The part of a tensor that a basic key names."""
+    found = picks(key, tuple(tensor.shape))
+    names: list[str | None] = []
+    dims: list[str | None] = []
+    rows: list[str | None] = []
+    shape: list[int] = []
+    parts: list[str] = []
+    for pick in found:
+        if pick is None:
+            dims.append(None)
+            rows.append(None)
+            shape.append(1)
+            continue
+        name = f"d{len(names)}"
+        names.append(name)
+        parts += [] if pick.is_all else [name]
+        if not pick.drops:
+            dims.append(name if pick.is_all else None)
+            rows.append(name if pick.is_all or pick.is_long else None)
+            shape.append(pick.count)
+    return Region(found, tuple(names), tuple(dims), tuple(rows), tuple(shape), tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRegion:
+    """What this rank holds of a region. Ints in split dims are slices here, of length 1 or 0."""
+
+    key: tuple[Any, ...]
+    """What takes it from this rank's piece."""
+    spans: dict[int, tuple[int, int, int]]
+    """For each dim of it that is only a part of the region's: indices before, here, after."""
+    dropped: tuple[int, ...]
+    """Its dims that the region does not have, ascending."""
+    whole: dict[int, tuple[int, Pick]]
+    """Its dims along which it still is all that this rank holds: the tensor's dim, and what to
+    take."""
+
+
+def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalRegion:
+    """What this rank holds of a region.
+
+    Arguments:
+        but_long: take all, not yet a part, of split dims of which the part is longer than 1.
+    """
+    box = here.inputs[0].box()
+    key: list[Any] = []
+    spans: dict[int, tuple[int, int, int]] = {}
+    dropped: list[int] = []
+    whole: dict[int, tuple[int, Pick]] = {}
+    dim = position = 0
+    for pick in where.picks:
+        if pick is None:
+            key.append(None)
+            position += 1
+            continue
+        if pick.is_all:
+            key.append(ALL)
+        elif but_long and pick.is_long and here.axes(where.whole[dim]):
+            key.append(ALL)
+            whole[position] = dim, pick
+        elif here.axes(where.whole[dim]):
+            before, length, taken = pick.part(box.start[dim], box.stop[dim])
+            key.append(taken)
+            spans[position] = before, length, pick.count - before - length
+            dropped += [position] if pick.drops else []
+        elif pick.drops:
+            key.append(pick.start)
+            position -= 1
+        else:
+            key.append(slice(pick.start, pick.start + pick.count * pick.step, pick.step))
+        dim += 1
+        position += 1
+    return LocalRegion(tuple(key), spans, tuple(dropped), whole)
+
+
+# ---- a whole key
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key, taken apart."""
+
+    basic: tuple[Any, ...] | None
+    """Its ints, slices and new dims; None if it has all of every dim."""
+    indices: tuple[torch.Tensor | None, ...]
+    """For each dim of what `basic` gives (or the first ones) its tensor; none at all if the key
+    has none."""
+
+
+_SIMPLE = frozenset([int, type(None), type(Ellipsis)])
+
+
+def is_simple(key: Any) -> bool:
+    """Whether a key is surely basic. A quick look: the common case."""
+    if type(key) is not tuple:
+        return _is_simple(key)
+    for item in key:  # noqa: SIM110 (faster than all)
+        if not _is_simple(item):
+            return False
+    return True
+
+
+def _is_simple(item: Any) -> bool:
+    if type(item) is slice:
+        # A tensor as a bound is data.
+        return (
+            type(item.start) in _SIMPLE
+            and type(item.stop) in _SIMPLE
+            and type(item.step) in _SIMPLE
+        )
+    return type(item) in _SIMPLE
+
+
+def taken_apart(input: torch.Tensor, key: Any, mesh: DeviceMesh) -> Key:
+    """Part a key into its basic part and its tensors; masks become the indices they stand for."""
+    items = [_item(each, mesh) for each in _items(key)]
+    items = expanded(items, input.dim(), sum(_consumes(each) for each in items))
+    basic: list[Any] = []
+    indices: list[torch.Tensor | None] = []
+    dim = 0
+    for item in items:
+        if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+            if tuple(item.shape) != tuple(input.shape[dim : dim + item.dim()]):
+                raise IndexError(
+                    f"The shape of the mask {list(item.shape)} at index {dim} does not match the "
+                    f"shape of the indexed tensor {list(input.shape)} at index {dim}"
+                )
+            basic += [ALL] * item.dim()
+            found = whole(item, "__getitem__").nonzero(as_tuple=True)
+            indices += [static(each, mesh) for each in found]
+        elif isinstance(item, torch.Tensor):
+            basic.append(ALL)
+            indices.append(item)
+        elif isinstance(item, bool):
+            basic.append(None)
+            indices.append(static(torch.zeros(int(item), dtype=torch.int64), mesh))
+        else:
+            basic.append(item)
+            indices += [] if type(item) is int else [None]
+        dim += _consumes(item)
+    while indices and indices[-1] is None:
+        indices.pop()
+    is_all = all(type(item) is slice and item == ALL for item in basic)
+    return Key(None if is_all else tuple(basic), tuple(indices))
+
+
+def _items(key: Any) -> list[Any]:
+    if isinstance(key, tuple):
+        return list(key)
+    if isinstance(key, list) and any(
+        each is None or each is Ellipsis or isinstance(each, slice | list | tuple | torch.Tensor)
+        for each in key
+    ):
+        return list(key)  # as torch still does, with a warning
+    return [key]
+
+
+def _item(item: Any, mesh: DeviceMesh) -> Any:
+    """An item of a key: an int, a bool, a slice of ints, None, Ellipsis, or a tensor of ints or
+    bools."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return item
+    if isinstance(item, slice):
+        bounds = item.start, item.stop, item.step
+        return slice(*(each if each is None else int(_number(each)) for each in bounds))
+    if not isinstance(item, torch.Tensor):
+        if hasattr(item, "__index__") and not getattr(item, "shape", ()):
+            return operator.index(item)
+        made = torch.as_tensor(item if hasattr(item, "dtype") else list(item))
+        item = static(made if made.numel() else made.to(torch.int64), mesh)
+    if item.dtype not in (torch.int64, torch.int32, *_MASKS):
+        raise IndexError(
+            f"tensors used as indices must be long, int, byte or bool tensors, got {item.dtype}"
+        )
+    if item.dim() > 0:
+        return item
+    return bool(_number(item)) if item.dtype in _MASKS else int(_number(item))
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _number(value: Any) -> Any:
+    """A number, of a tensor that holds one."""
+    return whole(value, "__getitem__").item() if isinstance(value, torch.Tensor) else value
+
+
+def _consumes(item: Any) -> int:
+    """How many dims an item of a key is about."""
+    if isinstance(item, torch.Tensor):
+        return item.dim() if item.dtype in _MASKS else 1
+    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
+
+
+def static(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that every rank has made alike."""
+    if type(tensor) is DTensor:
+        return tensor
+    return wrap(tensor, Layout(mesh, tuple(tensor.shape)))
+
+
+def mesh_of(*values: Any) -> DeviceMesh:
+    """The mesh of the first DTensor among values."""
+    for value in values:
+        if type(value) is DTensor:
+            return value._layout.mesh
+        if isinstance(value, list | tuple | slice):
+            parts = (
+                (value.start, value.stop, value.step) if isinstance(value, slice) else tuple(value)
+            )
+            found = mesh_of(*parts)
+            if found is not None:
+                return found
+    return None  # type: ignore[return-value]
+
+
+# ---- tensors in keys
+
+
+def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """All of a tensor, as a plain one; differentiable."""
+    if type(tensor) is not DTensor:
+        return tensor
+    from shardwise.dispatch.moving import moved, transfer
+
+    layout = tensor._layout
+    with as_local():
+        how = transfer(layout, Layout(layout.mesh, layout.shape), ())
+        return moved(tensor, how, name).as_subclass(torch.Tensor)

@@ -1,0 +1,281 @@
+"""Losses: a number per element, or per row, and their sum or mean over the global tensor.
+
+Each is a sum of what the ranks have, and stays one that is pending. A mean divides it by the
+global count, so that it does not matter who has how many elements.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn import _reduction
+
+from shardwise.rules.collectives import total, total_used
+from shardwise.rules.pointwise import broadcast, tensors_among
+from shardwise.rules.registry import functions, handler, rule
+from shardwise.rules.softmax import widened
+from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.tensor import DTensor
+
+Values = dict[str, Any]
+"""The arguments of a call by name."""
+Each = Callable[[Here], Callable[[Values], torch.Tensor] | None]
+"""Given how a call is split: what computes the losses before they are reduced. None: torch."""
+
+_REDUCTIONS = ("none", "mean", "sum")  # as torch's builtins count them
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One torch function that is a loss, and how it takes its arguments."""
+
+    function: Callable[..., torch.Tensor]
+    defaults: Mapping[str, Any]
+    """Every parameter in order; its default, if it has one."""
+    keyword_only: frozenset[str]
+
+    @staticmethod
+    def of(function: Any, name: str) -> Loss:
+        """A function of F's by its signature, a builtin by the schema of the aten operator."""
+        if hasattr(function, "__code__"):
+            parameters = inspect.signature(function).parameters
+            return Loss(
+                function, {at: each.default for at, each in parameters.items()}, frozenset()
+            )
+        arguments = getattr(torch.ops.aten, name).default._schema.arguments
+        names = ["input" if each.name == "self" else each.name for each in arguments]
+        defaults = dict(zip(names, (each.default_value for each in arguments), strict=True))
+        only = {at for at, each in zip(names, arguments, strict=True) if each.kwarg_only}
+        return Loss(function, defaults, frozenset(only))
+
+    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+        """The arguments by name."""
+        given = dict(zip(self.defaults, args, strict=False))
+        given.update(kwargs)
+        if "self" in given:
+            given["input"] = given.pop("self")
+        return {**self.defaults, **given}
+
+    def reduction(self, values: Values) -> str:
+        """How the losses are reduced: "none", "mean", "sum", or what else the function knows."""
+        given = values["reduction"]
+        if values.get("size_average") is not None or values.get("reduce") is not None:
+            given = _reduction.legacy_get_string(values["size_average"], values["reduce"])
+        return given if isinstance(given, str) else _REDUCTIONS[given]
+
+    def each(self, values: Values) -> torch.Tensor:
+        """The losses before they are reduced, by torch."""
+        is_named = isinstance(values["reduction"], str)
+        values = {**values, "reduction": "none" if is_named else 0}
+        for old in ("size_average", "reduce"):
+            if old in values:
+                values[old] = None
+        by_name = {name: values.pop(name) for name in self.keyword_only}
+        return self.function(*values.values(), **by_name)
+
+
+def losses(*names: Any) -> Callable[[Callable[..., Spec]], Callable[..., Spec]]:
+    """Register what makes the spec of a call of these losses, of a `Loss` and its `Values`."""
+
+    def register(made: Callable[..., Spec]) -> Callable[..., Spec]:
+        for name in names:
+            for function in [name] if callable(name) else functions(name):
+                loss = Loss.of(function, name)
+
+                def spec(*args: Any, loss_: Loss = loss, **kwargs: Any) -> Spec:
+                    return made(loss_, loss_.values(args, kwargs))
+
+                rule(function)(spec)
+        return made
+
+    return register
+
+
+def reduced(
+    loss: Loss,
+    values: Values,
+    spec: Spec,
+    count: float | Callable[[Here, Values], Any],
+    each: Each | None = None,
+) -> Spec:
+    """The spec of a loss.
+
+    Arguments:
+        spec: that of the losses before they are reduced.
+        count: what a mean divides by, or what computes it.
+        each: computes the losses where torch's own function does not.
+    """
+    reduction = loss.reduction(values)
+    if reduction not in (*_REDUCTIONS, "batchmean"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    (out,) = spec.outputs
+
+    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
+        compute = None if each is None else each(here)
+        if not here.splits or (compute is None and reduction in ("none", "sum")):
+            return None
+
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            values = loss.values(args, kwargs)
+            result = loss.each(values) if compute is None else compute(values)
+            if reduction == "none":
+                return result
+            summed = widened(result).sum()
+            if reduction != "sum":
+                summed = summed / (count(here, values) if callable(count) else count)
+            return summed.to(result.dtype)
+
+        return run
+
+    if reduction == "none":
+        return Spec(spec.inputs, [out], spec.reduces, spec.linear, lower=lower)
+    summed = {factor: "sum" for factor in out.dims if factor is not None}
+    return Spec(spec.inputs, [Out((), ())], {**spec.reduces, **summed}, spec.linear, lower=lower)
+
+
+def autocast_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype of a loss of these tensors: under autocast none is of a half type."""
+    dtype = tensors[0].dtype
+    for each in tensors[1:]:
+        dtype = torch.promote_types(dtype, each.dtype)
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    if is_half and torch.is_autocast_enabled(tensors[0].device.type):
+        return torch.float32
+    return dtype
+
+
+# ---- a loss per element
+
+
+def weighted_l1_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """F.l1_loss with all its arguments."""
+    return F.l1_loss(input, target, size_average, reduce, reduction, weight)  # type: ignore[call-arg]
+
+
+@losses(
+    weighted_l1_loss,
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss"),
+    *("hinge_embedding_loss", "margin_ranking_loss"),
+)
+def pointwise_loss(loss: Loss, values: Values) -> Spec:
+    spec = broadcast(tensors_among(*values.values()))
+    count: Any = math.prod(spec.outputs[0].shape)
+    if loss.reduction(values) == "batchmean":
+        count = values["input"].shape[0] if values["input"].dim() else 1
+    weight = values.get("weight")
+    if weight is not None and loss.function in (F.mse_loss, weighted_l1_loss):
+        count = _sum_of_weights(next(dims for each, dims in spec.inputs if each is weight))
+    return reduced(loss, values, spec, count)
+
+
+@handler(F.l1_loss)
+def l1_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """F.l1_loss forgets its weight when it asks whether an argument overrides it (torch 2.13),
+    so it is looked up where it was given."""
+    frame = sys._getframe(1)
+    for _ in range(4):  # this was called by dispatch, by torch.overrides, by F.l1_loss
+        if frame.f_code is F.l1_loss.__code__:
+            kwargs = {**kwargs, "weight": frame.f_locals["weight"]}
+            break
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return DTensor.__torch_function__(weighted_l1_loss, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _sum_of_weights(dims: Dims) -> Callable[[Here, Values], torch.Tensor]:
+    def count(here: Here, values: Values) -> torch.Tensor:
+        return total_used(widened(values["weight"]).sum(), here.mesh, here.axes(*dims))
+
+    return count
+
+
+@losses("gaussian_nll_loss")
+def gaussian_nll_loss(loss: Loss, values: Values) -> Spec:
+    input, target, var = values["input"], values["target"], values["var"]
+    spec = broadcast([input, target])
+    (out,) = spec.outputs
+    inputs = list(spec.inputs)
+    if isinstance(var, torch.Tensor):  # it may lack the last dim
+        dims = tuple(
+            name if size == whole else None
+            for name, size, whole in zip(out.dims, var.shape, out.shape, strict=False)
+        )
+        inputs.append((var, dims))
+    return reduced(loss, values, Spec(inputs, [out]), math.prod(out.shape))
+
+
+# ---- a loss per row
+
+
+@losses("triplet_margin_loss")
+def triplet_margin_loss(loss: Loss, values: Values) -> Spec:
+    spec = broadcast(tensors_among(*values.values()))
+    (out,) = spec.outputs
+    inputs = [(each, (*dims[:-1], None)[-each.dim() :]) for each, dims in spec.inputs]
+    rows = Out(out.dims[:-1], out.shape[:-1])
+    return reduced(loss, values, Spec(inputs, [rows]), math.prod(rows.shape))
+
+
+@losses("multi_margin_loss", "multilabel_margin_loss")
+def margin_loss(loss: Loss, values: Values) -> Spec:
+    """Input (N, C) or (C); the target has a class or several for each row."""
+    rows: Dims = ("n",) * (values["input"].dim() - 1)
+    inputs: list[tuple[torch.Tensor, Dims]] = []
+    for name in ("input", "target", "weight"):
+        tensor = values.get(name)
+        if tensor is not None:
+            lead = () if name == "weight" else rows[: tensor.dim()]
+            inputs.append((tensor, (*lead, *[None] * (tensor.dim() - len(lead)))))
+    shape = tuple(values["input"].shape[:-1])
+    return reduced(loss, values, Spec(inputs, [Out(rows, shape)]), math.prod(shape))
+
+
+@losses("cosine_embedding_loss")
+def cosine_embedding_loss(loss: Loss, values: Values) -> Spec:
+    """Rows of two inputs; of a split row only three sums travel."""
+    first, second, target = (values[name] for name in ("input1", "input2", "target"))
+    rows: Dims = ("n",) * target.dim()
+    dims = (*rows, "d")
+    shape = tuple(target.shape)
+    if first.shape != second.shape or first.shape[:-1] != target.shape:
+        raise RuntimeError(
+            f"inputs are expected to be {len(dims)}D tensors of one size, got "
+            f"{list(first.shape)}, {list(second.shape)} and a target of {list(shape)}"
+        )
+
+    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
+        axes = here.axes("d")
+        return None if not axes else lambda values: _cosine_losses(values, here, axes)
+
+    inputs = [(first, dims), (second, dims), (target, rows)]
+    spec = Spec(inputs, [Out(rows, shape)], reduces={"d": "whole"})
+    return reduced(loss, values, spec, math.prod(shape), each)
+
+
+def _cosine_losses(values: Values, here: Here, axes: Sequence[int]) -> torch.Tensor:
+    first, second = widened(values["input1"]), widened(values["input2"])
+    products = (first * second, first.square(), second.square())
+    sums = torch.stack([each.sum(-1) for each in products])
+    product, one, other = total(sums, here.mesh, axes).unbind()
+    smallest = 1e-12  # torch's
+    cosine = product / ((one + smallest) * (other + smallest)).sqrt()
+    target = values["target"]
+    alike = torch.where(target == 1, 1 - cosine, 0)
+    unlike = torch.where(target == -1, (cosine - values["margin"]).clamp_min(0), 0)
+    return (alike + unlike).to(autocast_dtype(values["input1"], values["input2"]))

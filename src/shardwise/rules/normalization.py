@@ -1,0 +1,282 @@
+"""Normalization: statistics are of the global tensor.
+
+Where the dims that are averaged over are whole, torch's own kernel runs. Where they are split,
+only sums travel, as many elements as there are statistics: first for the mean, then for the
+squares of what is left, so that nothing is lost in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.collectives import first_index, total, used
+from shardwise.rules.registry import rule
+from shardwise.rules.softmax import widened
+from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+
+Optional = torch.Tensor | None
+Inputs = list[tuple[torch.Tensor, Dims]]
+
+
+def moments(
+    input: torch.Tensor, dims: list[int], count: int, mesh: DeviceMesh, axes: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean and variance over `dims`, of `count` elements split over `axes`; the input less
+    its mean. The dims are kept with size 1. Mean and variance are whole, and yet to be `used`."""
+    mean = total(input.sum(dims, keepdim=True), mesh, axes) / count
+    centered = input - used(mean, mesh, axes)
+    variance = total(centered.square().sum(dims, keepdim=True), mesh, axes) / count
+    return mean, variance, centered
+
+
+def scaled(normal: torch.Tensor, weight: Optional, bias: Optional) -> torch.Tensor:
+    """Times the weight, plus the bias, of shapes that broadcast."""
+    if weight is not None:
+        normal = normal * weight
+    return normal if bias is None else normal + bias
+
+
+def given(*inputs: tuple[Optional, Dims]) -> Inputs:
+    """The inputs that are not None."""
+    return [(tensor, dims) for tensor, dims in inputs if tensor is not None]
+
+
+# ---- over the last dims: layer_norm, rms_norm
+
+
+def _trailing(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[Dims, int]:
+    """The factors of the input, and the first of the dims that are normalized over."""
+    first = input.dim() - len(normalized_shape)
+    if not normalized_shape or tuple(input.shape[max(first, 0) :]) != tuple(normalized_shape):
+        raise RuntimeError(
+            f"Given normalized_shape={list(normalized_shape)}, expected input with shape "
+            f"[*, {', '.join(map(str, normalized_shape))}], but got input of size "
+            f"{list(input.shape)}"
+        )
+    return dims_of(input), first
+
+
+@rule("layer_norm")
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: Optional = None,
+    bias: Optional = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Spec:
+    names, first = _trailing(input, normalized_shape)
+
+    def lower(here: Here) -> Callable[..., torch.Tensor]:
+        split = _split_layer_norm(here, names, first, math.prod(normalized_shape))
+        if split is None:
+            return torch.layer_norm
+
+        def run(
+            input: torch.Tensor,
+            normalized_shape: Sequence[int],
+            weight: Optional = None,
+            bias: Optional = None,
+            eps: float = 1e-5,
+            cudnn_enable: bool = True,
+        ) -> torch.Tensor:
+            return split(input, weight, bias, eps)[0]
+
+        return run
+
+    inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
+    return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower)
+
+
+@rule("native_layer_norm")
+def native_layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: Optional,
+    bias: Optional,
+    eps: float,
+) -> Spec:
+    names, first = _trailing(input, normalized_shape)
+
+    def lower(here: Here) -> Callable[..., Any]:
+        split = _split_layer_norm(here, names, first, math.prod(normalized_shape))
+        if split is None:
+            return torch.native_layer_norm
+        return lambda input, normalized_shape, weight, bias, eps: split(input, weight, bias, eps)
+
+    kept = len(normalized_shape)
+    statistic = Out((*names[:first], *[None] * kept), (*tuple(input.shape)[:first], *[1] * kept))
+    inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
+    return Spec(inputs, [Out(names, tuple(input.shape)), statistic, statistic], lower=lower)
+
+
+def _split_layer_norm(
+    here: Here, names: Dims, first: int, count: int
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
+    """Result, mean and reciprocal deviation over dims that are split; None if they are not."""
+    axes = here.axes(*names[first:])
+    if not axes:
+        return None
+    dims = list(range(first, len(names)))
+
+    def run(
+        input: torch.Tensor, weight: Optional, bias: Optional, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, variance, centered = moments(widened(input), dims, count, here.mesh, axes)
+        scale = (variance + eps).rsqrt()
+        result = scaled(centered * used(scale, here.mesh, axes), weight, bias)
+        kept = (input if weight is None else weight).dtype
+        return result.to(input.dtype), mean.detach().to(kept), scale.detach().to(kept)
+
+    return run
+
+
+@rule("rms_norm")
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: Optional = None,
+    eps: float | None = None,
+) -> Spec:
+    names, first = _trailing(input, normalized_shape)
+    count = math.prod(normalized_shape)
+    dims = tuple(range(first, len(names)))
+
+    def lower(here: Here) -> Callable[..., torch.Tensor]:
+        axes = here.axes(*names[first:])
+        if not axes:
+            return torch.rms_norm
+
+        def run(
+            input: torch.Tensor,
+            normalized_shape: Sequence[int],
+            weight: Optional = None,
+            eps: float | None = None,
+        ) -> torch.Tensor:
+            wide = widened(input)
+            squares = total(wide.square().sum(dims, keepdim=True), here.mesh, axes) / count
+            smallest = torch.finfo(wide.dtype).eps if eps is None else eps
+            scale = used((squares + smallest).rsqrt(), here.mesh, axes)
+            return scaled(wide * scale, weight, None).to(input.dtype)
+
+        return run
+
+    inputs = given((input, names), (weight, names[first:]))
+    return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower)
+
+
+# ---- over groups of channels
+
+
+def channels(input: torch.Tensor) -> Dims:
+    """The factors of a batch of channels: n, c, and the dims of space."""
+    return ("n", "c", *(f"s{at}" for at in range(input.dim() - 2)))
+
+
+def beside_space(tensor: Optional, ndim: int) -> Optional:
+    """A tensor of one dim, the channels', so that it broadcasts against all."""
+    return None if tensor is None else tensor.reshape(-1, *[1] * (ndim - 2))
+
+
+@rule("group_norm")
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: Optional = None,
+    bias: Optional = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Spec:
+    names = channels(input)
+    shape = tuple(input.shape)
+    if len(shape) < 2 or num_groups <= 0 or shape[1] % num_groups:
+        raise RuntimeError(
+            f"Expected number of channels in input to be divisible by num_groups, but got input "
+            f"of shape {list(shape)} and num_groups={num_groups}"
+        )
+
+    def lower(here: Here) -> Callable[..., torch.Tensor]:
+        pieces = math.prod(here.mesh.shape[axis] for axis in here.axes("c"))
+        # A rank may have whole groups; then the others know nothing of them.
+        whole_groups = num_groups % pieces == 0
+        if whole_groups and not here.axes(*names[2:]):
+            if pieces == 1:
+                return torch.group_norm
+            return _fewer_groups(num_groups // pieces)
+        return _split_group_norm(here, names, shape, num_groups, pieces if whole_groups else 1)
+
+    inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
+    return Spec(inputs, [Out(names, shape)], lower=lower)
+
+
+@rule(F.group_norm)
+def checked_group_norm(input: torch.Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Spec:
+    """F refuses one value per channel, which torch.group_norm takes."""
+    spec = group_norm(input, num_groups, *args, **kwargs)
+    assert spec is not None, "it knows every call"
+    size = list(input.shape)
+    F._verify_batch_size([size[0] * size[1] // num_groups, num_groups, *size[2:]])  # type: ignore[attr-defined]
+    return spec
+
+
+def _fewer_groups(here: int) -> Callable[..., torch.Tensor]:
+    def run(
+        input: torch.Tensor,
+        num_groups: int,
+        weight: Optional = None,
+        bias: Optional = None,
+        eps: float = 1e-5,
+        cudnn_enabled: bool = True,
+    ) -> torch.Tensor:
+        return torch.group_norm(input, here, weight, bias, eps)
+
+    return run
+
+
+def _split_group_norm(
+    here: Here, names: Dims, shape: tuple[int, ...], num_groups: int, pieces: int
+) -> Callable[..., torch.Tensor]:
+    """Sums per channel are added up to sums per group, then over the ranks.
+
+    Arguments:
+        pieces: over how many ranks the groups are split, each with whole ones.
+    """
+    axes = here.axes(*names[2:], *(() if pieces > 1 else ("c",)))
+    per_group = shape[1] // num_groups
+    count = per_group * math.prod(shape[2:])
+    groups = num_groups // pieces
+    start = first_index(here.inputs[0], 1)
+
+    def run(
+        input: torch.Tensor,
+        num_groups: int,
+        weight: Optional = None,
+        bias: Optional = None,
+        eps: float = 1e-5,
+        cudnn_enabled: bool = True,
+    ) -> torch.Tensor:
+        wide = widened(input)
+        wide = wide.flatten(2) if wide.dim() > 2 else wide.unsqueeze(2)
+        first = start // per_group if pieces > 1 else 0
+        group = torch.arange(start, start + wide.shape[1], device=wide.device) // per_group - first
+
+        def average(values: torch.Tensor) -> torch.Tensor:
+            sums = values.new_zeros(values.shape[0], groups).index_add(1, group, values.sum(2))
+            return total(sums, here.mesh, axes) / count
+
+        def spread(statistic: torch.Tensor) -> torch.Tensor:
+            return used(statistic, here.mesh, axes)[:, group].unsqueeze(2)
+
+        centered = wide - spread(average(wide))
+        scale = (average(centered.square()) + eps).rsqrt()
+        result = (centered * spread(scale)).reshape(input.shape)
+        weight, bias = (beside_space(each, input.dim()) for each in (weight, bias))
+        return scaled(result, weight, bias).to(input.dtype)
+
+    return run

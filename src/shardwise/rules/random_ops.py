@@ -1,0 +1,447 @@
+"""Random operators. Each draws one key; the noise is made in place, laid out as the operand is.
+
+What then happens to the noise (a product, a comparison) is dispatched like any other operator, so
+pending sums flow or are made whole as that operator has it. Noise itself is always whole where its
+model has a pending sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import handle_torch_function
+
+from shardwise import random
+from shardwise.layout import Layout
+from shardwise.redistribute.moves import redistribute_local
+from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.spec import Here, Out, Spec
+from shardwise.tensor import DTensor, as_local, unwrap, wrap
+
+Sampler = Callable[..., torch.Tensor]
+
+
+def noise(
+    sampler: Sampler,
+    layout: Layout,
+    *numbers: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A tensor of random numbers in a layout, but whole where that has a pending reduction.
+
+    Arguments:
+        sampler: one of those of `shardwise.random`, and its `numbers`.
+    """
+    whole = layout.relaid(partial={}) if layout.partial else layout
+    if device.type == "meta":  # torch draws nothing for it either
+        return wrap(torch.empty(whole.local_shape(), dtype=dtype, device=device), whole)
+    key = random.draw_key(whole.mesh, generator)
+    return wrap(sampler(key, whole, *numbers, dtype=dtype, device=device), whole)
+
+
+def noise_like(sampler: Sampler, model: DTensor, *numbers: Any, **options: Any) -> DTensor:
+    """A tensor of random numbers like another."""
+    options = {"dtype": model.dtype, "device": model.device, **options}
+    return noise(sampler, model._layout, *numbers, **options)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# ---- overwritten with random numbers
+
+
+def _any_integers(
+    key: int, layout: Layout, low: int | None, high: int | None, dtype: torch.dtype, device: Any
+) -> torch.Tensor:
+    """`random_`: up to the largest integer of a dtype, or that a floating point one has exactly."""
+    if high is None:
+        if dtype.is_floating_point:
+            high = round(2 / torch.finfo(dtype).eps) + 1
+        else:
+            high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    return random.integers(key, layout, low or 0, high, dtype, device)
+
+
+class Fill(NamedTuple):
+    """An in-place operator: what it writes, its parameters with their defaults, and which of
+    them torch refuses."""
+
+    sampler: Sampler
+    parameters: dict[str, Any]
+    allows: Callable[..., bool]
+    complaint: str
+    takes_integers: bool = False
+
+
+_FILLS = {
+    "uniform_": Fill(
+        random.uniform,
+        {"from": 0.0, "to": 1.0},
+        lambda low, high: low <= high,
+        "uniform_ expects to return a [from, to) range, but found from={} > to={}",
+    ),
+    "normal_": Fill(
+        random.normal,
+        {"mean": 0.0, "std": 1.0},
+        lambda mean, std: std >= 0,
+        "normal expects std >= 0.0, but found mean={}, std={}",
+    ),
+    "log_normal_": Fill(
+        random.log_normal,
+        {"mean": 1.0, "std": 2.0},
+        lambda mean, std: std > 0,
+        "log_normal_ expects std > 0.0, but found mean={}, std={}",
+    ),
+    "exponential_": Fill(
+        random.exponential,
+        {"lambd": 1.0},
+        lambda rate: rate > 0,
+        "exponential_ expects lambda > 0.0, but found lambda={}",
+    ),
+    "geometric_": Fill(
+        random.geometric,
+        {"p": math.nan},
+        lambda p: 0 < p < 1,
+        "geometric_ expects p to be in (0, 1), but got p={}",
+        takes_integers=True,
+    ),
+    "cauchy_": Fill(
+        random.cauchy,
+        {"median": 0.0, "sigma": 1.0},
+        lambda median, sigma: sigma > 0,
+        "cauchy_ expects sigma > 0.0, but found median={}, sigma={}",
+    ),
+    "random_": Fill(
+        _any_integers,
+        {"from": None, "to": None},
+        lambda low, high: high is None or (low or 0) < high,
+        "random_ expects 'from' to be less than 'to', but got from={} >= to={}",
+        takes_integers=True,
+    ),
+}
+
+
+def fill(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """The target keeps its layout; pending contributions are such that they make the numbers."""
+    what = _FILLS[name]
+    given = dict(kwargs)
+    target, *rest = args or (given.pop("self"),)
+    generator = given.pop("generator", None)
+    if name == "random_" and len(rest) == 1:
+        rest = [None, *rest]
+    for parameter, value in zip(what.parameters, rest, strict=False):
+        given[parameter] = value
+    if unknown := given.keys() - what.parameters.keys():
+        raise TypeError(f"{name}() got an unexpected keyword argument {unknown.pop()!r}")
+    numbers = [_number(given.get(each, default)) for each, default in what.parameters.items()]
+    if not what.allows(*numbers):
+        raise RuntimeError(what.complaint.format(*numbers))
+    if not what.takes_integers:
+        _check_floating(name, target.dtype)
+    return overwrite(name, target, what.sampler, *numbers, generator=generator)
+
+
+def _check_floating(name: str, dtype: torch.dtype) -> None:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise NotImplementedError(f'"{name}" not implemented for {dtype}')
+
+
+def overwrite(
+    name: str, target: DTensor, sampler: Sampler, *numbers: Any, generator: Any = None
+) -> DTensor:
+    """Write random numbers to a DTensor."""
+    from shardwise.dispatch.entry import check_writable  # it imports the rules
+
+    check_writable(name, target)
+    made = noise_like(sampler, target, *numbers, generator=generator)
+    local = redistribute_local(unwrap(made), made._layout, target._layout)
+    with as_local():
+        torch.Tensor.copy_(target, local)
+    return target
+
+
+for _name in _FILLS:
+    handler(_name)(partial(fill, _name))
+
+
+# ---- like another tensor
+
+
+def like(sampler: Sampler, func: Any, args: Any, kwargs: Any) -> Any:
+    """Laid out as the model; whole where that has a pending sum."""
+    options = dict(kwargs)
+    model, *numbers = args or (options.pop("input"),)
+    numbers = [_number(each) for each in numbers]
+    if sampler is random.integers:
+        numbers += [_number(options.pop(each)) for each in ("low", "high") if each in options]
+        numbers = [0] * (2 - len(numbers)) + numbers
+        if numbers[0] >= numbers[1]:
+            raise RuntimeError(_FILLS["random_"].complaint.format(*numbers))
+    generator = options.pop("generator", None)
+    requires_grad = options.pop("requires_grad", False)
+    local = torch.empty_like(unwrap(model), **options)  # for its strides
+    if sampler is not random.integers:
+        _check_floating(name_of(func), local.dtype)
+    made = noise_like(
+        sampler, model, *numbers, dtype=local.dtype, device=local.device, generator=generator
+    )
+    if not local.is_contiguous():
+        made = wrap(local.copy_(unwrap(made)), made._layout)
+    made.requires_grad = requires_grad
+    return made
+
+
+for _name, _sampler in (
+    ("rand_like", random.uniform),
+    ("randn_like", random.normal),
+    ("randint_like", random.integers),
+):
+    handler(_name)(partial(like, _sampler))
+
+
+# ---- whose parameters are tensors
+
+
+@handler("bernoulli")
+def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
+    """The input tells the probabilities, or only the shape."""
+
+    def sampled(input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> Any:
+        if p is None:
+            return into(out, compared(input, input, generator), input)
+        if isinstance(p, torch.Tensor):
+            return into(out, compared(input, p, generator), input)
+        _check_probability(p)
+        made = noise_like(random.bernoulli, input, float(p), generator=generator)
+        return into(out, made, input)
+
+    return sampled(*args, **kwargs)
+
+
+@handler("bernoulli_")
+def bernoulli_(func: Any, args: Any, kwargs: Any) -> Any:
+    """The target keeps its layout, whatever that of the probabilities."""
+
+    def sampled(self: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
+        if not isinstance(self, DTensor):
+            raise _no_plain_target("bernoulli_")
+        if isinstance(p, torch.Tensor):
+            return self.copy_(compared(self, p, generator))
+        _check_probability(p)
+        return overwrite("bernoulli_", self, random.bernoulli, float(p), generator=generator)
+
+    return sampled(*args, **kwargs)
+
+
+@handler("normal")
+def normal(func: Any, args: Any, kwargs: Any) -> Any:
+    """Mean and standard deviation broadcast against each other."""
+
+    def sampled(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Any:
+        given = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
+        if not isinstance(std, torch.Tensor) and std < 0:
+            raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
+        layout = joint_layout([each.shape for each in given], given)
+        made = noise(
+            random.normal,
+            layout,
+            dtype=given[0].dtype,
+            device=given[0].device,
+            generator=generator,
+        )
+        with torch.no_grad():
+            sample = made * std + mean
+        return into(out, sample, *given)
+
+    return sampled(*args, **kwargs)
+
+
+def compared(model: DTensor, p: torch.Tensor, generator: Any) -> Any:
+    """Like the model: 1 with probability p, which is broadcast to it, and 0 else."""
+    layout = joint_layout([model.shape, p.shape], [model, p])
+    if layout.size != model.shape:
+        raise RuntimeError(
+            f"bernoulli expects p to be broadcastable to {list(model.shape)}, but it has shape "
+            f"{list(p.shape)}"
+        )
+    made = noise(
+        random.uniform, layout, dtype=torch.float64, device=model.device, generator=generator
+    )
+    with torch.no_grad():
+        return (made < p).to(model.dtype)
+
+
+def joint_layout(shapes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Layout:
+    """Of a result that operands are broadcast to: each dim is split as the first that splits it."""
+    shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    order: dict[int, tuple[int, ...]] = {}
+    layouts = [each._layout for each in tensors if isinstance(each, DTensor)]
+    for layout in layouts:
+        skipped = len(shape) - layout.ndim
+        for dim, axes in enumerate(layout.shard_order):
+            used = {axis for each in order.values() for axis in each}
+            fits = layout.shape[dim] == shape[skipped + dim] and skipped + dim not in order
+            if axes and fits and not used.intersection(axes):
+                order[skipped + dim] = axes
+    return Layout(layouts[0].mesh, shape, order)
+
+
+class _Sampled(torch.autograd.Function):
+    """Forward: a sample. Backward: zeros, as it does not depend smoothly on its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, sample: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.like = [torch.empty_like(each, device="meta") for each in parameters]
+        ctx.device = sample.device
+        return sample.view_as(sample)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, *(torch.zeros_like(each, device=ctx.device) for each in ctx.like)
+
+
+def into(out: Any, sample: Any, *parameters: Any) -> Any:
+    """A sample as torch gives it: in `out`, or with its parameters' gradients, which are zero."""
+    if out is not None:
+        return out.copy_(sample)
+    smooth = [
+        unwrap(each) if isinstance(each, DTensor) else each
+        for each in parameters
+        if each.requires_grad
+    ]
+    if smooth and torch.is_grad_enabled():
+        local = _Sampled.apply(unwrap(sample), *smooth)  # type: ignore[no-untyped-call]
+        return wrap(local, sample._layout)
+    return sample
+
+
+def _check_probability(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+
+
+def _no_plain_target(name: str) -> Exception:
+    from shardwise.dispatch.entry import DispatchError
+
+    return DispatchError(f"{name}: cannot write a DTensor's values into a plain tensor in place")
+
+
+# ---- whole on every rank: torch's own algorithms, which draw as much as the data needs.
+# They draw from a generator that the key seeds, so the default one advances alike on all ranks.
+
+
+def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torch.Tensor]:
+    def run(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> torch.Tensor:
+        own = torch.Generator(args[0].device)
+        own.manual_seed(random.draw_key(here.mesh, generator))
+        return func(*args, generator=own, **kwargs)
+
+    return run
+
+
+@rule("poisson", inplace=False)
+def poisson(input: torch.Tensor, generator: Any = None) -> Spec:
+    """Whole."""
+    dims = (None,) * input.dim()
+    out = Out(dims, tuple(input.shape))
+    return Spec([(input, dims)], [out], lower=partial(_seeded, torch.poisson))
+
+
+@rule("binomial", inplace=False)
+def binomial(count: torch.Tensor, prob: torch.Tensor, generator: Any = None) -> Spec:
+    """Whole."""
+    shape = tuple(torch.broadcast_shapes(count.shape, prob.shape))  # type: ignore[no-untyped-call]
+    inputs = [(each, (None,) * each.dim()) for each in (count, prob)]
+    out = Out((None,) * len(shape), shape)
+    return Spec(inputs, [out], lower=partial(_seeded, torch.binomial))
+
+
+def choose_with_replacement(
+    input: torch.Tensor, num_samples: int, generator: Any = None
+) -> torch.Tensor:
+    """`torch.multinomial(input, num_samples, True)` of a DTensor."""
+    return handle_torch_function(
+        choose_with_replacement, (input,), input, num_samples, generator=generator
+    )
+
+
+@rule(choose_with_replacement)
+def _choose_with_replacement(input: torch.Tensor, num_samples: int, generator: Any = None) -> Spec:
+    dims = (None,) * input.dim()
+    out = Out(dims, (*input.shape[:-1], num_samples))
+
+    def choose(input: torch.Tensor, num_samples: int, generator: Any) -> torch.Tensor:
+        return torch.multinomial(input, num_samples, True, generator=generator)
+
+    return Spec([(input, dims)], [out], lower=partial(_seeded, choose))
+
+
+@handler("multinomial")
+def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
+    """Without replacement: as torch does, the largest of the weights over exponential noise, so
+    neither the rows nor the weights need be gathered."""
+
+    def sampled(
+        input: Any,
+        num_samples: int,
+        replacement: bool = False,
+        *,
+        generator: Any = None,
+        out: Any = None,
+    ) -> Any:
+        with as_local():
+            like = torch.empty(input.shape, dtype=input.dtype, device="meta")
+            torch.multinomial(like, num_samples, replacement)
+        if replacement and num_samples > 1:
+            return into(out, choose_with_replacement(input, num_samples, generator))
+        if not (0 < num_samples <= input.shape[-1] and input.dim() in (1, 2)):
+            raise RuntimeError(
+                f"cannot sample n_sample={num_samples} > prob_dist.size(-1) samples without "
+                f"replacement from a distribution of shape {list(input.shape)}"
+            )
+        input = input.detach()
+        if not bool(((input >= 0) & (input < float("inf"))).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        waits = noise_like(random.exponential, input, generator=generator)
+        races = input / waits
+        if num_samples == 1:
+            return into(out, races.argmax(-1, keepdim=True))
+        return into(out, races.topk(num_samples, -1)[1])
+
+    return sampled(*args, **kwargs)
+
+
+# ---- a leaky relu whose slope is random
+
+
+@handler("rrelu", "rrelu_")
+def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
+    """In training; a leaky relu with the mean slope else."""
+
+    def applied(
+        input: Any,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: Any = False,  # torch.rrelu has its generator here
+        generator: Any = None,
+    ) -> Any:
+        if isinstance(inplace, torch.Generator):
+            inplace, generator = False, inplace
+        inplace = inplace or name_of(func) == "rrelu_"
+        if not training:
+            return F.leaky_relu(input, (lower + upper) / 2, inplace=bool(inplace))
+        made = noise_like(random.uniform, input, lower, upper, generator=generator)
+        slopes = torch.where(input.detach() <= 0, made, 1.0)
+        return input.mul_(slopes) if inplace else input * slopes
+
+    return applied(*args, **kwargs)

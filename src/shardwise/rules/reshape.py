@@ -1,0 +1,316 @@
+"""Reshapes, and whatever else makes a dim longer or shorter by a factor and keeps its order.
+
+A split dim stays split if its chunks, scaled, are the chunks of the dim that it becomes: nothing
+moves then. Otherwise it is made whole.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.registry import aten, handler, rule
+from shardwise.rules.rows import same_cuts
+from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
+
+Scales = dict[str, tuple[int, int]]
+"""For each factor whose dim changes its size, both sizes."""
+
+
+def allows_scaled(scales: Scales) -> Callable[[Mapping[str, tuple[int, ...]], DeviceMesh], bool]:
+    """Allow only splits that cut each dim before and after at the same places."""
+
+    def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
+        return all(
+            same_cuts(*scales[factor], mesh, axes)
+            for factor, axes in splits.items()
+            if factor in scales
+        )
+
+    return allows
+
+
+def matched(shape: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, Scales]:
+    """The factors of a reshape, and the sizes of those whose dim changes.
+
+    Dims are grouped as small as can be, each group of equal product before and after. The first
+    dim of a group goes with the first of the result: the only one whose chunks are contiguous.
+    """
+    before: list[str | None] = [None] * len(shape)
+    after: list[str | None] = [None] * len(target)
+    scales: Scales = {}
+    if math.prod(shape) == 0:  # products say nothing: what is the same from the left stays
+        for at, (old, new) in enumerate(zip(shape, target, strict=False)):
+            if old != new:
+                break
+            before[at] = after[at] = f"d{at}"
+        return tuple(before), tuple(after), scales
+    left = right = 0
+    while left < len(shape) and right < len(target):
+        if shape[left] == target[right]:
+            before[left] = after[right] = f"d{left}"
+            left, right = left + 1, right + 1
+        elif shape[left] == 1:
+            left += 1
+        elif target[right] == 1:
+            right += 1
+        else:
+            before[left] = after[right] = f"d{left}"
+            scales[f"d{left}"] = shape[left], target[right]
+            old, new = shape[left], target[right]
+            left, right = left + 1, right + 1
+            while old != new:
+                if old < new:
+                    old, left = old * shape[left], left + 1
+                else:
+                    new, right = new * target[right], right + 1
+    # Dims of size 1 that found no counterpart beside them may have one elsewhere.
+    lone = [dim for dim, size in enumerate(shape) if size == 1 and before[dim] is None]
+    free = [dim for dim, size in enumerate(target) if size == 1 and after[dim] is None]
+    for old, new in zip(lone, free, strict=False):
+        before[old] = after[new] = f"d{old}"
+    return tuple(before), tuple(after), scales
+
+
+def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **extra: Any) -> Spec:
+    """The spec of a reshape.
+
+    Arguments:
+        target: the result's global shape.
+        local: the sizes that the call itself gives; if they are right for the local tensor too, it
+            is left as it is.
+    """
+    before, after, scales = matched(input.shape, target)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        shape = here.outputs[0].local_shape()
+        if local is not None and _means(local, shape):
+            return None
+        return takes_shards(lambda x, *args, **kwargs: x.view(shape))
+
+    return Spec(
+        [(input, before)],
+        [Out(after, tuple(target))],
+        **{
+            "linear": [(0,)],
+            "lower": lower,
+            "allows": allows_scaled(scales) if scales else None,
+            "is_view": True,
+            **extra,
+        },
+    )
+
+
+def _means(sizes: Sequence[int], shape: tuple[int, ...]) -> bool:
+    """Whether sizes, one of them perhaps -1, are this local shape."""
+    if -1 in sizes and 0 in shape:
+        return False
+    return all(size in (-1, found) for size, found in zip(sizes, shape, strict=True))
+
+
+def inferred(numel: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes with the -1 among them worked out."""
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and known and numel % known == 0:
+        return tuple(numel // known if size == -1 else size for size in sizes)
+    if -1 in sizes or known != numel:
+        raise RuntimeError(f"shape '{list(sizes)}' is invalid for input of size {numel}")
+    return tuple(sizes)
+
+
+def sizes_given(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`f(2, 3)` and `f((2, 3))` alike; numpy's integers are ints."""
+    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
+    return tuple(each if isinstance(each, torch.Tensor) else _as_int(each) for each in given)
+
+
+def _as_int(value: Any) -> Any:
+    return operator.index(value) if hasattr(value, "__index__") else value
+
+
+# ---- the rules
+
+
+@rule("view", *aten("_unsafe_view"), inplace=False)
+def view(input: torch.Tensor, *sizes: Any, size: Any = (), dtype: Any = None) -> Spec | None:
+    sizes = sizes_given(sizes or (size,))
+    if dtype is not None or not all(isinstance(each, int) for each in sizes):
+        return None  # as another dtype: the shape depends on the dtype it has
+    return reshaped(input, inferred(input.numel(), sizes), sizes)
+
+
+@rule("reshape", inplace=False)
+def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec:
+    sizes = sizes_given(sizes or (shape,))
+    return _by_reshape(input, inferred(input.numel(), sizes), sizes)
+
+
+def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -> Spec:
+    """A reshape that copies where it must."""
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        shape = here.outputs[0].local_shape()
+        if local is not None and _means(local, shape):
+            return None
+        return takes_shards(lambda x, *args, **kwargs: x.reshape(shape))
+
+    return reshaped(input, target, lower=lower)
+
+
+@handler("view_as", "reshape_as", "expand_as")
+def to_shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # The other tensor gives nothing but its global shape.
+    input, other = (*args, *kwargs.values())
+    return getattr(input, func.__name__.split(".")[0].removesuffix("_as"))(other.shape)
+
+
+@rule("flatten", inplace=False)
+def flatten(input: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> Spec:
+    first, last = (normalized(dim, input.dim()) for dim in (start_dim, end_dim))
+    shape = tuple(input.shape)
+    if first > last:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    target = (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+    return _flat(input, target)
+
+
+def _flat(input: torch.Tensor, target: Sequence[int]) -> Spec:
+    before, after, scales = matched(input.shape, target)
+    # What is flattened has the right size of itself.
+    return Spec(
+        [(input, before)],
+        [Out(after, tuple(target))],
+        linear=[(0,)],
+        allows=allows_scaled(scales),
+        is_view=True,
+    )
+
+
+@rule("ravel", inplace=False)
+def ravel(input: torch.Tensor) -> Spec:
+    return _flat(input, (input.numel(),))
+
+
+@rule("unflatten", inplace=False)
+def unflatten(input: torch.Tensor, dim: int, sizes: Any) -> Spec | None:
+    if isinstance(dim, str) or not all(isinstance(size, int) for size in sizes):
+        return None
+    at = normalized(dim, input.dim())
+    shape = tuple(input.shape)
+    return reshaped(input, (*shape[:at], *inferred(shape[at], sizes), *shape[at + 1 :]))
+
+
+_AT_LEAST: dict[str, Callable[[list[int]], list[int]]] = {
+    "atleast_1d": lambda shape: shape or [1],
+    "atleast_2d": lambda shape: [1] * (2 - len(shape)) + shape,
+    "atleast_3d": lambda shape: [1] * (len(shape) < 2) + (shape or [1]) + [1] * (len(shape) < 3),
+}
+
+
+@handler(*_AT_LEAST, *(getattr(torch._C._VariableFunctions, name) for name in _AT_LEAST))
+def at_least(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Each tensor on its own: they share no factors. To add dims is always a view.
+    shape_of = _AT_LEAST[func.__name__.partition(".")[0]]
+    if len(args) == 1 and isinstance(args[0], torch.Tensor):
+        return args[0].reshape(shape_of(list(args[0].shape)))
+    tensors = args if len(args) > 1 else args[0]
+    return tuple(each.reshape(shape_of(list(each.shape))) for each in tensors)
+
+
+# ---- dims that grow and shrink
+
+
+def scaled(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]) -> Spec:
+    """The spec of an operator that makes some dims longer or shorter, and keeps their order."""
+    sizes = dict(zip(after, target, strict=True))
+    scales = {
+        factor: (size, sizes[factor])
+        for factor, size in zip(before, input.shape, strict=True)
+        if factor is not None and sizes.get(factor, size) != size
+    }
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        shape = here.outputs[0].local_shape()
+        if 0 not in shape:
+            return None
+        # torch's own refuse some empty tensors, or do not scale them
+        return lambda x, *args, **kwargs: x.reshape(shape)
+
+    return Spec(
+        [(input, before)],
+        [Out(after, tuple(target))],
+        linear=[(0,)],
+        lower=lower,
+        allows=allows_scaled(scales),
+    )
+
+
+@rule("repeat_interleave", inplace=False)
+def repeat_interleave(
+    input: torch.Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any = None
+) -> Spec | None:
+    if not isinstance(repeats, int):
+        return None
+    if dim is None:
+        before, after, scales = matched(input.shape, (input.numel(),))
+        target: tuple[int, ...] = (input.numel() * repeats,)
+        scales = {
+            factor: (size, target[0])
+            for factor, size in zip(before, input.shape, strict=True)
+            if factor is not None and factor in after
+        }
+    else:
+        at = normalized(dim, input.dim())
+        before = after = dims_of(input)
+        target = (*input.shape[:at], input.shape[at] * repeats, *input.shape[at + 1 :])
+        scales = {f"d{at}": (input.shape[at], target[at])}
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        if output_size is None or not here.splits:
+            return None
+        return lambda x, *args, **kwargs: x.repeat_interleave(repeats, dim)
+
+    return Spec(
+        [(input, before)],
+        [Out(after, target)],
+        linear=[(0,)],
+        lower=lower,
+        allows=allows_scaled(scales),
+    )
+
+
+@rule("pixel_shuffle", inplace=False)
+def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> Spec:
+    *batch, channels, height, width = input.shape
+    if channels % upscale_factor**2:
+        raise RuntimeError(
+            "pixel_shuffle expects its input's channels to be divisible by the factor"
+        )
+    target = (
+        *batch,
+        channels // upscale_factor**2,
+        height * upscale_factor,
+        width * upscale_factor,
+    )
+    return scaled(input, dims_of(input), dims_of(input), target)
+
+
+@rule("pixel_unshuffle", inplace=False)
+def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> Spec:
+    *batch, channels, height, width = input.shape
+    if height % downscale_factor or width % downscale_factor:
+        raise RuntimeError("pixel_unshuffle expects height and width to be divisible by the factor")
+    small = (height // downscale_factor, width // downscale_factor)
+    target = (*batch, channels * downscale_factor**2, *small)
+    return scaled(input, dims_of(input), dims_of(input), target)
+
+
+@rule("channel_shuffle", "native_channel_shuffle", inplace=False)
+def channel_shuffle(input: torch.Tensor, groups: int) -> Spec:
+    dims = ("d0", None, *dims_of(input)[2:])
+    return Spec([(input, dims)], [Out(dims, tuple(input.shape))], linear=[(0,)])

@@ -1,0 +1,211 @@
+"""Rows that change hands: results that have the rows of a split dim in another order, or only some.
+
+`exchange` gives each rank its chunk of the result by one all-to-all, so that the dim stays split.
+`owned_part` is for results that are too small to be split: those who own a row give it to all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from shardwise.box import chunk
+from shardwise.comm import Communicator, communicator
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.collectives import total
+from shardwise.rules.spec import Here
+
+Local = Callable[[torch.Tensor], torch.Tensor]
+Rows = npt.NDArray[np.int64]
+"""Numpy's, as plans are also made where torch traces."""
+
+
+def pieces(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The chunks that these axes, outer to inner, cut a dim into."""
+    return _pieces(size, tuple(mesh.shape[axis] for axis in axes))
+
+
+@lru_cache(maxsize=4096)
+def _pieces(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    found = [(0, size)]
+    for count in parts:
+        found = [chunk(*each, count, index) for each in found for index in range(count)]
+    return tuple(found)
+
+
+def splitting_axes(here: Here, *factors: str | None) -> tuple[int, ...]:
+    """The axes that split these factors, and have more than one rank: with one, all is here."""
+    return tuple(axis for axis in here.axes(*factors) if here.mesh.shape[axis] > 1)
+
+
+def same_cuts(size: int, other: int, mesh: DeviceMesh, axes: Sequence[int]) -> bool:
+    """Whether these axes cut dims of two sizes at the same places, up to scale."""
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if size % parts == 0 and other % parts == 0:
+        return True
+    return all(
+        (start == stop and first == last)
+        or (start * other, stop * other) == (first * size, last * size)
+        for (start, stop), (first, last) in zip(
+            pieces(size, mesh, axes), pieces(other, mesh, axes), strict=True
+        )
+    )
+
+
+# ---- an exchange of rows
+
+
+def exchange(
+    name: str,
+    mesh: DeviceMesh,
+    axes: tuple[int, ...],
+    dim: int,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    rows: Rows | Sequence[int],
+    fill: float = 0,
+) -> Local:
+    """How to get from pieces of some tensors to pieces of others, made of the same rows.
+
+    Forward: all-to-all, unless no row changes hands. Backward: the same, transposed.
+
+    Arguments:
+        name: what a message calls the operator.
+        axes: those that split `dim`, outer to inner, before and after.
+        sources: the global sizes of `dim` of the tensors whose pieces, joined along `dim`, go in.
+        targets: the same of the tensors whose pieces, joined along `dim`, come out.
+        rows: for each row of the joined targets its place among the joined sources, or -1 for one
+            that is filled.
+        fill: with what.
+    """
+    group = communicator(mesh, axes)
+    here, count = group.index, len(group.ranks)
+    owner, at, held = _held(sources, mesh, axes)
+    holder, place, lengths = _held(targets, mesh, axes)
+    rows = np.asarray(rows, dtype=np.int64)
+    kept = rows >= 0
+    owner, at, holder, place = owner[rows[kept]], at[rows[kept]], holder[kept], place[kept]
+    moves = bool((owner != holder).any())
+
+    sent, received = owner == here, holder == here
+    sends = np.bincount(holder[sent], minlength=count).tolist()
+    receives = np.bincount(owner[received], minlength=count).tolist()
+    leaving = at[sent][holder[sent].argsort(kind="stable")]
+    # The row after the last one received is the fill.
+    arriving = np.full(lengths[here], sum(receives))
+    arriving[place[received][owner[received].argsort(kind="stable")]] = np.arange(sum(receives))
+    has_fill = bool((arriving == sum(receives)).any())
+    pick, order = _picker(leaving, held[here], dim), _picker(arriving, sum(receives), dim)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        result = pick(local)
+        if moves:
+            _refuse_if_explicit(name, mesh, axes)
+            result = _AllToAll.apply(result, group, dim, sends, receives)  # type: ignore[no-untyped-call]
+        if has_fill:
+            row = list(result.shape)
+            row[dim] = 1
+            result = torch.cat([result, result.new_full(row, fill)], dim)
+        result = order(result)
+        # What nobody else has a part of may be what went in; an exchange gives a copy.
+        return result if moves or has_fill else result.clone()
+
+    return run
+
+
+def _held(
+    sizes: Sequence[int], mesh: DeviceMesh, axes: tuple[int, ...]
+) -> tuple[Rows, Rows, list[int]]:
+    """Who has each row of tensors joined along a dim, where among its own, and how many it has."""
+    owners, places = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    lengths = [0] * math.prod(mesh.shape[axis] for axis in axes)
+    for size in sizes:
+        for index, (start, stop) in enumerate(pieces(size, mesh, axes)):
+            owners.append(np.full(stop - start, index))
+            places.append(np.arange(stop - start) + lengths[index])
+            lengths[index] += stop - start
+    return np.concatenate(owners), np.concatenate(places), lengths
+
+
+def _picker(rows: Rows, size: int, dim: int) -> Local:
+    """What picks these rows of so many."""
+    first, count = int(rows[0]) if len(rows) else 0, len(rows)
+    if not np.array_equal(rows, np.arange(first, first + count)):
+        return lambda x: x.index_select(dim, torch.as_tensor(rows, device=x.device))
+    if count == size:
+        return lambda x: x
+    return lambda x: x.narrow(dim, first, count)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Forward: `sends[i]` rows go to rank i, `receives[i]` come from it. Backward: the reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        group: Communicator,
+        dim: int,
+        sends: list[int],
+        receives: list[int],
+    ) -> torch.Tensor:
+        ctx.back = group, dim, receives, sends
+        shape = list(local.shape)
+        shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in receives]
+        parts = [part.contiguous() for part in local.detach().split_with_sizes(sends, dim)]
+        return torch.cat(group.all_to_all(parts, shapes), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return _AllToAll.apply(gradients[0], *ctx.back), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+def _refuse_if_explicit(name: str, mesh: DeviceMesh, axes: Sequence[int]) -> None:
+    from shardwise.dispatch.state import PolicyError, state  # it imports the rules
+
+    if state.explicit:
+        over = ", ".join(map(mesh.axis_name, axes))
+        raise PolicyError(
+            f"{name}: within explicit(), but rows of a dim that {over} splits must change hands. "
+            f"Say so: make the input whole on {over} first, with x.redistribute(placements=...)"
+        )
+
+
+# ---- small results
+
+
+def owned_part(
+    name: str,
+    part: torch.Tensor,
+    dim: int,
+    first: int,
+    length: int,
+    mesh: DeviceMesh,
+    axes: Sequence[int],
+) -> torch.Tensor:
+    """The whole of a result of `length` rows, of which this rank has `part`, from row `first` on.
+
+    Forward: all-reduce. Backward: nothing, as every rank has the whole gradient.
+    """
+    before = first if part.shape[dim] else 0
+    after = length - before - part.shape[dim]
+    padded = F.pad(part, [0, 0] * (part.dim() - 1 - dim) + [before, after])
+    if length == 0:
+        return padded
+    _refuse_if_explicit(name, mesh, axes)
+    if padded.dtype == torch.bool:
+        return total(padded.to(torch.uint8), mesh, axes).to(torch.bool)
+    return total(padded, mesh, axes)
+
+
+def severed(result: torch.Tensor, name: str) -> torch.Tensor:
+    """Mark a copy where torch would return a view: writing to it is refused."""
+    result._severed = name  # type: ignore[attr-defined]
+    return result

@@ -1,0 +1,217 @@
+"""Order and counting: sort, topk, histograms; and whether two tensors are equal.
+
+Along a split dim `topk` gathers the candidates of each rank, a few, and picks among them; a sort
+needs the dim whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.comm import communicator
+from shardwise.layout import Layout
+from shardwise.redistribute.moves import redistribute_local
+from shardwise.rules.collectives import extreme
+from shardwise.rules.reduction import (
+    Over,
+    as_dims,
+    composed,
+    first,
+    over_dims,
+    pieces,
+    split_as,
+    stacked,
+    whole_along,
+    with_synonyms,
+    without,
+)
+from shardwise.rules.registry import handler, rule
+from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.tensor import DTensor, as_local, unwrap, wrap
+
+# ---- sorting
+
+
+def _sorted(input: torch.Tensor, dim: int, outputs: int) -> Spec:
+    dims = as_dims(dim, input.dim()) if input.dim() else ()
+    out = Out(without(dims_of(input), dims, True, None), tuple(input.shape))
+    return whole_along(input, dims, [out] * outputs)
+
+
+@rule("sort")
+@with_synonyms
+def sort(
+    input: torch.Tensor, dim: int = -1, descending: bool = False, stable: bool | None = False
+) -> Spec:
+    return _sorted(input, dim, 2)
+
+
+@rule("argsort")
+@with_synonyms
+def argsort(
+    input: torch.Tensor, dim: int = -1, descending: bool = False, stable: bool = False
+) -> Spec:
+    return _sorted(input, dim, 1)
+
+
+@rule("msort")
+@with_synonyms
+def msort(input: torch.Tensor) -> Spec:
+    return _sorted(input, 0, 1)
+
+
+@rule("topk")
+@with_synonyms
+def topk(
+    input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Spec:
+    names = dims_of(input)
+    dims = as_dims(dim, input.dim()) if input.dim() else ()
+    if dims and not 0 <= k <= input.shape[dims[0]]:
+        raise RuntimeError("selected index k out of range")
+    shape = tuple(k if at in dims else size for at, size in enumerate(input.shape))
+    out = Out(without(names, dims, True, None), shape)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = here.axes(*(names[each] for each in dims))
+        if not axes:
+            return None
+        (along,) = dims
+        layout = here.inputs[0]
+        start = layout.box().start[along]
+        counts = [min(k, shape[along]) for shape in pieces(layout, axes)]
+        real = [at * k + each for at, count in enumerate(counts) for each in range(count)]
+
+        def joined(mine: torch.Tensor) -> torch.Tensor:
+            """The candidates of all ranks, in the order of the dim."""
+            after = [0, 0] * (mine.dim() - 1 - along)
+            padded = F.pad(mine, (*after, 0, k - mine.shape[along]))
+            every = stacked(padded, here.mesh, axes).movedim(0, along).flatten(along, along + 1)
+            chosen = torch.tensor(real, dtype=torch.int64, device=mine.device)
+            return every.index_select(along, chosen)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            local = first(args, kwargs)
+            values, indices = local.topk(min(k, local.shape[along]), along, largest)
+            values, indices = joined(values), joined(indices + start)
+            best, picked = values.topk(k, along, largest, sorted)
+            return torch.return_types.topk((best, indices.gather(along, picked)))
+
+        return run
+
+    return Spec([(input, names)], [out, out], split_as(names, dims, "whole"), lower=lower)
+
+
+# ---- counting
+
+
+@rule("histc")
+@with_synonyms
+def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Spec:
+    names = dims_of(input)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        over = over_dims(here, names, tuple(range(input.dim())), False)
+        if not over.axes:
+            return None
+
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            local = first(args, kwargs).detach()
+            low, high = (min, max) if min != max else _range(local, over)
+            return torch.histc(local, bins, low, high)
+
+        return run
+
+    ways = split_as(names, range(input.dim()), "sum")
+    return Spec([(input, names)], [Out((None,), (bins,))], ways, lower=lower)
+
+
+def _range(local: torch.Tensor, over: Over) -> tuple[float, float]:
+    """The smallest and the largest element of all ranks."""
+    worst = (float("inf"), float("inf"))
+    low, high = (local.min().item(), -local.max().item()) if local.numel() else worst
+    ends = torch.tensor([low, high], dtype=torch.float64, device=local.device)
+    low, high = over.extreme(ends, "min").tolist()
+    return (low, -high) if over.layout.numel else (0.0, 0.0)
+
+
+@rule("histogram")
+@with_synonyms
+def histogram(
+    input: torch.Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False
+) -> Spec:
+    given = [each for each in (input, bins, weight) if isinstance(each, torch.Tensor)]
+    count = bins.shape[0] - 1 if isinstance(bins, torch.Tensor) else bins
+    outputs = [Out((None,), (count,)), Out((None,), (count + 1,))]
+    return Spec([(each, (None,) * each.dim()) for each in given], outputs)
+
+
+@composed("bincount")
+def bincount(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> DTensor:
+    """Every rank counts its own elements: a pending sum. How long it is depends on the data."""
+    layout = _common_layout(input, weights)
+    axes = tuple(axis for order in layout.shard_order for axis in order)
+    mine = _piece(input, layout)
+    with as_local(), torch.no_grad():
+        longest = mine.max() + 1 if mine.numel() else mine.new_zeros(())
+        length = max(int(extreme(longest.to(torch.int64), layout.mesh, axes, "max")), minlength)
+        weighed = None if weights is None else _piece(weights, layout)
+        counts = torch.bincount(mine, weighed, length)
+    return wrap(counts, Layout(layout.mesh, (length,), (), dict.fromkeys(axes, "sum")))
+
+
+@handler("unique", "unique_consecutive", "unique_dim", "_unique2")
+def unique(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is there depends on all elements, and so does how much: all on every rank."""
+    mesh = _common_layout(*args, *kwargs.values()).mesh
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return _piece(value, Layout(mesh, value._layout.shape))
+
+    with as_local(), torch.no_grad():
+        found = function(*map(whole, args), **{name: whole(each) for name, each in kwargs.items()})
+        if isinstance(found, torch.Tensor):
+            return wrap(found, Layout(mesh, found.shape))
+        return tuple(wrap(each, Layout(mesh, each.shape)) for each in found)
+
+
+# ---- whether two tensors are equal
+
+
+@composed("equal")
+def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
+    if input.shape != other.shape:
+        return False
+    layout = _common_layout(input, other)
+    pieces = [_piece(each, layout) for each in (input, other)]
+    with as_local():
+        mine = torch.tensor(torch.equal(*pieces), device=pieces[0].device)
+        return bool(communicator(layout.mesh).all_reduce(mine, "min"))
+
+
+@composed("allclose")
+def allclose(*args: Any, **kwargs: Any) -> bool:
+    with torch.no_grad():
+        return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _common_layout(*values: Any) -> Layout:
+    """How the first DTensor lies, without pending reductions."""
+    layout: Layout = next(each._layout for each in values if isinstance(each, DTensor))
+    return layout.relaid(partial={})
+
+
+def _piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's piece in a layout, without gradient."""
+    found: torch.Tensor
+    if isinstance(tensor, DTensor):
+        found = redistribute_local(unwrap(tensor).detach(), tensor._layout, layout)
+    else:
+        found = redistribute_local(tensor.detach(), Layout(layout.mesh, tensor.shape), layout)
+    return found

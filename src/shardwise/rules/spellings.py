@@ -1,0 +1,107 @@
+"""Other spellings of functions that have a rule: operators with a number on the left, and
+activations that torch wrote in Python with an argument `inplace`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import shardwise.rules.pointwise  # noqa: F401 (what is registered here goes before its rules)
+from shardwise.rules.registry import handler
+from shardwise.tensor import DTensor
+
+Tensor = torch.Tensor
+
+
+def _called(function: Any, args: Any, kwargs: Any) -> Any:
+    return DTensor.__torch_function__(function, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _same(name: Any, function: Any) -> None:
+    """`name(...)` is `function(...)`."""
+    handler(name)(lambda func, args, kwargs: _called(function, args, kwargs))
+
+
+def _swapped(name: Any, function: Any) -> None:
+    """`name(x, y)` is `function(y, x)`."""
+    handler(name)(lambda func, args, kwargs: _called(function, (args[1], args[0]), kwargs))
+
+
+_same(Tensor.__pow__, Tensor.pow)
+_same(Tensor.__ipow__, Tensor.pow_)
+_same(Tensor.__rsub__, torch.rsub)
+_same(Tensor.__floordiv__, torch.floor_divide)
+_same("__iand__", Tensor.bitwise_and_)
+_same("__ior__", Tensor.bitwise_or_)
+_same("__ixor__", Tensor.bitwise_xor_)
+_same("__ilshift__", Tensor.bitwise_left_shift_)
+_same("__irshift__", Tensor.bitwise_right_shift_)
+
+_swapped(Tensor.__rpow__, torch.pow)
+_swapped(Tensor.__rmod__, torch.remainder)
+_swapped(Tensor.__rfloordiv__, torch.floor_divide)
+_swapped(Tensor.__rlshift__, torch.bitwise_left_shift)
+_swapped(Tensor.__rrshift__, torch.bitwise_right_shift)
+_swapped(Tensor.__rmatmul__, torch.matmul)
+
+
+@handler(Tensor.__rdiv__)
+def rdiv(func: Any, args: Any, kwargs: Any) -> Any:
+    """As torch does it: one rounding more than a division."""
+    return _called(Tensor.mul, (args[0].reciprocal(), args[1]), None)
+
+
+def _activation(python: Any, function: Any, inplace: Any) -> None:
+    """A Python function whose last parameter says whether to change its input."""
+    position = python.__code__.co_varnames.index("inplace")
+
+    def activation(func: Any, args: Any, kwargs: Any) -> Any:
+        chosen = function
+        if len(args) > position:
+            chosen = inplace if args[position] else function
+            args = args[:position]
+        elif "inplace" in kwargs:
+            kwargs = dict(kwargs)
+            chosen = inplace if kwargs.pop("inplace") else function
+        return _called(chosen, args, kwargs)
+
+    handler(python)(activation)
+
+
+_builtin: Any = torch._C._nn
+_activations: list[tuple[Callable[..., Any], Any, Any]] = [
+    (F.relu, torch.relu, torch.relu_),
+    (F.relu6, _builtin.relu6, _builtin.relu6_),
+    (F.elu, _builtin.elu, _builtin.elu_),
+    (F.celu, torch.celu, torch.celu_),
+    (F.selu, torch.selu, torch.selu_),
+    (F.silu, _builtin.silu, _builtin.silu_),
+    (F.mish, _builtin.mish, _builtin.mish_),
+    (F.hardtanh, _builtin.hardtanh, _builtin.hardtanh_),
+    (F.hardswish, _builtin.hardswish, _builtin.hardswish_),
+    (F.hardsigmoid, _builtin.hardsigmoid, _builtin.hardsigmoid_),
+    (F.leaky_relu, _builtin.leaky_relu, _builtin.leaky_relu_),
+    (F.threshold, torch.threshold, torch.threshold_),
+]
+for _each in _activations:
+    _activation(*_each)
+
+
+def _part(function: Any) -> property:
+    """A part of a complex tensor: a view, that can be written.
+
+    torch's own property does not ask `__torch_function__` when it is set.
+    """
+
+    def write(tensor: DTensor, value: Any) -> None:
+        part = function(tensor)
+        part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
+
+    return property(lambda tensor: _called(function, (tensor,), None), write)
+
+
+DTensor.real = _part(torch.real)  # type: ignore[assignment]
+DTensor.imag = _part(torch.imag)  # type: ignore[assignment]

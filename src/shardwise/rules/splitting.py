@@ -1,0 +1,279 @@
+"""Parts of a tensor along a dim: views of what is here, unless the dim itself is split.
+
+Of a split dim, a part that is itself long stays split (its rows change hands), and a single row is
+given to all by who owns it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from shardwise.rules.registry import rule
+from shardwise.rules.rows import exchange, owned_part, severed, splitting_axes
+from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
+
+
+def _without(dims: Any, at: int) -> Any:
+    return (*dims[:at], *dims[at + 1 :])
+
+
+def _with(dims: Any, at: int, value: Any) -> Any:
+    return (*dims[:at], value, *dims[at + 1 :])
+
+
+# ---- one part
+
+
+def one_row(
+    input: torch.Tensor, dim: int, index: int, name: str, *, keep: bool, is_view: bool = True
+) -> Spec:
+    """The spec of one row along a dim: its owner gives it to all, if the dim is split."""
+    dims, shape = dims_of(input), tuple(input.shape)
+    out = Out(_with(dims, dim, None), _with(shape, dim, 1))
+    if not keep:
+        out = Out(_without(dims, dim), _without(shape, dim))
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = splitting_axes(here, dims[dim])
+        if not axes:
+            return None
+        box = here.inputs[0].box()
+        is_here = box.start[dim] <= index < box.stop[dim]
+        first = index - box.start[dim] if is_here else 0
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            part = x.narrow(dim, first, int(is_here))
+            whole = owned_part(name, part, dim, 0, 1, here.mesh, axes)
+            whole = whole if keep else whole.squeeze(dim)
+            return severed(whole, name) if is_view else whole
+
+        return run
+
+    return Spec(
+        [(input, dims)],
+        [out],
+        reduces={f"d{dim}": "whole"},
+        linear=[(0,)],
+        lower=lower,
+        is_view=is_view,
+    )
+
+
+def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: bool = True) -> Spec:
+    """The spec of some rows along a dim."""
+    if len(rows) == 1 and input.shape[dim] > 1:
+        return one_row(input, dim, rows[0], name, keep=True, is_view=is_view)
+    dims, shape = dims_of(input), tuple(input.shape)
+    is_all = rows == range(shape[dim])
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = splitting_axes(here, dims[dim])
+        if not axes:
+            return None
+        if is_all:
+            length = here.inputs[0].local_shape()[dim]
+            take = torch.narrow if is_view else torch.narrow_copy
+            return takes_shards(lambda x, *args, **kwargs: take(x, dim, 0, length))
+        move = exchange(name, here.mesh, axes, dim, [shape[dim]], [len(rows)], rows)
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return severed(move(x), name) if is_view else move(x)
+
+        return run
+
+    out = Out(dims, _with(shape, dim, len(rows)))
+    return Spec([(input, dims)], [out], linear=[(0,)], lower=lower, is_view=is_view)
+
+
+@rule("select", inplace=False)
+def select(input: torch.Tensor, dim: int, index: Any) -> Spec | None:
+    if not isinstance(index, int) or isinstance(dim, str):
+        return None
+    at = normalized(dim, input.dim())
+    size = input.shape[at]
+    if not -size <= index < size:
+        raise IndexError(f"select(): index {index} out of range for a dim of size {size}")
+    return one_row(input, at, index % size, "select", keep=False)
+
+
+@rule("narrow", inplace=False)
+def narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> Spec | None:
+    return _narrowed(input, dim, start, length, is_view=True)
+
+
+@rule("narrow_copy", inplace=False)
+def narrow_copy(input: torch.Tensor, dim: int, start: Any, length: int) -> Spec | None:
+    return _narrowed(input, dim, start, length, is_view=False)
+
+
+def _narrowed(
+    input: torch.Tensor, dim: int, start: Any, length: int, *, is_view: bool
+) -> Spec | None:
+    if not isinstance(start, int):
+        return None
+    at = normalized(dim, input.dim())
+    size = input.shape[at]
+    first = start + size if start < 0 else start
+    if length < 0 or not 0 <= first <= first + length <= size:
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({size}).")
+    rows = range(first, first + length)
+    return part_of(input, at, rows, "narrow", is_view=is_view)
+
+
+@rule("slice", inplace=False)
+def slice_(
+    input: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Spec | None:
+    if not isinstance(input, torch.Tensor):
+        return None
+    if step <= 0:
+        raise RuntimeError("slice step must be positive")
+    at = normalized(dim, input.dim())
+    rows = range(input.shape[at])[slice(start, end, step)]
+    return part_of(input, at, rows, "slice")
+
+
+# ---- several parts
+
+
+def parts_of(
+    input: torch.Tensor, dim: int, parts: Sequence[range], name: str, *, is_view: bool = True
+) -> Spec:
+    """The spec of several parts along a dim."""
+    dims, shape = dims_of(input), tuple(input.shape)
+    lengths = [len(part) for part in parts]
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = splitting_axes(here, dims[dim])
+        if not axes:
+            return None
+        rows = [row for part in parts for row in part]
+        move = exchange(name, here.mesh, axes, dim, [shape[dim]], lengths, rows)
+        local = [out.local_shape()[dim] for out in here.outputs]
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            found = move(x).split_with_sizes(local, dim)
+            return tuple(severed(each, name) for each in found) if is_view else found
+
+        return run
+
+    outs = [Out(dims, _with(shape, dim, length)) for length in lengths]
+    return Spec([(input, dims)], outs, linear=[(0,)], lower=lower, is_view=is_view)
+
+
+def _cut(size: int, at: Sequence[int]) -> list[range]:
+    """The ranges between these places, which count as those of a slice do."""
+    bounds = [0, *at, size]
+    return [range(size)[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _by_lengths(size: int, lengths: Sequence[int]) -> list[range]:
+    if sum(lengths) != size or min(lengths, default=0) < 0:
+        raise RuntimeError(
+            f"split_with_sizes expects split_sizes to sum exactly to {size}, got {list(lengths)}"
+        )
+    starts = [sum(lengths[:at]) for at in range(len(lengths))]
+    return [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def _by_length(size: int, length: int) -> list[range]:
+    if length < 0 or (length == 0 and size):
+        raise RuntimeError(f"split expects split_size be non-negative, but got {length}")
+    return [range(size)[at : at + length] for at in range(0, size, length or 1)] or [range(0)]
+
+
+@rule("split", "split_with_sizes", inplace=False)
+def split(tensor: torch.Tensor, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec | None:
+    return _split(tensor, sizes, dim, kwargs, is_view=True)
+
+
+@rule("unsafe_split", "unsafe_split_with_sizes", inplace=False)
+def unsafe_split(
+    tensor: torch.Tensor, sizes: Any = None, dim: int = 0, **kwargs: Any
+) -> Spec | None:
+    return _split(tensor, sizes, dim, kwargs, is_view=False)
+
+
+def _split(
+    tensor: Any, sizes: Any, dim: int, kwargs: dict[str, Any], *, is_view: bool
+) -> Spec | None:
+    # torch has four names for the sizes
+    sizes = next(iter(kwargs.values())) if sizes is None else sizes
+    if not isinstance(tensor, torch.Tensor) or len(kwargs) > 1:
+        return None
+    at = normalized(dim, tensor.dim())
+    size = tensor.shape[at]
+    by = _by_length(size, sizes) if isinstance(sizes, int) else _by_lengths(size, sizes)
+    return parts_of(tensor, at, by, "split", is_view=is_view)
+
+
+@rule("chunk", inplace=False)
+def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
+    return _chunked(input, chunks, dim, is_view=True)
+
+
+@rule("unsafe_chunk", inplace=False)
+def unsafe_chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
+    return _chunked(input, chunks, dim, is_view=False)
+
+
+def _chunked(input: torch.Tensor, chunks: int, dim: int, *, is_view: bool) -> Spec:
+    if chunks <= 0:
+        raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
+    at = normalized(dim, input.dim())
+    size = input.shape[at]
+    parts = _by_length(size, -(-size // chunks)) if size else [range(0)] * chunks
+    return parts_of(input, at, parts, "chunk", is_view=is_view)
+
+
+def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec | None:
+    if isinstance(by, torch.Tensor):
+        return None
+    size = input.shape[at]
+    if isinstance(by, int):
+        if by <= 0:
+            raise RuntimeError(f"number of sections must be larger than 0, got {by}")
+        small, extra = divmod(size, by)
+        return parts_of(
+            input, at, _by_lengths(size, [small + (each < extra) for each in range(by)]), name
+        )
+    return parts_of(input, at, _cut(size, by), name)
+
+
+@rule("tensor_split", inplace=False)
+def tensor_split(
+    input: torch.Tensor, by: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
+) -> Spec | None:
+    by = next(each for each in (by, indices, sections) if each is not None)
+    return _tensor_split(input, by, normalized(dim, input.dim()), "tensor_split")
+
+
+def _split_along(name: str, dim_of: Callable[[int], int]) -> None:
+    @rule(name, inplace=False)
+    def split_along(
+        input: torch.Tensor, by: Any = None, *, indices: Any = None, sections: Any = None
+    ) -> Spec | None:
+        by = next(each for each in (by, indices, sections) if each is not None)
+        at = dim_of(input.dim())
+        if at >= input.dim() or (isinstance(by, int) and by and input.shape[at] % by):
+            raise RuntimeError(f"torch.{name} cannot cut {tuple(input.shape)} into {by}")
+        return _tensor_split(input, by, at, name)
+
+
+_split_along("hsplit", lambda ndim: 1 if ndim > 1 else 0)
+_split_along("vsplit", lambda ndim: 0 if ndim > 1 else ndim)
+_split_along("dsplit", lambda ndim: 2)
+
+
+@rule("unbind", inplace=False)
+def unbind(input: torch.Tensor, dim: int = 0) -> Spec:
+    at = normalized(dim, input.dim())
+    dims: Dims = _with(dims_of(input), at, None)
+    out = Out(_without(dims, at), _without(tuple(input.shape), at))
+    outs = [out] * operator.index(input.shape[at])
+    return Spec([(input, dims)], outs, linear=[(0,)], is_view=True)

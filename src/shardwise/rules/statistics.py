@@ -1,0 +1,297 @@
+"""Variances, norms, logsumexp, and distances made of them.
+
+Over split dims a variance is merged from those of the ranks, so no mean of squares is ever taken;
+a norm from the norms of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.rules.extremes import extreme_value
+from shardwise.rules.reduction import (
+    WIDER,
+    Over,
+    as_dims,
+    composed,
+    first,
+    over_dims,
+    reduced,
+    whole_along,
+    with_synonyms,
+    without,
+)
+from shardwise.rules.registry import aten, rule
+from shardwise.rules.spec import Here, Out, Spec, dims_of
+
+# ---- variances
+
+
+def _moments(
+    local: torch.Tensor, over: Over, correction: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The variance and the mean over split dims, of one gather of the ranks' own."""
+    if not (local.is_floating_point() or local.is_complex()):
+        return torch.var_mean(local, over.dims)  # torch says why not
+    wide = local.to(WIDER.get(local.dtype, local.dtype))
+    mine = math.prod(local.shape[dim] for dim in over.dims)
+    if local.numel():
+        spread, mean = torch.var_mean(wide, over.dims, correction=0, keepdim=over.keepdim)
+        spread = spread * mine
+    else:
+        mean = wide.sum(over.dims, keepdim=over.keepdim)
+        spread = mean.abs()
+    every = over.stacked(torch.stack([mean, spread.to(mean.dtype)]))
+    means, spreads = every[:, 0], every[:, 1]
+    counts = torch.tensor(over.counts, dtype=spread.dtype, device=local.device)
+    counts = counts.view(-1, *[1] * mean.dim())
+    mean = (means * counts).sum(0) / over.count
+    away = means - mean
+    apart = (spreads + counts * away * away.conj()).sum(0)
+    variance = (apart.real if apart.is_complex() else apart) / max(0.0, over.count - correction)
+    return variance, mean
+
+
+def _root(squares: torch.Tensor) -> torch.Tensor:
+    """The square root; its gradient at 0 is 0, as torch has it for deviations and norms."""
+    is_zero = squares == 0
+    return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+
+
+def _variance(name: str) -> Callable[..., Any]:
+    """The rule of var, std, var_mean or std_mean."""
+
+    @with_synonyms
+    def made(
+        input: torch.Tensor,
+        dim: Any = None,
+        unbiased: Any = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> Spec:
+        if isinstance(dim, bool):  # x.var(False)
+            dim, unbiased = None, dim
+        if correction is None:
+            correction = 0 if unbiased is False else 1
+
+        def body(local: torch.Tensor, over: Over) -> Any:
+            variance, mean = _moments(local, over, correction)
+            if name.startswith("std"):
+                variance = _root(variance)
+            variance = variance.to(local.dtype.to_real())
+            return (variance, mean.to(local.dtype)) if name.endswith("_mean") else variance
+
+        outputs = 2 if name.endswith("_mean") else 1
+        return reduced(input, dim, keepdim, "whole", body, outputs=outputs, warns=True)
+
+    return made
+
+
+for _name in ("var", "std", "var_mean", "std_mean"):
+    rule(_name)(_variance(_name))
+
+
+# ---- norms
+
+
+def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """The norm over split dims of vectors."""
+    kind = dtype or local.dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        raise RuntimeError(
+            f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {kind}"
+        )
+    local = local.to(WIDER.get(kind, kind))
+    if math.isinf(order):
+        found = extreme_value(local.abs(), over, "max" if order > 0 else "min")
+        return found.to(kind.to_real())
+    if order < 0 and 0 in local.shape:
+        # Only an empty vector has no norm: one that is nobody's minimum must not matter.
+        shape = without(local.shape, over.dims, over.keepdim, 1)
+        mine = local.abs().sum(over.dims, over.keepdim) + torch.full(
+            shape, math.inf, dtype=local.dtype.to_real(), device=local.device
+        )
+    else:
+        mine = torch.linalg.vector_norm(local, order, over.dims, over.keepdim)
+    if order in (0, 1):
+        found = over.total(mine)
+    elif order == 2:
+        found = _root(over.total(mine * mine))
+    else:
+        found = torch.linalg.vector_norm(over.stacked(mine), order, 0)
+    return found.to(kind.to_real())
+
+
+def _vector(input: torch.Tensor, order: float, dim: Any, keepdim: bool, dtype: Any) -> Spec:
+    return reduced(
+        input, dim, keepdim, "whole", lambda local, over: _norm(local, over, order, dtype)
+    )
+
+
+def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Spec | None:
+    rows, columns = (each % input.dim() for each in dim)
+    if order == "fro":
+        return _vector(input, 2, dim, keepdim, dtype)
+    dims, names = (rows, columns), dims_of(input)
+    out = Out(without(names, dims, keepdim, None), without(input.shape, dims, keepdim, 1))
+    if order not in (1, -1, math.inf, -math.inf):
+        return whole_along(input, dims, [out])  # of singular values
+    summed, other = (rows, columns) if abs(order) == 1 else (columns, rows)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        if not here.axes(names[rows], names[columns]):
+            return None
+        along = over_dims(here, names, (summed,), True)
+        across = over_dims(here, names, (other,), True)
+
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            local = first(args, kwargs)
+            kind = dtype or local.dtype
+            wide = local.to(WIDER.get(kind, kind))
+            sums = along.total(wide.abs().sum(summed, keepdim=True))
+            found = extreme_value(sums, across, "max" if order > 0 else "min")
+            return (found if keepdim else found.squeeze(dims)).to(kind.to_real())
+
+        return run
+
+    return Spec([(input, names)], [out], {names[each]: "whole" for each in dims}, lower=lower)
+
+
+@rule("linalg_vector_norm", torch.linalg.vector_norm)
+@with_synonyms
+def vector_norm(
+    input: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Spec:
+    return _vector(input, ord, dim, keepdim, dtype)
+
+
+@rule("linalg_matrix_norm", torch.linalg.matrix_norm)
+@with_synonyms
+def matrix_norm(
+    input: torch.Tensor,
+    ord: Any = "fro",
+    dim: Any = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Spec | None:
+    return _matrix(input, ord, dim, keepdim, dtype)
+
+
+@rule("linalg_norm", torch.linalg.norm)
+@with_synonyms
+def linalg_norm(
+    input: torch.Tensor,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Spec | None:
+    if ord is None:
+        return _vector(input, 2, dim, keepdim, dtype)
+    dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if len(dims) == 2:
+        return _matrix(input, ord, dims, keepdim, dtype)
+    return None if isinstance(ord, str) else _vector(input, ord, dims, keepdim, dtype)
+
+
+@rule(torch.norm, torch.Tensor.norm, torch._VF.norm, *aten("norm"))  # type: ignore[attr-defined]
+@with_synonyms
+def norm(
+    input: torch.Tensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    *others: Any,
+    dtype: Any = None,
+) -> Spec | None:
+    for each in (dim, *others):  # aten has a dtype before, and the method after the dims
+        dtype = each if isinstance(each, torch.dtype) else dtype
+    if isinstance(dim, torch.dtype):
+        dim = None
+    if p == "nuc":
+        return None
+    return _vector(input, 2 if p is None or p == "fro" else p, dim, keepdim, dtype)
+
+
+@rule(torch._VF.frobenius_norm, torch.frobenius_norm)
+@with_synonyms
+def frobenius_norm(input: torch.Tensor, dim: Any = None, keepdim: bool = False) -> Spec:
+    return _vector(input, 2, dim, keepdim, None)
+
+
+@rule(torch._VF.nuclear_norm, torch.nuclear_norm)
+@with_synonyms
+def nuclear_norm(input: torch.Tensor, dim: Any = (-2, -1), keepdim: bool = False) -> Spec | None:
+    return _matrix(input, "nuc", dim, keepdim, None)
+
+
+# ---- logsumexp
+
+
+@rule("logsumexp")
+@with_synonyms
+def logsumexp(input: torch.Tensor, dim: Any, keepdim: bool = False) -> Spec:
+    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+        if not (local.is_floating_point() or local.is_complex()):
+            local = local.to(torch.get_default_dtype())
+        wide = local.to(WIDER.get(local.dtype, local.dtype))
+        kept = Over(over.layout, over.axes, over.dims, True)
+        if over.count == 0:
+            return torch.full_like(local.sum(over.dims, over.keepdim), -math.inf)
+        real = wide.detach().real if wide.is_complex() else wide.detach()
+        largest = extreme_value(real, kept, "max")
+        largest = largest.masked_fill(largest.isinf(), 0.0)
+        sums = over.total((wide - largest).exp().sum(over.dims, keepdim=True))
+        return over.kept(sums.log() + largest).to(local.dtype)
+
+    return reduced(input, dim, keepdim, "whole", body)
+
+
+# ---- made of these
+
+
+@composed("cosine_similarity")
+def cosine_similarity(
+    x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8
+) -> torch.Tensor:
+    kind = torch.result_type(x1, x2)
+    shape = torch.Size(torch.broadcast_shapes(x1.shape, x2.shape))  # type: ignore[no-untyped-call]
+    units = []
+    for each in (x1, x2):
+        each = each if each.is_floating_point() else each.to(kind)
+        each = each if each.shape == shape else each.expand(shape)
+        length = torch.linalg.vector_norm(each, 2, dim, keepdim=True)
+        missing = (eps - length.detach()).clamp_min(0)  # torch's gradient knows nothing of eps
+        units.append(each / (length + missing))
+    found: torch.Tensor = (units[0] * units[1]).sum(dim)
+    return found
+
+
+@composed("pairwise_distance")
+def pairwise_distance(
+    x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> torch.Tensor:
+    found: torch.Tensor = torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim=keepdim)
+    return found
+
+
+@composed("dist")
+def dist(input: torch.Tensor, other: torch.Tensor, p: float = 2) -> torch.Tensor:
+    found: torch.Tensor = torch.linalg.vector_norm(input - other, p)
+    return found
+
+
+@composed("renorm")
+def renorm(input: torch.Tensor, p: float, dim: int, maxnorm: float) -> torch.Tensor:
+    (kept,) = as_dims(dim, input.dim())
+    others = tuple(each for each in range(input.dim()) if each != kept)
+    length = torch.linalg.vector_norm(input, p, others, keepdim=True)
+    scale: torch.Tensor = torch.where(length > maxnorm, maxnorm / (length + 1e-7), 1.0)
+    return (input * scale).to(input.dtype)

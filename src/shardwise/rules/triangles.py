@@ -1,0 +1,73 @@
+"""Triangles and diagonals: which elements is a question about global indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import check_writable
+from shardwise.rules.creation import contribution
+from shardwise.rules.pointwise import broadcast
+from shardwise.rules.registry import _register_inplace, handler, rule
+from shardwise.rules.spec import Here, Spec
+from shardwise.tensor import as_local
+
+
+def _triangle(function: Any) -> Any:
+    """The rule of a function that keeps one side of a diagonal.
+
+    The diagonal of a piece is that of the whole, seen from where the piece begins.
+    """
+
+    def spec(input: Any, diagonal: int = 0) -> Spec:
+        def lower(here: Here) -> Any:
+            if not any(here.inputs[0].shard_order[-2:]):
+                return None
+            rows, columns = here.inputs[0].box().start[-2:]
+
+            def local(input: torch.Tensor, diagonal: int = 0) -> Any:
+                return function(input, diagonal + rows - columns)
+
+            return local
+
+        return broadcast([input], [(0,)], lower=lower)
+
+    return spec
+
+
+rule("tril", inplace=False)(_triangle(torch.tril))
+rule("triu", inplace=False)(_triangle(torch.triu))
+_register_inplace("tril", _triangle(torch.Tensor.tril_), False)
+_register_inplace("triu", _triangle(torch.Tensor.triu_), False)
+
+
+@handler("fill_diagonal_")
+def fill_diagonal_(func: Any, args: Any, kwargs: Any) -> Any:
+    """The target keeps its layout; each rank finds the diagonal's elements in its box."""
+    target, value, *rest = args
+    check_writable("fill_diagonal_", target)
+    wraps = rest[0] if rest else kwargs.get("wrap", False)
+    layout = target._layout
+    if layout.ndim < 2 or (layout.ndim > 2 and len(set(layout.shape)) > 1):
+        with as_local():
+            return func(*args, **kwargs)  # torch's own error
+    indices = _diagonal(layout.shape, wraps)
+    box = layout.box()
+    inside = torch.ones(indices.shape[1], dtype=torch.bool)
+    for index, start, stop in zip(indices, box.start, box.stop, strict=True):
+        inside &= (index >= start) & (index < stop)
+    starts = torch.tensor(box.start).unsqueeze(1)
+    local = tuple((indices[:, inside] - starts).to(target.device))
+    with as_local():
+        number = torch.tensor(contribution(layout, value), dtype=target.dtype, device=target.device)
+        torch.Tensor.index_put_(target, local, number)
+    return target
+
+
+def _diagonal(shape: tuple[int, ...], wraps: bool) -> torch.Tensor:
+    """The global indices of the diagonal's elements, one row per dim."""
+    if wraps and len(shape) == 2 and shape[0] > shape[1] > 0:
+        flat = torch.arange(0, shape[0] * shape[1], shape[1] + 1)
+        return torch.stack([flat // shape[1], flat % shape[1]])
+    return torch.arange(min(shape)).expand(len(shape), -1)

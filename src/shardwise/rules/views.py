@@ -1,0 +1,233 @@
+"""Views that keep the dims: permuted, squeezed, expanded, diagonal, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.rules.registry import aten, handler, rule
+from shardwise.rules.reshape import sizes_given
+from shardwise.rules.rows import owned_part, severed, splitting_axes
+from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
+from shardwise.tensor import as_local
+
+_TENSOR: Any = torch.Tensor
+
+# ---- dims in another order
+
+
+def permuted(input: torch.Tensor, order: Sequence[int]) -> Spec:
+    """The spec of a view with the dims in this order."""
+    dims = dims_of(input)
+    out = Out(tuple(dims[dim] for dim in order), tuple(input.shape[dim] for dim in order))
+    return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
+
+
+def swapped(input: torch.Tensor, first: int, second: int) -> Spec:
+    """The spec of a view with two dims swapped."""
+    order = list(range(input.dim()))
+    if order:
+        one, other = normalized(first, input.dim()), normalized(second, input.dim())
+        order[one], order[other] = other, one
+    return permuted(input, order)
+
+
+@rule("transpose", "swapdims", inplace=False)
+def transpose(input: torch.Tensor, dim0: int, dim1: int) -> Spec:
+    return swapped(input, dim0, dim1)
+
+
+@rule("swapaxes", inplace=False)
+def swapaxes(input: torch.Tensor, axis0: int, axis1: int) -> Spec:
+    return swapped(input, axis0, axis1)
+
+
+@rule("t", "adjoint", _TENSOR.mT.__get__, _TENSOR.mH.__get__, _TENSOR.H.__get__,
+      *aten("matrix_H"), inplace=False)  # fmt: skip
+def matrix_transpose(input: torch.Tensor) -> Spec:
+    return swapped(input, -2, -1) if input.dim() > 1 else permuted(input, range(input.dim()))
+
+
+@rule(_TENSOR.T.__get__, *aten("numpy_T"), inplace=False)
+def reversed_dims(input: torch.Tensor) -> Spec:
+    return permuted(input, range(input.dim())[::-1])
+
+
+@rule("permute", inplace=False)
+def permute(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
+    order = [normalized(dim, input.dim()) for dim in sizes_given(given or (dims,))]
+    if sorted(order) != list(range(input.dim())):
+        raise RuntimeError(f"permute: expected each of {input.dim()} dims once, got {order}")
+    return permuted(input, order)
+
+
+@rule("movedim", "moveaxis", inplace=False)
+def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
+    sources, destinations = (
+        [normalized(dim, input.dim()) for dim in ((dims,) if isinstance(dims, int) else dims)]
+        for dims in (source, destination)
+    )
+    moved = dict(zip(destinations, sources, strict=True))
+    rest = iter(dim for dim in range(input.dim()) if dim not in sources)
+    return permuted(input, [moved[at] if at in moved else next(rest) for at in range(input.dim())])
+
+
+# ---- dims of size 1
+
+
+@rule("squeeze", inplace=False)
+def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
+    given = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    wanted = {normalized(each, input.dim()) for each in given}
+    gone = tuple(at for at in sorted(wanted) if at < input.dim() and input.shape[at] == 1)
+    dims = tuple(None if at in gone else f"d{at}" for at in range(input.dim()))
+    kept = [at for at in range(input.dim()) if at not in gone]
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        local = here.inputs[0].local_shape()
+        if all((local[at] == 1) == (at in gone) for at in wanted if at < len(local)):
+            return None
+        # A shard may have one row of a dim that has more.
+        return takes_shards(lambda x, *args, **kwargs: x.squeeze(gone))
+
+    out = Out(tuple(dims[at] for at in kept), tuple(input.shape[at] for at in kept))
+    return Spec([(input, dims)], [out], linear=[(0,)], lower=lower, is_view=True)
+
+
+@rule("unsqueeze", inplace=False)
+def unsqueeze(input: torch.Tensor, dim: int) -> Spec:
+    at = normalized(dim, input.dim() + 1)
+    dims, shape = dims_of(input), tuple(input.shape)
+    out = Out((*dims[:at], None, *dims[at:]), (*shape[:at], 1, *shape[at:]))
+    return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
+
+
+# ---- the same in place: the tensor gets another layout, its memory stays
+
+
+@handler("t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_")
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    name = func.__name__.partition(".")[0].removesuffix("_")
+    result = getattr(target.detach(), name)(*args[1:], **kwargs)
+    if getattr(result, "_severed", None):
+        raise LayoutError(
+            f"{name}_: it would have to move {target._layout!r}, and so cannot be done in place; "
+            f"use x = x.{name}(...)"
+        )
+    with as_local():
+        if name == "squeeze":
+            gone = [dim for dim, size in enumerate(target.shape) if size == 1]
+            given = args[1:] or tuple(kwargs.values())
+            if given:
+                wanted = (given[0],) if isinstance(given[0], int) else given[0]
+                gone = [
+                    dim for dim in gone if dim in {normalized(at, target.dim()) for at in wanted}
+                ]
+            torch.Tensor.squeeze_(target, tuple(gone))
+        else:
+            func(*args, **kwargs)
+    target._layout = result._layout
+    return target
+
+
+# ---- dims that are repeated without a copy
+
+
+@rule("expand", "broadcast_to", inplace=False)
+def expand(input: torch.Tensor, *sizes: Any, size: Any = (), implicit: bool = False) -> Spec:
+    given = sizes_given(sizes or (size,))
+    added = len(given) - input.dim()
+    dims: list[str | None] = [None] * input.dim()
+    shape = list(given)
+    for at, found in enumerate(input.shape):
+        wanted = given[at + added]
+        if wanted in (-1, found):
+            dims[at], shape[at + added] = f"d{at}", found
+        elif found != 1:
+            raise RuntimeError(f"expand: expected {found} at dim {at + added}, got {wanted}")
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        local = here.outputs[0].local_shape()
+        if all(want in (-1, have) for want, have in zip(given, local, strict=True)):
+            return None
+        return takes_shards(lambda x, *args, **kwargs: x.expand(local))
+
+    out = Out((*[None] * added, *dims), tuple(shape))
+    return Spec([(input, tuple(dims))], [out], linear=[(0,)], lower=lower, is_view=True)
+
+
+# ---- diagonals and windows
+
+
+def diagonal_of(
+    input: torch.Tensor, offset: int, dim1: int, dim2: int, name: str, is_view: bool
+) -> Spec:
+    """The spec of a diagonal: each rank gives what it has of it, if it is split."""
+    row, column = normalized(dim1, input.dim()), normalized(dim2, input.dim())
+    if row == column:
+        raise RuntimeError(f"{name}: expected two dims, got {dim1} and {dim2}")
+    dims = dims_of(input)
+    rest = [dim for dim in range(input.dim()) if dim not in (row, column)]
+    length = min(input.shape[row] + min(offset, 0), input.shape[column] - max(offset, 0))
+    length = max(length, 0)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = splitting_axes(here, dims[row], dims[column])
+        if not axes:
+            return None
+        start = here.inputs[0].box().start
+        shift = offset + start[row] - start[column]
+        first = start[row] + max(0, -shift) - max(0, -offset)
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            part = x.diagonal(shift, row, column)
+            whole = owned_part(name, part, part.dim() - 1, first, length, here.mesh, axes)
+            return severed(whole, name) if is_view else whole
+
+        return run
+
+    out = Out((*(dims[dim] for dim in rest), None), (*(input.shape[dim] for dim in rest), length))
+    split = {f"d{row}": "whole", f"d{column}": "whole"}
+    return Spec([(input, dims)], [out], reduces=split, linear=[(0,)], lower=lower, is_view=is_view)
+
+
+@rule("diagonal", inplace=False)
+def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
+    return diagonal_of(input, offset, dim1, dim2, "diagonal", is_view=True)
+
+
+@rule("diag", inplace=False)
+def diag(input: torch.Tensor, diagonal: int = 0) -> Spec | None:
+    if input.dim() == 2:
+        return diagonal_of(input, diagonal, 0, 1, "diag", is_view=False)
+    return diag_embed(input, diagonal)
+
+
+@rule("diag_embed", inplace=False)
+def diag_embed(input: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
+    dims = (*dims_of(input)[:-1], None)
+    places = {normalized(dim, input.dim() + 1) for dim in (dim1, dim2)}
+    size = input.shape[-1] + abs(offset)
+    rest = iter(range(input.dim() - 1))
+    order = [None if at in places else next(rest) for at in range(input.dim() + 1)]
+    out = Out(
+        tuple(None if dim is None else dims[dim] for dim in order),
+        tuple(size if dim is None else input.shape[dim] for dim in order),
+    )
+    return Spec([(input, dims)], [out], linear=[(0,)])
+
+
+@rule(torch.Tensor.unfold, *aten("unfold"), inplace=False)
+def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> Spec:
+    at = normalized(dimension, input.dim())
+    dims = [*dims_of(input)]
+    shape = [*input.shape]
+    if input.dim():
+        dims[at] = None
+        shape[at] = (shape[at] - size) // step + 1
+    out = Out((*dims, None), (*shape, size))
+    return Spec([(input, tuple(dims))], [out], linear=[(0,)], is_view=True)
