@@ -255,6 +255,37 @@ def test_writing_to_what_should_be_a_view_but_is_a_copy_is_refused():
     ranks(run)
 
 
+def test_a_view_of_such_a_copy_is_not_written_to_either():
+    def run(mesh):
+        x = split(full(4, 4), mesh, Shard(0))
+        for write in (lambda v: v.mul_(2), lambda v: v.zero_(), lambda v: v.fill_(3)):
+            for view in (x[1], x[1].view(2, 2), x.view(2, 8)[0], x.T[:, 0]):
+                if "_severed" in view.__dict__:
+                    with pytest.raises(sw.DispatchError):
+                        write(view)
+            with pytest.raises(sw.DispatchError):
+                write(x[1].view(2, 2))
+        with sw.fallback("replicate"):
+            torch.linalg.inv(x + split(torch.eye(4), mesh, Shard(0))).add_(1)  # a new tensor
+            with pytest.raises(sw.DispatchError):
+                torch.as_strided(x, (2,), (1,)).add_(1)
+
+    ranks(run)
+
+
+def test_in_place_operators_with_a_lowering_write_their_result():
+    def run(mesh):
+        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            x = split(full(4, 4), mesh, placement)
+            x.tril_()
+            assert torch.equal(x.full_tensor(), full(4, 4).tril())
+            x.cumsum_(0)
+            assert torch.equal(x.full_tensor(), full(4, 4).tril().cumsum(0))
+            assert x.placements == (placement,)
+
+    ranks(run)
+
+
 def test_a_dtensor_is_not_written_into_a_plain_tensor():
     def run(mesh):
         with pytest.raises(sw.DispatchError, match="plain tensor"):

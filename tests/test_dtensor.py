@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -466,16 +467,43 @@ def test_several_uses_of_a_tensor_share_one_reduction_of_their_gradients():
 
 
 def test_a_leaf_is_freed_though_it_was_used_beside_a_shard():
-    import gc
-    import weakref
+    def run(mesh):
+        x = split(full(4, 4), mesh, Shard(0))
+        for finish in (lambda loss: loss.backward(), lambda loss: sw.cache_clear()):
+            w = split(full(4, 4), mesh, Replicate()).requires_grad_()
+            loss = (x @ w).sum()
+            finish(loss)
+            gone = weakref.ref(w)
+            del w, loss
+            assert gone() is None
 
+    ranks(run)
+
+
+def test_a_leaf_used_again_after_a_backward_is_reduced_again():
     def run(mesh):
         x = split(full(4, 4), mesh, Shard(0))
         w = split(full(4, 4), mesh, Replicate()).requires_grad_()
-        (x @ w).sum()
-        gone = weakref.ref(w)
-        del w
-        gc.collect()
-        assert gone() is None
+        for _ in range(2):
+            ((x @ w) + (x @ w)).sum().backward()
+        assert torch.equal(w.grad.full_tensor(), 4 * full(4, 4).sum(0)[:, None].expand(4, 4))
+
+    ranks(run)
+
+
+@pytest.mark.parametrize("leaf", [Replicate(), Shard(0), Shard(1), Partial()])
+def test_second_derivatives_through_pending_sums_are_right(leaf):
+    def run(mesh):
+        def second(x, w):
+            y = x @ w  # pending, if the summed dim is split
+            (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
+            return torch.autograd.grad((first * first).sum(), [x, w])
+
+        plain = [full(3, 4).double().div(10).requires_grad_(), full(4, 2).double().requires_grad_()]
+        expected = second(*plain)
+        x = split(plain[0].detach(), mesh, leaf).requires_grad_()
+        w = split(plain[1].detach(), mesh, Shard(0)).requires_grad_()
+        for ours, theirs in zip(second(x, w), expected, strict=True):
+            assert torch.allclose(ours.full_tensor(), theirs)
 
     ranks(run)

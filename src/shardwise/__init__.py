@@ -1,5 +1,7 @@
 """shardwise: distributed tensors for PyTorch in which the tensor *is* the local shard."""
 
+import importlib
+
 from shardwise.box import Box
 from shardwise.comm import Communicator, Event, Pending, communicator, listen
 from shardwise.dispatch.planning import DispatchError, FallbackWarning
@@ -22,10 +24,17 @@ from shardwise.errors import (
     RankError,
     ShardwiseError,
 )
+from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.launch import Workers, launch
 from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, init_device_mesh
+from shardwise.mesh import DeviceMesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.random_state import (
+    RandomStateError,
+    RandomStateWarning,
+    check_random_state,
+    init_device_mesh,
+)
 from shardwise.redistribute import (
     AxisCost,
     Costs,
@@ -69,6 +78,8 @@ __all__ = [
     "Plan",
     "PlanStep",
     "PolicyError",
+    "RandomStateError",
+    "RandomStateWarning",
     "RankError",
     "Replicate",
     "RuleError",
@@ -78,18 +89,36 @@ __all__ = [
     "cache_clear",
     "cache_info",
     "calibrate",
+    "check_random_state",
     "communicator",
     "distribute_module",
     "distribute_tensor",
+    "empty",
     "explicit",
     "fallback",
+    "full",
     "init_device_mesh",
+    "interop",
     "launch",
     "listen",
     "local_map",
+    "ones",
     "plain_tensors",
     "plan_redistribute",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
     "redistribute_local",
     "register_rule",
     "simulate",
+    "testing",
+    "zeros",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Submodules that few programs need, and that take long to import."""
+    if name in ("interop", "testing"):
+        return importlib.import_module(f"shardwise.{name}")
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

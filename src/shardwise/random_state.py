@@ -7,6 +7,7 @@ What `shardwise.random` makes is one tensor only if they are. They are compared 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 from warnings import warn
@@ -18,6 +19,7 @@ from shardwise import world
 from shardwise.comm import communicator
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.mesh import init_device_mesh as mesh_of_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -34,6 +36,25 @@ class RandomStateWarning(UserWarning):
 _suspects: WeakKeyDictionary[world.World, WeakKeyDictionary[DeviceMesh, bool]]
 _suspects = WeakKeyDictionary()
 """For each world the meshes whose ranks were found to differ, and those since found to agree."""
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """A mesh of all ranks of the world, in order; all of them call this.
+
+    Under torchrun this joins the ranks if nothing has done so before. Their random states are
+    compared: if they differ, a `RandomStateWarning` says so.
+
+    Arguments:
+        device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
+        mesh_shape: the size of each axis; the product must be the number of ranks.
+        mesh_dim_names: one name per axis.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 4), ("dp", "tp"))
+    """
+    return watch(mesh_of_all_ranks(device_type, mesh_shape, mesh_dim_names))
 
 
 def check_random_state(device_mesh: DeviceMesh | TorchMesh) -> None:

@@ -242,10 +242,7 @@ def test_autocast_gives_the_dtypes_that_it_gives_plain_tensors():
     [
         [Shard(0), Replicate()],
         [Replicate(), Shard(1)],
-        pytest.param(
-            [Shard(1), Shard(0)],
-            marks=pytest.mark.xfail(reason="the gradient of a pending sum is used beside shards"),
-        ),
+        [Shard(1), Shard(0)],
     ],
     ids=["rows", "columns", "summed"],
 )

@@ -70,9 +70,7 @@ def dispatch(
         raise _clearer(error, func, args, kwargs or {}) from None
 
 
-def _found(
-    func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Entry:
+def _found(func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
     """The entry of a call, by its full key; planned if it is new."""
     ignores_numbers = known is not None and known.ignores_numbers
     parts: list[Any] = [func]

@@ -21,8 +21,12 @@ class DispatchError(ShardwiseError, RuntimeError):
 
 
 def check_writable(name: str, target: Any) -> None:
-    """Refuse to write to a copy that the user must take for a view."""
+    """Refuse to write to a copy that the user must take for a view, or to a view of one."""
     severed = target.__dict__.get("_severed")
+    if severed is None:
+        with as_local():
+            base = _base_of(target)
+        severed = None if base is None else base.__dict__.get("_severed")
     if severed is not None:
         raise DispatchError(
             f"{name}: this tensor is the result of {severed}, of which torch would return a view, "
@@ -30,6 +34,18 @@ def check_writable(name: str, target: Any) -> None:
             f"original. Assign by index instead (x[...] = value), or {severed} a tensor that is "
             "whole in that dim: x.redistribute(placements=[Replicate(), ...])"
         )
+
+
+def mark_severed(tensor: Any, name: str) -> None:
+    """Say that a tensor is a copy where torch would have returned a view."""
+    tensor._severed = name
+    with as_local():
+        base = _base_of(tensor)
+    if base is not None:  # of a view of what was moved: so are other views of it
+        base._severed = name
+
+
+_base_of = torch._C.TensorBase._base.__get__  # type: ignore[attr-defined]
 
 
 class Entry:
@@ -121,7 +137,7 @@ class Entry:
                 value = value.view_as(value)
             made = wrap(value, layout)
             if self.severed:
-                made._severed = self.name  # type: ignore[attr-defined]
+                mark_severed(made, self.name)
             return made
         if isinstance(value, tuple | list):
             parts = [self._retyped(each, remaining, operands) for each in value]

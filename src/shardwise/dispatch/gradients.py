@@ -135,9 +135,7 @@ def _edges(inputs: Sequence[Any]) -> list[Any]:
     """The places in the graph where gradients of inputs arrive. Were DTensors handed to torch, it
     would ask this module again; and while the graph runs, Python code in it must be dispatched."""
     with as_local():
-        return [
-            get_gradient_edge(each) if isinstance(each, DTensor) else each for each in inputs
-        ]
+        return [get_gradient_edge(each) if isinstance(each, DTensor) else each for each in inputs]
 
 
 def _gradient(value: torch.Tensor | None, of: Any, fills: bool) -> torch.Tensor | None:

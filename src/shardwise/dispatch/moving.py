@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from shardwise.tensor import DTensor
 
 _version = torch._C.TensorBase._version.__get__
 _requires_grad = torch._C.TensorBase.requires_grad.__get__
+_is_leaf = torch._C.TensorBase.is_leaf.__get__
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +87,6 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
                 "linear; detach() the tensor first"
             )
         result = apply_pair(tensor, how.pair)
-        if is_shared and how.source is not how.target:
-            # A communicator may hold what it gave, and longer on one rank than on another, so
-            # whether that is still alive must not be what decides about a collective.
-            result = result.view_as(result)
     elif how.cut is not None:
         return tensor[how.cut]
     else:
@@ -108,26 +103,37 @@ def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
         return execute(plan, local).wait()
 
 
-# A tensor remembers what it was moved to. What holds its own leaf's graph it holds weakly: the
-# leaf would never be freed, as the cycle leads through C++.
+# A tensor remembers what it was moved to, as long as it is not changed. A leaf cannot hold what leads
+# back to it: the cycle goes through C++ and would never be freed. What leaves were moved to is held
+# here until a backward has passed through it, and no more than so many. Whether something is alive
+# must not decide, as ranks could differ and each move back is a collective.
+
+_MOST_OF_LEAVES = 4096
 
 
 def _shared(tensor: Any, how: Transfer, needs_grad: bool) -> torch.Tensor | None:
-    kept = tensor.__dict__.get("_moved")
-    if kept is None:
+    key = (how.target, how.used_on, needs_grad)
+    if needs_grad and _is_leaf(tensor):
+        found = state.moved_leaves.get((id(tensor), *key))
+    else:
+        found = tensor.__dict__.get("_moved", {}).get(key)
+    if found is None or found[1] != _version(tensor):
         return None
-    found = kept.get((how.target, how.used_on, needs_grad))
-    if found is None:
-        return None
-    get, version = found
-    return get() if version == _version(tensor) else None  # type: ignore[no-any-return]
+    return found[0]  # type: ignore[no-any-return]
 
 
 def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -> None:
-    is_leaf = needs_grad and torch._C.TensorBase.is_leaf.__get__(tensor)
-    get: Callable[[], Any] = weakref.ref(result) if is_leaf else lambda: result
-    kept = tensor.__dict__.setdefault("_moved", {})
-    kept[how.target, how.used_on, needs_grad] = get, _version(tensor)
+    key = (how.target, how.used_on, needs_grad)
+    if not (needs_grad and _is_leaf(tensor)):
+        tensor.__dict__.setdefault("_moved", {})[key] = result, _version(tensor)
+        return
+    kept, place = state.moved_leaves, (id(tensor), *key)  # the graph of the result holds the leaf
+    if len(kept) >= _MOST_OF_LEAVES:
+        del kept[next(iter(kept))]
+    kept[place] = result, _version(tensor)
+    node = result.grad_fn
+    assert node is not None, "it was made of a tensor that requires grad"
+    node.register_prehook(lambda gradients: kept.pop(place, None) and None)
 
 
 def _refuse_communication(how: Transfer, dtype: torch.dtype, operator: str) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import DispatchError, Entry, Path, check_writable, get
+from shardwise.dispatch.entry import (
+    DispatchError,
+    Entry,
+    Path,
+    check_writable,
+    get,
+    mark_severed,
+)
 from shardwise.dispatch.moving import Transfer, transfer
 from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import MeshError, ShardwiseError
@@ -76,6 +83,8 @@ def _by_rule(
     run = func
     lowered = None if spec.lower is None else spec.lower(choice.here)
     if lowered is not None:
+        if known is not None and known.outplace is not None and not spec.writes:
+            return _computed_aside(name, known.outplace, paths, keeps)
         run = lowered
     moves = [
         (paths[at], how)
@@ -236,10 +245,9 @@ class WholeEntry(Entry):
         mesh: DeviceMesh,
     ) -> None:
         super().__init__(
-            name, run, paths, moves, (), plain=True, inplace=False, fresh=False, severed=True
+            name, run, paths, moves, (), plain=True, inplace=False, fresh=False, severed=False
         )
         self.mesh = mesh
-        self.severed = bool(moves)
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         if self.moves:
@@ -247,18 +255,30 @@ class WholeEntry(Entry):
         return super().__call__(args, kwargs)
 
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
-        layouts = [Layout(self.mesh, tuple(t.shape)) for t in _tensors_in(result)]
-        return Entry(
-            self.name, None, [], [], tuple(layouts),  # type: ignore[arg-type]
-            plain=True, inplace=False, fresh=False, severed=self.severed,
-        ).retyped(result, operands)  # fmt: skip
+        results = list(_tensors_in(result))
+        layouts = iter([Layout(self.mesh, tuple(each.shape)) for each in results])
+        made = self._retyped(result, layouts, operands)
+        if self.moves:
+            # A view of an input that was moved is none of the input itself.
+            inputs = {_memory(each) for each in _tensors_in(operands)} - {0}
+            for each in _tensors_in(made):
+                if _memory(each) in inputs:
+                    mark_severed(each, self.name)
+        return made
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
+        return 0
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(each)
 
 
@@ -319,7 +339,7 @@ def decomposed(func: Any) -> Callable[..., Any] | None:
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
     names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
-    if not names:
+    if not names or "overrides" in func.__code__.co_names:  # asked through its module
         return None
     changed = {**func.__globals__, **dict.fromkeys(names, _never)}
     copy = types.FunctionType(

@@ -7,6 +7,7 @@ target and value together, so a target with a pending sum takes the value as a p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
@@ -53,7 +54,11 @@ def writer(name: str, run: Callable[..., None]) -> Callable[[Rule], Function]:
         return result
 
     def register(made: Rule) -> Function:
-        enter(function, Known(name, made, outplace=aside))
+        def writes(*args: Any, **kwargs: Any) -> Spec | None:
+            spec = made(*args, **kwargs)
+            return None if spec is None else dataclasses.replace(spec, writes=True)
+
+        enter(function, Known(name, writes, outplace=aside))
         return function
 
     return register

@@ -78,11 +78,23 @@ def choose(
         if keeps is not None and not (made.inputs[0] is keeps and made.outputs[0] is keeps):
             continue
         moved = sum(a is not b for a, b in zip(layouts, made.inputs, strict=True))
-        pending = sum(len(layout.partial) for layout in made.outputs)
-        rank = (made.seconds, pending, moved)
+        # What is pending must be reduced some day; that counts only against other communication.
+        later = sum(map(_reduction, made.outputs)) if made.seconds else 0.0
+        rank = (made.seconds + later, sum(len(each.partial) for each in made.outputs), moved)
         if best_rank is None or rank < best_rank:
             best, best_rank = made, rank
     return best
+
+
+def _reduction(layout: Layout) -> float:
+    """Roughly the seconds to reduce what is pending, and leave it split."""
+    sizes = layout.mesh.shape
+    held = layout.numel / math.prod(sizes[axis] for axes in layout.shard_order for axis in axes)
+    return sum(
+        _SECONDS_PER_COLLECTIVE + held * (sizes[axis] - 1) / sizes[axis] * _SECONDS_PER_ELEMENT
+        for axis, _ in layout.partial
+        if sizes[axis] > 1
+    )
 
 
 def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:

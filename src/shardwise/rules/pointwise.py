@@ -228,16 +228,6 @@ def glu(input: Any, dim: int = -1) -> Spec:
     return Spec([(input, tuple(dims))], [Out(tuple(dims), tuple(shape))])
 
 
-@rule("isin")
-def isin(elements: Any, test_elements: Any, **kwargs: Any) -> Spec:
-    inputs = []
-    for tensor in tensors_among(elements, test_elements):
-        dims = dims_of(tensor) if tensor is elements else (None,) * tensor.dim()
-        inputs.append((tensor, dims))
-    shape = tuple(elements.shape) if isinstance(elements, torch.Tensor) else ()
-    return Spec(inputs, [Out(tuple(f"d{at}" for at in range(len(shape))), shape)])
-
-
 @rule(
     "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward",
     "logit_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward",

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from shardwise.box import chunk
 from shardwise.comm import Communicator, communicator
+from shardwise.dispatch.entry import mark_severed
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.collectives import total
 from shardwise.rules.spec import Here
@@ -207,5 +208,5 @@ def owned_part(
 
 def severed(result: torch.Tensor, name: str) -> torch.Tensor:
     """Mark a copy where torch would return a view: writing to it is refused."""
-    result._severed = name  # type: ignore[attr-defined]
+    mark_severed(result, name)
     return result

@@ -19,43 +19,11 @@ from shardwise.rules.gathering import Inputs, cut, cuts, unsplit
 from shardwise.rules.indexing import located, padded
 from shardwise.rules.keys import mesh_of, static, whole
 from shardwise.rules.pointwise import tensors_among
-from shardwise.rules.registry import Rule, _register_inplace, handler, rule
+from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
 
 
-def write(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for functions that return a changed copy, and for those that change in place.
-
-    A lowering makes a copy in either case.
-    """
-
-    def register(made: Rule) -> Rule:
-        def inplace(*args: Any, **kwargs: Any) -> Spec | None:
-            spec = made(*args, **kwargs)
-            if spec is None or spec.lower is None:
-                return spec
-            lower = spec.lower
-            return dataclasses.replace(spec, lower=lambda here: _copied_back(lower(here)))
-
-        rule(*names, inplace=False)(made)
-        for name in names:
-            _register_inplace(name, inplace, False)
-        return made
-
-    return register
-
-
-def _copied_back(run: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    if run is None:
-        return None
-
-    def copied_back(target: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        target.copy_(run(target, *args, **kwargs))
-
-    return copied_back
-
-
-@write("scatter")
+@rule("scatter")
 def scatter(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: Any = None, *args: Any, **kwargs: Any
 ) -> Spec:
@@ -65,13 +33,13 @@ def scatter(
     return _scatter(torch.scatter, tensors, dim, linear=is_linear)
 
 
-@write("scatter_add")
+@rule("scatter_add")
 def scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Spec:
     """The same, added to what is there."""
     return _scatter(torch.scatter_add, [input, index, src], dim, linear=True, adds=True)
 
 
-@write("scatter_reduce")
+@rule("scatter_reduce")
 def scatter_reduce(
     input: torch.Tensor,
     dim: int,
@@ -152,7 +120,7 @@ def _scatter(
     )
 
 
-@write("index_add")
+@rule("index_add")
 def index_add(
     input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
 ) -> Spec:
@@ -160,13 +128,13 @@ def index_add(
     return _index_write(torch.index_add, [input, index, source], dim, adds=True)
 
 
-@write("index_copy")
+@rule("index_copy")
 def index_copy(input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Spec:
     """Rows."""
     return _index_write(torch.index_copy, [input, index, source], dim)
 
 
-@write("index_fill")
+@rule("index_fill")
 def index_fill(input: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Spec:
     """A number, to rows."""
     return _index_write(torch.index_fill, tensors_among(input, index, value), dim)

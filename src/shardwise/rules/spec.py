@@ -55,6 +55,9 @@ class Spec:
     """Whether these splits (axes by factor) are possible; any are by default."""
     is_view: bool = False
     """Whether torch returns a view of the first input."""
+    writes: bool = False
+    """Whether the lowering of an in-place operator writes to its first input itself; otherwise the
+    result of the operator that returns a new tensor is made, and copied."""
     needs_plain: bool = False
     """Whether what runs looks at shapes in Python, and so must not be handed DTensors."""
 
@@ -72,8 +75,14 @@ class Here:
     """How its results lie."""
 
     def axes(self, *factors: str | None) -> tuple[int, ...]:
-        """The axes that split these factors."""
-        return tuple(axis for each in factors if each for axis in self.splits.get(each, ()))
+        """The axes that split these factors; those of one rank split nothing."""
+        return tuple(
+            axis
+            for each in factors
+            if each
+            for axis in self.splits.get(each, ())
+            if self.mesh.shape[axis] > 1
+        )
 
 
 def takes_shards(lowering: Callable[..., Any]) -> Callable[..., Any]:

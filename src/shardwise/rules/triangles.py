@@ -9,7 +9,7 @@ import torch
 from shardwise.dispatch.entry import check_writable
 from shardwise.rules.creation import contribution
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.registry import _register_inplace, handler, rule
+from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Here, Spec
 from shardwise.tensor import as_local
 
@@ -36,10 +36,8 @@ def _triangle(function: Any) -> Any:
     return spec
 
 
-rule("tril", inplace=False)(_triangle(torch.tril))
-rule("triu", inplace=False)(_triangle(torch.triu))
-_register_inplace("tril", _triangle(torch.Tensor.tril_), False)
-_register_inplace("triu", _triangle(torch.Tensor.triu_), False)
+rule("tril")(_triangle(torch.tril))
+rule("triu")(_triangle(torch.triu))
 
 
 @handler("fill_diagonal_")
