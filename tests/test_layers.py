@@ -16,7 +16,7 @@ LAYERS: list[set[str]] = [
     {"checks", "lineage", "placement", "mesh", "box", "layout"},
     {"comm"},
     {"redistribute"},
-    {"tensor", "dispatch", "rules", "random", "random_state", "factories", "distribute"},
+    {"tensor", "dispatch", "rules", "random", "random_state", "factories", "distribute", "optimizers"},
     {"parallel", "fsdp", "export", "sharded", "checkpoint", "debug"},
     {"pickling", "worker", "sim", "launch", "interop", "testing", "demo"},
     {"cli", "__init__", "__main__"},

@@ -203,3 +203,71 @@ def test_a_loss_that_is_a_pending_sum_can_be_printed_and_compared():
         assert f"{loss:.1f}" == "20.0" and loss > 19 and max(loss, 3) is loss
 
     ranks(run)
+
+
+# ---- a step runs on the shards themselves
+
+
+def trained_once(mesh, **options):
+    params = parameters(mesh)
+    optimizer = torch.optim.AdamW(params, lr=0.1, **options)
+    set_gradients(params, 0)
+    optimizer.step()
+    return params, optimizer
+
+
+def test_a_pointwise_step_plans_nothing():
+    def run(mesh):
+        params, optimizer = trained_once(mesh)
+        set_gradients(params, 1)
+        before = sw.cache_info()
+        optimizer.step()
+        assert sw.cache_info() == before
+
+    ranks(run)
+
+
+def test_hooks_of_an_optimizer_see_dtensors():
+    seen = []
+
+    def run(mesh):
+        params, optimizer = trained_once(mesh)
+        optimizer.register_step_pre_hook(lambda o, a, k: seen.append(type(params[0])))
+        optimizer.register_step_post_hook(lambda o, a, k: seen.append(type(params[0].grad)))
+        set_gradients(params, 1)
+        optimizer.step()
+
+    ranks(run)
+    assert seen == [DTensor] * 8
+
+
+def test_a_step_that_fails_leaves_dtensors(monkeypatch):
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    def run(mesh):
+        params, optimizer = trained_once(mesh, foreach=False)
+        set_gradients(params, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "lerp_", fail)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        state = optimizer.state[params[0]]
+        kinds = {type(each) for each in (params[0], params[0].grad, state["exp_avg"])}
+        assert kinds == {DTensor} and params[0].shape == (5, 4)
+
+    ranks(run, 1, (1, 1))
+
+
+def test_gradients_that_lie_otherwise_go_through_dispatch():
+    def run(mesh):
+        p = nn.Parameter(sw.distribute_tensor(torch.ones(5, 4), mesh, [Shard(0), Replicate()]))
+        p.grad = torch.ones(5, 4)
+        optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.9)
+        optimizer.state[p]["momentum_buffer"] = sw.distribute_tensor(
+            torch.ones(5, 4), mesh, [Replicate(), Shard(1)]
+        )
+        optimizer.step()
+        assert torch.allclose(p.full_tensor(), torch.full((5, 4), 1 - 0.5 * 1.9))
+
+    ranks(run)

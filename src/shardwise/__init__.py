@@ -4,7 +4,8 @@ import importlib
 
 from shardwise.box import Box
 from shardwise.comm import Communicator, Event, Pending, communicator, listen
-from shardwise.dispatch.planning import DispatchError, FallbackWarning
+from shardwise.dispatch.entry import DispatchError
+from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dispatch.state import (
     CacheInfo,
     PolicyError,

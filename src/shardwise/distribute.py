@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Partial, Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh

@@ -8,8 +8,7 @@ read off the layout is a plain property here, and every torch function goes thro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +31,16 @@ if TYPE_CHECKING:
 as_local = torch._C.DisableTorchFunctionSubclass
 """`with as_local():` torch functions see the shard that a DTensor is."""
 
-_BASE = torch._C.TensorBase
+_BASE: Any = torch._C.TensorBase
+locally: Any = torch._C._disabled_torch_function_impl
+"""`locally(function, (), arguments)` is `with as_local(): function(*arguments)`, and faster."""
 _is_global = torch._C._is_torch_function_enabled
+_grad_of: Any = _BASE.grad.__get__
+_dtype_of: Any = _BASE.dtype.__get__
+_device_of: Any = _BASE.device.__get__
+_requires_grad: Any = _BASE.requires_grad.__get__
+_shape_of: Callable[[torch.Tensor], torch.Size] = _BASE.shape.__get__
+_numel_of: Callable[[torch.Tensor], int] = _BASE.numel
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
@@ -46,12 +53,7 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
 def unwrap(tensor: DTensor) -> torch.Tensor:
     """This rank's piece as a plain tensor: an alias, differentiable, with the same gradient."""
     with as_local():
-        return tensor.as_subclass(torch.Tensor)  # type: ignore[no-any-return]
-
-
-def replicated(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
-    """The layout of a tensor that every rank of the mesh holds whole."""
-    return Layout(mesh, shape)
+        return tensor.as_subclass(torch.Tensor)
 
 
 class DTensor(torch.Tensor):
@@ -134,7 +136,7 @@ class DTensor(torch.Tensor):
             grad_placements: how the gradient that comes back lies, such as `[Partial()]` where each
                 rank's is a contribution; by default it is the same on every rank.
         """
-        whole = self.redistribute(placements=[Replicate()] * self._layout.mesh.ndim)
+        whole: DTensor = self.redistribute(placements=[Replicate()] * self._layout.mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
     def redistribute(
@@ -204,7 +206,7 @@ class DTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
-        return self._layout.size if _is_global() else _BASE.shape.__get__(self)  # type: ignore[attr-defined]
+        return self._layout.size if _is_global() else _shape_of(self)
 
     def size(self, dim: int | None = None) -> Any:
         """The global shape, or its size along `dim`."""
@@ -213,7 +215,7 @@ class DTensor(torch.Tensor):
 
     def numel(self) -> int:
         """The number of elements of the global tensor."""
-        return self._layout.numel if _is_global() else _BASE.numel(self)
+        return self._layout.numel if _is_global() else _numel_of(self)
 
     nelement = numel
 
@@ -239,7 +241,7 @@ class DTensor(torch.Tensor):
         return strides if dim is None else strides[dim]
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of the global tensor."""
         return self._layout.numel * self.dtype.itemsize
 
@@ -248,20 +250,17 @@ class DTensor(torch.Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype."""
-        with as_local():
-            return _BASE.dtype.__get__(self)  # type: ignore[no-any-return]
+        return locally(_dtype_of, (), (self,))  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The device of this rank's piece."""
-        with as_local():
-            return _BASE.device.__get__(self)  # type: ignore[no-any-return]
+        return locally(_device_of, (), (self,))  # type: ignore[no-any-return]
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether gradients are recorded for it."""
-        with as_local():
-            return _BASE.requires_grad.__get__(self)  # type: ignore[no-any-return]
+        return locally(_requires_grad, (), (self,))  # type: ignore[no-any-return]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -269,17 +268,20 @@ class DTensor(torch.Tensor):
             _BASE.requires_grad.__set__(self, value)
 
     @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
+    def grad(self) -> DTensor | None:
         """The gradient, laid out as this tensor is, with pending sums made whole."""
-        with as_local():
-            local = _BASE.grad.__get__(self)
-            if local is None:
-                return None
-            layout = self._layout if not self._layout.partial else dual(self._layout)
-            if type(local) is not DTensor:
-                return wrap(local, layout)
-            # autograd may give one tensor to two leaves
-            return local if local._layout is layout else wrap(local.view_as(local), layout)
+        local = locally(_grad_of, (), (self,))
+        if local is None:
+            return None
+        layout = self._layout
+        if layout.partial:
+            layout = dual(layout)
+        if type(local) is not DTensor:
+            return wrap(local, layout)
+        if local._layout is layout:
+            return local
+        with as_local():  # autograd may give one tensor to two leaves
+            return wrap(local.view_as(local), layout)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -289,7 +291,7 @@ class DTensor(torch.Tensor):
             _BASE.grad.__set__(self, value)
 
     @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    def data(self) -> DTensor:
         """The tensor without its history, sharing memory."""
         with as_local():
             return wrap(_BASE.data.__get__(self), self._layout)
@@ -303,9 +305,16 @@ class DTensor(torch.Tensor):
             _BASE.data.__set__(self, value)
         self._layout = layout
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.to`; itself, at once, if it is only asked for the device it is on."""
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.device:
+            if args[0] == locally(_device_of, (), (self,)):
+                return self
+        return super().to(*args, **kwargs)
+
     # ---- as an object
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with as_local(), torch.no_grad():
             local = self.as_subclass(torch.Tensor)
             text = repr(local.detach())
@@ -364,7 +373,7 @@ def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: 
     result = wrap(local, layout)
     result.requires_grad = requires_grad
     if is_param:
-        result._is_param = True  # type: ignore[attr-defined]
+        result._is_param = True
     return result
 
 
@@ -383,7 +392,7 @@ def laid_out(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)
     if tuple(value.shape) == layout.shape:
-        whole = wrap(value.view_as(value), replicated(layout.mesh, layout.shape))
+        whole = wrap(value.view_as(value), Layout(layout.mesh, layout.shape))
         return wrap_moved(whole, layout)
     raise LayoutError(
         f"{argument}: expected this rank's piece, {layout.local_shape()}, or the whole tensor, "
@@ -563,10 +572,3 @@ def as_global_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     if shape is None:
         raise LayoutError(f"size: expected ints, got {sizes!r}")
     return shape
-
-
-@contextmanager
-def without_grad() -> Iterator[None]:
-    """Local tensors, no graph."""
-    with as_local(), torch.no_grad():
-        yield

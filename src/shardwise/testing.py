@@ -229,10 +229,13 @@ def _run_case(
     leaves = [each for each in inputs if each.requires_grad]
     _loss(outputs).backward()  # type: ignore[no-untyped-call]
     for at, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
-        if leaf.grad is None and want is None:
+        if leaf.grad is not None:
+            got = leaf.grad.full_tensor()
+            want = torch.zeros_like(got) if want is None else want
+        elif want is not None:
+            got = torch.zeros_like(want)
+        else:
             continue
-        got = torch.zeros_like(want) if leaf.grad is None else leaf.grad.full_tensor()
-        want = torch.zeros_like(got) if want is None else want
         problem = problem or _difference([got], [want], f"gradient of input {at}", rtol, atol)
     return problem
 

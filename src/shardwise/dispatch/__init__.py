@@ -6,10 +6,12 @@ operator.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
 
+import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.dispatch import functions, gradients, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.entry import Entry, check_writable
@@ -18,7 +20,7 @@ from shardwise.dispatch.state import remember
 from shardwise.dispatch.state import state as _state
 from shardwise.errors import ShardwiseError
 from shardwise.rules.registry import Known, lookup
-from shardwise.tensor import DTensor, as_local
+from shardwise.tensor import DTensor, as_local, locally
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -39,6 +41,8 @@ def dispatch(
                     key = (func, first._layout, second._layout)
                 elif kind is float or kind is int:
                     key = (func, first._layout, kind)  # of functions that ignore numbers only
+                    if key not in _state.entries:
+                        key = (func, first._layout, second)
         elif len(args) == 1:
             (first,) = args
             if type(first) is DTensor:
@@ -52,6 +56,15 @@ def dispatch(
     else:
         entry.hits += 1
     try:
+        if entry.simple:
+            run = entry.run
+            result = locally(run, types, args, kwargs) if kwargs else locally(run, types, args)
+            if type(result) is _Tensor:
+                result.__class__ = DTensor
+                result._layout = entry.single  # type: ignore[attr-defined]
+                return result
+            with as_local():
+                return entry.retyped(result, (args, kwargs or {}))
         if not (entry.direct or (entry.direct_without_grad and not _is_grad_enabled())):
             return entry(args, kwargs or {})
         if entry.inplace:
@@ -153,4 +166,5 @@ def _clearer(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
     return error
 
 
-DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
+# Bound once: a classmethod would be bound anew whenever torch looks at a tensor of a list.
+DTensor.__torch_function__ = MethodType(dispatch, DTensor)  # type: ignore[assignment]

@@ -63,6 +63,7 @@ class Entry:
         "plain",
         "run",
         "severed",
+        "simple",
         "single",
         "tensors",
     )
@@ -97,6 +98,8 @@ class Entry:
         self.single = layouts[0] if len(layouts) == 1 else None
         self.direct = not moves and not plain and self.single is not None
         """Whether to run it is all there is to do: no input moves, the result is one tensor."""
+        self.simple = self.direct and fresh and not inplace
+        """And the result is new: the case that must be fast."""
         enters = all(how.source is how.target for _, how in moves)
         self.direct_without_grad = enters and not plain and self.single is not None
         """The same, when no gradients are recorded: only they would move."""

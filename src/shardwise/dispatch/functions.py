@@ -17,7 +17,8 @@ from torch.utils.checkpoint import (
     _default_meta_extractor,
 )
 
-from shardwise.dispatch.planning import DispatchError, common_mesh
+from shardwise.dispatch.arguments import common_mesh
+from shardwise.dispatch.entry import DispatchError
 from shardwise.layout import Layout
 from shardwise.redistribute.plan import dual
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
@@ -91,7 +92,7 @@ def _retyped(result: Any, layouts: list[Layout | None] | None = None) -> Any:
         outputs[at] = made
         if made.requires_grad:
             with as_local():
-                torch.Tensor.register_hook(made, _as_dtensor(dual(layout)))
+                made.register_hook(_as_dtensor(dual(layout)))  # type: ignore[no-untyped-call]
     if not many:
         return outputs[0]
     return type(result)(outputs)

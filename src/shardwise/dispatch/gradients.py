@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwise.errors import LayoutError
 from shardwise.redistribute.plan import dual
-from shardwise.rules.registry import handler
 from shardwise.rules.collectives import used
+from shardwise.rules.registry import handler
 from shardwise.tensor import DTensor, as_local, laid_out, relabelled, unwrap, wrap
 
 

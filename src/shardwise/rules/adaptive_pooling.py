@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.rules.halo import Range, cropped, exchange, expanded, filled, is_empty
+from shardwise.rules.cuts import Range
+from shardwise.rules.halo import exchange, expanded
+from shardwise.rules.padding import cropped, filled, is_empty
 from shardwise.rules.pooling import planes
 from shardwise.rules.registry import aten, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of

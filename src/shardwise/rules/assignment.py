@@ -14,21 +14,17 @@ from typing import Any
 
 import torch
 
+from shardwise.dispatch.arguments import check_target
 from shardwise.layout import Layout
-from shardwise.rules.indexing import (
-    BASIC,
-    Function,
-    Indices,
-    aligned,
-    check_bounds,
-    held,
-    picked,
-    unravelled,
-)
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.calls import Function, composed
+from shardwise.rules.dims import Inputs, broadcast_dims
+from shardwise.rules.indexing import BASIC, Indices, check_bounds, held, picked, unravelled
 from shardwise.rules.keys import (
     ALL,
     Key,
     Region,
+    is_mask,
     is_simple,
     local_region,
     mesh_of,
@@ -39,7 +35,7 @@ from shardwise.rules.keys import (
     whole,
 )
 from shardwise.rules.registry import Known, Rule, enter, handler
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor, unwrap, wrap
 
 
@@ -111,7 +107,7 @@ def _fitted(value: torch.Tensor, names: Sequence[str | None], shape: Sequence[in
             f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
             f"{list(shape)}"
         )
-    return aligned(value, names, shape)
+    return broadcast_dims(value, names, shape)
 
 
 def _of_rank(value: torch.Tensor, ndim: int) -> torch.Tensor:
@@ -133,7 +129,7 @@ def FILL(target: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Spec:
             f"The shape of the mask {list(mask.shape)} at index 0 does not match the shape of the "
             f"indexed tensor {list(shape)} at index 0"
         )
-    dims: Dims = tuple(f"d{dim}" for dim in range(target.dim()))
+    dims = dims_of(target)
     rest = [None, *dims[mask.dim() :]]  # the places themselves are the first dim of the value
     return Spec(
         [
@@ -148,7 +144,7 @@ def FILL(target: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Spec:
 
 def _fills(target: torch.Tensor, key: Any, value: torch.Tensor) -> bool:
     """Whether a key is one mask, and the value the same for all its places."""
-    if not isinstance(key, torch.Tensor) or key.dtype not in (torch.bool, torch.uint8):
+    if not is_mask(key):
         return False
     rest = target.dim() - key.dim()
     return key.dim() > 0 and (value.dim() <= rest or (value.dim() == rest + 1 and len(value) == 1))
@@ -170,11 +166,11 @@ def PUT(  # noqa: N802
 ) -> Spec:
     """An assignment (or addition) by tensors of integers, one or None for each dim."""
     where = picked(target.dim(), indices)
-    names: Dims = tuple(f"d{dim}" for dim in range(target.dim()))
+    names = dims_of(target)
     common = [None] * len(where.common)
     shape = where.arranged([target.shape[dim] for dim in where.rest], where.common)
     result = where.arranged([names[dim] for dim in where.rest], common)
-    inputs: list[tuple[torch.Tensor, Dims]] = [(target, names)]
+    inputs: Inputs = [(target, names)]
     inputs += [(each, (None,) * each.dim()) for each in indices if each is not None]
     inputs.append((values, _fitted(values, result, shape)))
 
@@ -238,7 +234,7 @@ def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
 def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`x[key] = value`."""
     target, key, value = args
-    _check_target("__setitem__", target)
+    check_target("__setitem__", target)
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Number):
             raise TypeError(f"can't assign a {type(value).__name__} to a {target.type()}")
@@ -273,39 +269,30 @@ def _is_view(where: Region, layout: Layout) -> bool:
     return not split & set(where.parts)
 
 
-@handler("index_put_")
-def index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`index_put_`: indices are tensors, or None for a dim."""
-    return _index_put(*args, **kwargs)
-
-
-def _index_put(
+@composed("index_put_")
+def index_put_(
     input: Any, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
-    _check_target("index_put_", input)
+    """`index_put_`: indices are tensors, or None for a dim."""
+    check_target("index_put_", input)
     key = tuple(ALL if each is None else each for each in indices)
     parts = taken_apart(input, key, input._layout.mesh)
     PUT.dispatched(input, parts.indices, values, bool(accumulate))
     return input
 
 
-@handler("index_put")
-def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`index_put`: on a copy."""
-    input, *rest = args
-    return _index_put(_copy(input, mesh_of(args, tuple(kwargs.values()))), *rest, **kwargs)
-
-
-@handler("put_")
-def put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`put_`: indices into the flattened tensor."""
-    return _put_flat(*args, **kwargs)
-
-
-def _put_flat(
-    input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
+@composed("index_put")
+def index_put(
+    input: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
-    _check_target("put_", input)
+    """`index_put`: on a copy."""
+    return index_put_(_copy(input, mesh_of(input, indices, values)), indices, values, accumulate)
+
+
+@composed("put_")
+def put_(input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Any:
+    """`put_`: indices into the flattened tensor."""
+    check_target("put_", input)
     mesh = input._layout.mesh
     found = unravelled(whole(index, "put_"), input._layout.shape)
     values = whole(source, "put_").reshape(index.shape)
@@ -316,24 +303,15 @@ def _put_flat(
     return input
 
 
-@handler("put")
-def put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composed("put")
+def put(
+    input: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
+) -> Any:
     """`put`: on a copy."""
-    input, *rest = args
-    return _put_flat(_copy(input, mesh_of(args, tuple(kwargs.values()))), *rest, **kwargs)
+    return put_(_copy(input, mesh_of(input, index, source)), index, source, accumulate)
 
 
-def _copy(input: torch.Tensor, mesh: Any) -> DTensor:
+def _copy(input: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     if type(input) is DTensor:
         return wrap(unwrap(input).clone(), input._layout)
     return static(input.clone(), mesh)
-
-
-def _check_target(name: str, target: torch.Tensor) -> None:
-    if type(target) is not DTensor:
-        from shardwise.dispatch.entry import DispatchError
-
-        raise DispatchError(
-            f"{name}: cannot write a DTensor's values into a plain tensor in place; "
-            "use full_tensor() or to_local() of the DTensor"
-        )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,10 +20,10 @@ from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.random import bernoulli, draw_key
 from shardwise.rules.collectives import extreme, total_used
+from shardwise.rules.cuts import same_cuts
 from shardwise.rules.matmul import contraction, expanded_dims, leading
+from shardwise.rules.precision import autocast, widened
 from shardwise.rules.registry import rule
-from shardwise.rules.rows import same_cuts
-from shardwise.rules.softmax import widened
 from shardwise.rules.spec import Here, Spec
 
 Tensor = torch.Tensor
@@ -174,7 +173,7 @@ class Local:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Scores, their softmax over the keys of all ranks, dropout, and the weighted sum."""
-        query, key, value = map(_autocast, (query, key, value))
+        query, key, value = map(autocast, (query, key, value))
         if enable_gqa:
             key, value = self._of_queries(key, value)
         if is_causal:
@@ -238,11 +237,3 @@ class Local:
 
 def _cut(mask: Tensor | None, last: int) -> Tensor | None:
     return mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]
-
-
-def _autocast(tensor: Tensor) -> Any:
-    """What torch makes of an input of attention within autocast."""
-    device = tensor.device.type
-    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
-        return tensor.to(torch.get_autocast_dtype(device))
-    return tensor

@@ -13,22 +13,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.collectives import total, used
-from shardwise.rules.normalization import beside_space, channels, given, moments, scaled
+from shardwise.rules.dims import given
+from shardwise.rules.normalization import beside_space, channels, moments, scaled
+from shardwise.rules.precision import widened
 from shardwise.rules.registry import functions, handler, rule
-from shardwise.rules.softmax import widened
 from shardwise.rules.spec import Here, Out, Spec
 from shardwise.tensor import DTensor
 
 Optional = torch.Tensor | None
 
 
-@handler(F.batch_norm)
-def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _batch_norm(*args, **kwargs)
-
-
-def _batch_norm(
+@composed(F.batch_norm)
+def batch_norm(
     input: torch.Tensor,
     running_mean: Optional,
     running_var: Optional,
@@ -53,12 +51,8 @@ def builtin_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _normalized(by_batch, *args, **kwargs)
 
 
-@handler(F.instance_norm)
-def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _instance_norm(*args, **kwargs)
-
-
-def _instance_norm(
+@composed(F.instance_norm)
+def instance_norm(
     input: torch.Tensor,
     running_mean: Optional = None,
     running_var: Optional = None,
@@ -96,19 +90,15 @@ def _normalized(
     cudnn_enabled: bool = True,
 ) -> Any:
     if not training:
-        return _call(by_statistics, input, weight, bias, running_mean, running_var, eps)
+        return dispatched(by_statistics, input, weight, bias, running_mean, running_var, eps)
     tracks = running_mean is not None or running_var is not None
     if not tracks or not input.numel():
-        return _call(by, input, weight, bias, eps, False)
-    result, mean, variance = _call(by, input, weight, bias, eps, True)
+        return dispatched(by, input, weight, bias, eps, False)
+    result, mean, variance = dispatched(by, input, weight, bias, eps, True)
     with torch.no_grad():
         _update(running_mean, mean, momentum)
         _update(running_var, variance, momentum)
     return result
-
-
-def _call(function: Any, *args: Any) -> Any:
-    return DTensor.__torch_function__(function, (), args)  # type: ignore[no-untyped-call]
 
 
 def _update(running: Optional, value: DTensor, momentum: float) -> None:

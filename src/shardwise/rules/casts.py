@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import DispatchError, check_writable
+from shardwise.dispatch.arguments import check_plain, check_target
+from shardwise.dispatch.entry import check_writable
 from shardwise.dispatch.moving import moved, transfer
-from shardwise.dispatch.planning import check_plain
 from shardwise.layout import Layout
+from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.pointwise import broadcast
+from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Spec
 from shardwise.tensor import DTensor, as_local
@@ -58,7 +60,7 @@ cast = _Cast()
 @rule(cast, "_to_copy", inplace=False)
 def cast_rule(input: Any, *args: Any, **kwargs: Any) -> Spec:
     dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
-    is_linear = all(map(_is_field, dtypes))
+    is_linear = all(map(keeps_sums, dtypes))
     return broadcast([input], [(0,)] if is_linear else ())
 
 
@@ -76,13 +78,12 @@ def to(func: Any, args: Any, kwargs: Any) -> Any:
         args = (tensor, other.device, other.dtype)
     if not isinstance(tensor, DTensor):
         return tensor.to(*args[1:], **kwargs)
-    return DTensor.__torch_function__(cast, (), args, kwargs)  # type: ignore[no-untyped-call]
+    return dispatched(cast, *args, **kwargs)
 
 
-@handler("type_as")
-def type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, other = (*args, *kwargs.values())
-    return tensor.to(other.device, other.dtype)
+@composed("type_as")
+def type_as(input: torch.Tensor, other: torch.Tensor) -> Any:
+    return input.to(other.device, other.dtype)
 
 
 @handler("type")
@@ -111,11 +112,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
     """Into the target, as it lies; the source may lie otherwise, broadcast, or be a plain tensor
     that is the same on every rank."""
     target, source, *rest = _bound(args, kwargs)
-    if not isinstance(target, DTensor):
-        raise DispatchError(
-            f"{name_of(func)}: cannot write a DTensor's values into a plain tensor in place; "
-            "use full_tensor() or to_local() of the DTensor"
-        )
+    check_target(name_of(func), target)
     check_writable("copy_", target)
     check_plain("copy_", [source])
     if source.shape != target.shape:
@@ -137,14 +134,10 @@ def _bound(args: Any, kwargs: Any) -> tuple[Any, ...]:
 def _moved(source: torch.Tensor, given: Layout, target: DTensor) -> torch.Tensor:
     """The piece of the source that goes where this rank's piece of the target is."""
     wanted = target._layout
-    if given.partial and wanted.partial and not _is_field(target.dtype):
+    if given.partial and wanted.partial and not keeps_sums(target.dtype):
         # A contribution must not be rounded on its own.
         whole = given.relaid(partial={})
         source, given = moved(source, transfer(given, whole, ()), "copy_"), whole
     if given is wanted:
         return source
     return moved(source, transfer(given, wanted, ()), "copy_")
-
-
-def _is_field(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

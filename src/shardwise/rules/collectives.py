@@ -5,11 +5,13 @@
 | `total` (sum)        | nothing                        |
 | `used`: nothing      | sum                            |
 | `total_used`: sum    | sum                            |
+| `stacked` (gather)   | slice, or sum and slice        |
 | `extreme` (max, min) | none: it is not differentiable |
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,10 +25,13 @@ from shardwise.redistribute.moves import redistribute_local
 def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
     """The sum of the contributions of the ranks along these axes, seen by each as the whole.
 
-    Forward: all-reduce. Backward: nothing, as every rank has the whole gradient.
+    Of bools: whether any is true. Forward: all-reduce. Backward: nothing, as every rank has the
+    whole gradient.
     """
     if not axes:
         return local
+    if local.dtype == torch.bool:
+        return total(local.to(torch.uint8), mesh, axes) != 0
     whole = Layout(mesh, tuple(local.shape))
     pending = whole.relaid(partial=dict.fromkeys(axes, "sum"))
     return redistribute_local(local, pending, whole)  # type: ignore[no-any-return]
@@ -54,16 +59,15 @@ def extreme(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str)
     return communicator(mesh, tuple(axes)).all_reduce(local, op) if axes else local
 
 
-def gathered(
-    local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int = 0
+def stacked(
+    local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], *, is_used: bool = False
 ) -> torch.Tensor:
-    """The pieces of the ranks along these axes, in their order, joined along `dim`; no gradient.
+    """The tensors of the ranks along these axes, in their order, along a new first dim.
 
-    All must have the same size in every dim.
+    Forward: all-gather. Backward: slice; if it is used beside shards, reduce-scatter.
     """
-    return communicator(mesh, tuple(axes)).all_gather(local.detach(), dim) if axes else local
-
-
-def first_index(layout: Layout, dim: int) -> int:
-    """Where this rank's piece begins in the global tensor."""
-    return layout.box().start[dim]
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    whole = Layout(mesh, (ranks, *local.shape))
+    apart = whole.relaid([tuple(axes), *[()] * local.dim()])
+    used_on = tuple(axes) if is_used else ()
+    return redistribute_local(local.unsqueeze(0).contiguous(), apart, whole, used_on=used_on)  # type: ignore[no-any-return]

@@ -14,19 +14,9 @@ from typing import Any
 import torch
 
 from shardwise.mesh import DeviceMesh
-from shardwise.rules.halo import (
-    Exchange,
-    Range,
-    Window,
-    clipped,
-    cropped,
-    exchange,
-    expanded,
-    filled,
-    is_aligned,
-    is_empty,
-    padded,
-)
+from shardwise.rules.cuts import Range, clipped, same_units
+from shardwise.rules.halo import Exchange, Window, exchange, expanded
+from shardwise.rules.padding import cropped, filled, is_empty, padded
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
 
@@ -87,7 +77,7 @@ class Convolution:
     def allows(self, splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
         """Groups are split only as wholes: the channels of input and result alike."""
         channels = [self.input[self.first - 1], self.result[self.first - 1]]
-        return "g" not in splits or is_aligned(self.groups, channels, mesh, splits["g"])
+        return "g" not in splits or same_units(self.groups, channels, mesh, splits["g"])
 
     def needs(self, at: int, results: Range) -> Range:
         """The inputs along a dim of space that have to do with some of the results."""

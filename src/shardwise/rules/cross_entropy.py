@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.collectives import first_index, total
-from shardwise.rules.losses import Loss, Values, autocast_dtype, losses, reduced
-from shardwise.rules.softmax import shifted, widened
+from shardwise.rules.collectives import total
+from shardwise.rules.dims import given
+from shardwise.rules.losses import Loss, Values, losses, reduced
+from shardwise.rules.precision import autocast_wider, widened
+from shardwise.rules.softmax import shifted
 from shardwise.rules.spec import Dims, Here, Out, Spec
 
 
@@ -74,9 +76,7 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
             f"got {list(target.shape)}"
         )
     problem = _problem(values)
-    inputs: list[tuple[torch.Tensor, Dims]] = [(input, dims), (target, rows)]
-    if weight is not None:
-        inputs.append((weight, ("c",)))
+    inputs = given((input, dims), (target, rows), (weight, ("c",)))
 
     def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
         axes = here.axes("c")
@@ -103,7 +103,7 @@ class _Where:
         target = values["target"].long()
         self.dim = problem.dim
         layout = here.inputs[0]
-        first, size = first_index(layout, self.dim), layout.local_shape()[self.dim]
+        first, size = layout.box().start[self.dim], layout.local_shape()[self.dim]
         is_valid = target != problem.ignore_index
         is_class = (target >= 0) & (target < problem.classes)
         if target.device.type == "cpu" and not bool((is_class | ~is_valid).all()):
@@ -160,7 +160,7 @@ def _cross_entropies(
         smooth = class_weight * logarithm - class_term
         result = (1 - smoothing) * result + smoothing / problem.classes * smooth
     result = torch.where(where.is_valid, result, 0)
-    return result.to(autocast_dtype(input))
+    return result.to(autocast_wider(input))
 
 
 def _negative_log_likelihoods(
@@ -171,7 +171,7 @@ def _negative_log_likelihoods(
     mine = where.taken(widened(input))
     if weight is not None:
         mine = mine * where.taken(widened(weight))
-    return -total(mine, here.mesh, axes).to(autocast_dtype(input))
+    return -total(mine, here.mesh, axes).to(autocast_wider(input))
 
 
 def _along(weights: torch.Tensor, input: torch.Tensor, dim: int) -> torch.Tensor:
@@ -189,9 +189,7 @@ def _of_probabilities(loss: Loss, values: Values) -> Spec:
     problem = _problem(values)
     if problem.ignore_index >= 0:
         raise RuntimeError("ignore_index is not supported for floating point target")
-    inputs: list[tuple[torch.Tensor, Dims]] = [(input, dims), (target, dims)]
-    if weight is not None:
-        inputs.append((weight, ("c",)))
+    inputs = given((input, dims), (target, dims), (weight, ("c",)))
 
     def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
         axes = here.axes("c")
@@ -216,4 +214,4 @@ def _soft_cross_entropies(
     parts = [above.exp().sum(dim), share.sum(dim), (share * above).sum(dim)]
     exps, shares, terms = total(torch.stack(parts), here.mesh, axes).unbind()
     tensors = [input, target] if weight is None else [input, target, weight]
-    return (shares * exps.log() - terms).to(autocast_dtype(*tensors))
+    return (shares * exps.log() - terms).to(autocast_wider(*tensors))

@@ -10,16 +10,11 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.reduction import (
-    as_dims,
-    first,
-    keeps_sums,
-    position,
-    stacked,
-    whole_along,
-    with_synonyms,
-    without,
-)
+from shardwise.comm import communicator
+from shardwise.rules.calls import input_of, with_synonyms
+from shardwise.rules.collectives import stacked
+from shardwise.rules.dims import Inputs, as_dims, replaced, whole_along, without
+from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
@@ -48,12 +43,12 @@ def _running(
         axes = here.axes(split)
         if not axes:
             return None
-        before = position(here.mesh, axes)
+        before = communicator(here.mesh, axes).index
 
         def lowered(*args: Any, **kwargs: Any) -> torch.Tensor:
-            local = first(args, kwargs)
+            local = input_of(args, kwargs)
             # Every rank uses the totals beside its own piece: gradients are contributions.
-            totals = stacked(reduce(local, dim, True, dtype=dtype), here.mesh, axes, used=True)
+            totals = stacked(reduce(local, dim, True, dtype=dtype), here.mesh, axes, is_used=True)
             return combine(run(local, dim, dtype=dtype), reduce(totals[:before], 0))
 
         return lowered
@@ -79,7 +74,7 @@ def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> Spec:
 
 def _whole(input: torch.Tensor, dim: int, outputs: int) -> Spec:
     dims = as_dims(dim, input.dim())
-    out = Out(without(dims_of(input), dims, True, None), tuple(input.shape))
+    out = Out(without(dims_of(input), dims, True), tuple(input.shape))
     return whole_along(input, dims, [out] * outputs)
 
 
@@ -106,9 +101,9 @@ def diff(
 ) -> Spec:
     (along,) = as_dims(dim, input.dim()) or (0,)
     given = [each for each in (input, prepend, append) if each is not None]
-    dims = without(dims_of(input), (along,), True, None)
+    dims = replaced(dims_of(input), along, None)
     size = max(0, sum(each.shape[along] for each in given) - n)
-    shape = tuple(size if at == along else each for at, each in enumerate(input.shape))
+    shape = replaced(input.shape, along, size)
     return Spec(
         [(each, dims) for each in given], [Out(dims, shape)], linear=[tuple(range(len(given)))]
     )
@@ -119,8 +114,8 @@ def _trapezoid(shrinks: Callable[[int], tuple[int, ...]]) -> Callable[..., Spec 
 
     def made(y: torch.Tensor, x: Any = None, *, dx: Any = None, dim: int = -1) -> Spec | None:
         (along,) = as_dims(dim, y.dim()) or (0,)
-        dims = without(dims_of(y), (along,), True, None)
-        inputs: list[Any] = [(y, dims)]
+        dims = replaced(dims_of(y), along, None)
+        inputs: Inputs = [(y, dims)]
         if isinstance(x, torch.Tensor):
             over = (1,) * (y.dim() - x.dim()) + tuple(x.shape)
             fits = zip(over, y.shape, strict=False)
@@ -131,7 +126,7 @@ def _trapezoid(shrinks: Callable[[int], tuple[int, ...]]) -> Callable[..., Spec 
         sizes = shrinks(y.shape[along])
         kept = bool(sizes)
         shape = (*y.shape[:along], *sizes, *y.shape[along + 1 :])
-        out = Out(dims if kept else without(dims, (along,), False, None), shape)
+        out = Out(dims if kept else without(dims, (along,)), shape)
         return Spec(inputs, [out], linear=[(0,)])
 
     return made

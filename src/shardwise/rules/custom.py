@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.rules.calls import tensors_in
 from shardwise.rules.registry import Known, RuleError, enter
 from shardwise.rules.spec import Dims, Out, Spec, parsed
 
@@ -42,8 +43,8 @@ def register_rule(
     """
     functions = _functions(op)
     name = str(functions[0])
-    left, arrow, right = pattern.partition("->")
-    if not arrow or not right.strip() and "->" not in pattern:
+    left, arrow, _ = pattern.partition("->")
+    if not arrow:
         raise RuleError(f"pattern: expected such as 'm k, k n -> m n', got {pattern!r}")
     count = len(left.split(","))
     for position in (*additive, *(each for group in linear for each in group)):
@@ -51,7 +52,7 @@ def register_rule(
             raise RuleError(f"linear/additive: expected positions below {count}, got {position}")
 
     def rule(*args: Any, **kwargs: Any) -> Spec:
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((args, kwargs)))
         if len(tensors) != count:
             raise RuleError(f"{name}: {pattern!r} is of {count} tensors, got {len(tensors)}")
         inputs, outputs = parsed(pattern, tensors)
@@ -76,23 +77,14 @@ def _functions(op: Any) -> list[Any]:
     if isinstance(op, torch._ops.OpOverload):
         return [op, op.overloadpacket]
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return [op, *(getattr(op, each) for each in op.overloads())]
-    if callable(op) and getattr(op, "__module__", None) in (None, "torch", "torch._C._nn"):
-        return [op]
-    if callable(op) and str(getattr(op, "__module__", "")).startswith("torch."):
+        return [op, *(getattr(op, each) for each in op.overloads())]  # type: ignore[no-untyped-call]
+    module = getattr(op, "__module__", None)  # builtins such as torch.add have none
+    if callable(op) and (module is None or module.partition(".")[0] == "torch"):
         return [op]
     raise RuleError(
         f"op: expected an operator such as torch.ops.mine.op, got {op!r}; make a Python function "
         "an operator with torch.library.custom_op, or run it on shards with sw.local_map"
     )
-
-
-def _tensors(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _sizes(
@@ -131,4 +123,4 @@ def _shapes(
         return value
 
     result = function(*map(meta, args), **{name: meta(arg) for name, arg in kwargs.items()})
-    return [tuple(each.shape) for each in _tensors((result,))]
+    return [tuple(each.shape) for each in tensors_in(result)]

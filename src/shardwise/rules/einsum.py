@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.matmul import _VF, Tensor, contraction, leading
+from shardwise.rules.matmul import VF, Tensor, contraction, leading
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Spec
 
@@ -72,7 +72,7 @@ def _lowered(here: Here, names: Sequence[Sequence[str]]) -> Any:
 
 
 def _einsum(equation: str, *operands: Tensor) -> Tensor:
-    return _VF.einsum(equation, operands)  # type: ignore[no-any-return]
+    return VF.einsum(equation, operands)  # type: ignore[no-any-return]
 
 
 def _diagonal_cuts(

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.rules.calls import Function, composed
 from shardwise.rules.collectives import extreme
-from shardwise.rules.indexing import Function, located, with_a_row
+from shardwise.rules.dims import given
+from shardwise.rules.indexing import located
 from shardwise.rules.keys import whole
-from shardwise.rules.registry import aten, handler, rule
+from shardwise.rules.padding import with_a_row
+from shardwise.rules.pointwise import tensors_among
+from shardwise.rules.registry import aten, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor, as_local, unwrap
 
@@ -113,16 +117,12 @@ def _embedding(
     )
 
 
-@handler("embedding_renorm_")
-def embedding_renorm_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Scale down the rows that are looked up and longer than `max_norm`, by operators that have
-    rules: it reads all rows, where torch reads those looked up."""
-    return _renormalized(*args, **kwargs)
-
-
-def _renormalized(
+@composed("embedding_renorm_")
+def embedding_renorm_(
     weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float
 ) -> torch.Tensor:
+    """Scale down the rows that are looked up and longer than `max_norm`, by operators that have
+    rules: it reads all rows, where torch reads those looked up."""
     with torch.no_grad():
         norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
         used = torch.zeros_like(norms).index_fill(0, indices.flatten(), 1)
@@ -162,11 +162,7 @@ def embedding_bag(
     else:
         return None  # torch refuses it
     rows: Dims = ("vocabulary" if adds else None, "features")
-    inputs: list[tuple[torch.Tensor, Dims]] = [(input, picks), (weight, rows)]
-    if offsets is not None:
-        inputs.append((offsets, (None,)))
-    if per_sample_weights is not None:
-        inputs.append((per_sample_weights, picks))
+    inputs = given((input, picks), (weight, rows), (offsets, (None,)), (per_sample_weights, picks))
     padding = None if padding_idx is None else padding_idx % max(weight.size(0), 1)
 
     def lower(here: Here) -> Callable[..., Any] | None:
@@ -182,8 +178,7 @@ def embedding_bag(
             per_sample_weights: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            given = [each for each in args if isinstance(each, torch.Tensor)]
-            scale = given[0] if given else per_sample_weights
+            scale = next(iter(tensors_among(*args)), per_sample_weights)
             found, inside = located(input, layout, 0, wraps=False)
             if padding is not None:
                 inside = inside & (input != padding)
@@ -219,13 +214,9 @@ def one_hot(tensor: torch.Tensor, num_classes: int) -> Spec:
     return Spec([(tensor, dims)], [Out((*dims, None), shape)])
 
 
-@handler("one_hot")
-def one_hot_of_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composed("one_hot")
+def one_hot_of_any(tensor: DTensor, num_classes: int = -1) -> Any:
     """one_hot; how many classes there are may have to be found in the data."""
-    return _one_hot(*args, **kwargs)
-
-
-def _one_hot(tensor: DTensor, num_classes: int = -1) -> Any:
     if num_classes == -1:
         num_classes = _largest(tensor) + 1
     return ONE_HOT.dispatched(tensor, num_classes)

@@ -12,17 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from shardwise.rules.calls import with_synonyms
+from shardwise.rules.dims import as_dims, whole_along, without
+from shardwise.rules.padding import cropped, filled
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reduction import (
-    Over,
-    as_dims,
-    reduced,
-    whole_along,
-    with_synonyms,
-    without,
-)
+from shardwise.rules.reduction import Over, reduced
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
@@ -266,18 +261,15 @@ def _quantile(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
             if here.inputs[0].numel == 0 or 0 not in here.outputs[0].local_shape():
                 return None
 
-            def padded(value: Any) -> Any:
-                if not isinstance(value, torch.Tensor):
-                    return value
-                missing = [int(size == 0) for size in reversed(value.shape)]
-                return F.pad(value, [each for count in missing for each in (0, count)])
+            def nonempty(value: Any) -> Any:
+                return filled(value) if isinstance(value, torch.Tensor) else value
 
             def run(*args: Any, **kwargs: Any) -> torch.Tensor:
                 # torch refuses an empty piece. What requires grad must on all ranks alike, so the
                 # operator runs on something, of which nothing is kept.
-                keywords = {name: padded(value) for name, value in kwargs.items()}
-                found: torch.Tensor = function(*map(padded, args), **keywords)
-                return found[tuple(map(slice, here.outputs[0].local_shape()))]
+                keywords = {name: nonempty(value) for name, value in kwargs.items()}
+                found = function(*map(nonempty, args), **keywords)
+                return cropped(found, here.outputs[0].local_shape())
 
             return run
 

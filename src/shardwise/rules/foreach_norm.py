@@ -123,7 +123,15 @@ def _counted(
     the ranks that hold the same piece the first's does. None if a reduction is pending."""
     if any(layout.partial for layout in layouts):
         return (), None
-    axes = sorted({axis for layout in layouts for each in layout.shard_order for axis in each})
+    axes = sorted(
+        {
+            axis
+            for layout in layouts
+            for each in layout.shard_order
+            for axis in each
+            if layout.mesh.shape[axis] > 1
+        }
+    )
     counts = []
     for layout in layouts:
         split = {axis for each in layout.shard_order for axis in each}

@@ -7,19 +7,19 @@ the rest, and the sum is the result. The dims of the indices are free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwise.layout import Layout
-from shardwise.rules.collectives import extreme
-from shardwise.rules.indexing import located, looked_up, summed, unravelled, with_a_row
+from shardwise.rules.collectives import extreme, total
+from shardwise.rules.dims import Inputs, replaced, unsplit, without
+from shardwise.rules.indexing import located, looked_up, unravelled
+from shardwise.rules.padding import with_a_row
+from shardwise.rules.pointwise import tensors_among
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
-
-Inputs = list[tuple[torch.Tensor, Dims]]
-
 
 # ---- lookups
 
@@ -54,7 +54,7 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None =
     if input.dim() != indices.dim() or input.dim() == 0:
         return None
     at = normalized(dim, input.dim())
-    sizes = torch.broadcast_shapes(_without(input, at), _without(indices, at))  # type: ignore[no-untyped-call]
+    sizes = torch.broadcast_shapes(without(input.shape, (at,)), without(indices.shape, (at,)))  # type: ignore[no-untyped-call]
     shape = (*sizes[:at], indices.size(at), *sizes[at:])
     names = dims_of(indices)
     held: Dims = tuple(
@@ -65,10 +65,6 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None =
         name if indices.size(each) == shape[each] else None for each, name in enumerate(names)
     )
     return _lookup([(input, held), (indices, picks)], Out(names, shape), at, _taken_along)
-
-
-def _without(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 
 def _taken_along(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -83,9 +79,9 @@ def index_select(input: torch.Tensor, dim: int, index: torch.Tensor) -> Spec:
     at = normalized(dim, input.dim())
     names = dims_of(input)
     picks: Dims = ("picks",) * index.dim()
-    result = (*names[:at], "picks" if picks else None, *names[at + 1 :])
-    shape = (*input.shape[:at], index.numel(), *input.shape[at + 1 :])
-    held: Dims = (*names[:at], "rows", *names[at + 1 :])
+    result = replaced(names, at, "picks" if picks else None)
+    shape = replaced(input.shape, at, index.numel())
+    held = replaced(names, at, "rows")
     return _lookup([(input, held), (index, picks)], Out(result, shape), at, _selected)
 
 
@@ -99,14 +95,14 @@ def _lookup(inputs: Inputs, out: Out, dim: int, run: Callable[..., Any]) -> Spec
 
     def lower(here: Here) -> Callable[..., Any] | None:
         axes = here.axes("rows")
-        boxes = cuts(held, picks, here.inputs[1]) if len(held) == len(picks) else {}
+        boxes = boxes_of(held, picks, here.inputs[1]) if len(held) == len(picks) else {}
         if not axes and not boxes:
             return None
         if 0 in out.shape:
             axes = ()  # there is nothing to add up
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            source, index = _two_tensors(args, kwargs)
+            source, index = tensors_among(*args, *kwargs.values())
             source = cut(source, boxes)
             if not here.axes("rows"):
                 return run(source, dim, index)  # type: ignore[no-any-return]
@@ -114,18 +110,14 @@ def _lookup(inputs: Inputs, out: Out, dim: int, run: Callable[..., Any]) -> Spec
             result = run(with_a_row(source, dim), dim, found)
             beside = [1] * (result.dim() - 1 - dim) if inside.dim() == 1 < result.dim() else []
             result = result.masked_fill(~inside.reshape((*inside.shape, *beside)), 0)
-            return summed(result, here.mesh, axes)
+            return total(result, here.mesh, axes)
 
         return local
 
     return Spec(inputs, [out], reduces={"rows": "whole"}, linear=[(0,)], lower=lower)
 
 
-def _two_tensors(args: Any, kwargs: Any) -> Any:
-    return [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-
-
-def cuts(
+def boxes_of(
     dims: Dims, leading: Dims, layout: Layout, but: int | None = None
 ) -> dict[int, tuple[int, int]]:
     """Where an operand, that is longer or shorter than a leading one that is split, is cut to its
@@ -162,9 +154,9 @@ def take(input: torch.Tensor, index: torch.Tensor) -> Spec:
         shape = tuple(input.shape)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            source, index = _two_tensors(args, kwargs)
+            source, index = tensors_among(*args, *kwargs.values())
             found = looked_up(source, unravelled(index, shape), here.inputs[0], split)
-            return summed(found, here.mesh, axes)
+            return total(found, here.mesh, axes)
 
         return run
 
@@ -177,12 +169,6 @@ def take(input: torch.Tensor, index: torch.Tensor) -> Spec:
     )
 
 
-def unsplit(tensors: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Spec:
-    """Everything whole."""
-    inputs: Inputs = [(each, (None,) * each.dim()) for each in tensors]
-    return Spec(inputs, [Out((None,) * len(shape), shape)])
-
-
 # ---- searches
 
 
@@ -192,7 +178,7 @@ def searchsorted(
 ) -> Spec:
     """A value's place is the sum of its places in the pieces of the sequence."""
     ndim = sorted_sequence.dim()
-    batch = tuple(f"d{dim}" for dim in range(ndim - 1))
+    batch = dims_of(sorted_sequence)[:-1]
     sequence: Dims = (*batch, "sequence" if sorter is None else None)
     inputs: Inputs = [(sorted_sequence, sequence)]
     found: Dims = ()

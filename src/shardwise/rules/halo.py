@@ -7,22 +7,16 @@ where is arithmetic on global sizes, so that all ranks agree without asking.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from shardwise.box import chunk
 from shardwise.comm import communicator
 from shardwise.mesh import DeviceMesh
+from shardwise.rules.cuts import Range, clipped, overlap, pieces
 from shardwise.rules.spec import Here
-
-Range = tuple[int, int]
-"""Indices from the first up to the second, without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +64,6 @@ class Window:
         return first - start, end - last
 
 
-def clipped(given: Range, size: int) -> Range:
-    """The part of a range that lies within a dim."""
-    start = min(max(given[0], 0), size)
-    return start, max(start, min(given[1], size))
-
-
-def ranges(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Range, ...]:
-    """What each rank along these axes holds of a dim that they split, in their order."""
-    found = []
-    for place in product(*(range(mesh.shape[axis]) for axis in axes)):
-        piece = 0, size
-        for axis, index in zip(axes, place, strict=True):
-            piece = chunk(*piece, mesh.shape[axis], index)
-        found.append(piece)
-    return tuple(found)
-
-
-def is_aligned(units: int, sizes: Sequence[int], mesh: DeviceMesh, axes: Sequence[int]) -> bool:
-    """Whether dims that are each made of so many equal units are cut alike, between units."""
-    found = set()
-    for size in sizes:
-        each = max(size // max(units, 1), 1)
-        bounds = [bound for piece in ranges(size, mesh, axes) for bound in piece]
-        if any(bound % each for bound in bounds):
-            return False
-        found.add(tuple(bound // each for bound in bounds))
-    return len(found) == 1
-
-
 # ---- the exchange
 
 
@@ -114,7 +79,7 @@ def exchange(
         needs: the inputs that a range of results looks at.
     """
     axes = here.axes(factor)
-    held, results = (ranges(size, here.mesh, axes) for size in sizes)
+    held, results = (pieces(size, here.mesh, axes) for size in sizes)
     return Exchange(here.mesh, axes, dim, held, tuple(map(needs, results)))
 
 
@@ -190,12 +155,6 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradients[0], ctx.exchange, not ctx.is_back), None, None  # type: ignore[no-untyped-call]
 
 
-def overlap(one: Range, other: Range) -> Range:
-    """What two ranges share; a range of length 0 in the first if nothing."""
-    start = min(max(one[0], other[0]), one[1])
-    return start, max(start, min(one[1], other[1]))
-
-
 def _cut(tensor: torch.Tensor, dim: int, held: Range, wanted: Range) -> torch.Tensor:
     """A part of what is held."""
     if wanted[0] == wanted[1]:
@@ -203,48 +162,8 @@ def _cut(tensor: torch.Tensor, dim: int, held: Range, wanted: Range) -> torch.Te
     return tensor.narrow(dim, wanted[0] - held[0], wanted[1] - wanted[0])
 
 
-# ---- sizes
-
-
-def padded(
-    tensor: torch.Tensor, sides: Mapping[int, Range], value: float | int = 0
-) -> torch.Tensor:
-    """The tensor with so much added before and after each dim; less than 0 takes away."""
-    if not any(any(each) for each in sides.values()):
-        return tensor
-    flat = [amount for dim in reversed(range(tensor.dim())) for amount in sides.get(dim, (0, 0))]
-    return F.pad(tensor, flat, value=value)
-
-
-def filled(tensor: torch.Tensor, amounts: Sequence[int] = ()) -> torch.Tensor:
-    """The tensor with zeros in dims that are empty; as many as `amounts` say, else one.
-
-    torch's windowed operators refuse many empty tensors. What comes of the zeros is cut off again
-    with `cropped`, and gradients have their way through both, so that all ranks go it.
-    """
-    sides = {
-        dim: (0, amounts[dim] if dim < len(amounts) else 1)
-        for dim, size in enumerate(tensor.shape)
-        if not size
-    }
-    return padded(tensor, sides)
-
-
-def cropped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The first part of a tensor that has this shape."""
-    for dim, (have, want) in enumerate(zip(tensor.shape, shape, strict=True)):
-        if have != want:
-            tensor = tensor.narrow(dim, 0, want)
-    return tensor
-
-
 def expanded(value: Any, count: int) -> tuple[Any, ...]:
     """One value for each spatial dim, where torch takes one for all."""
     if isinstance(value, Sequence):
         return tuple(value) * count if len(value) == 1 else tuple(value)
     return (value,) * count
-
-
-def is_empty(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape has no elements."""
-    return math.prod(shape) == 0

@@ -1,7 +1,7 @@
 """Reading by index: `x[key]`.
 
-As torch does it, in two steps: the basic part of a key (ints, slices, None, ...) gives a view, and
-its tensors then pick from that. Of a split dim, a slice stays split: its rows change hands. A
+In two steps (`shardwise.rules.keys`): the basic part of a key gives a view, and its tensors then
+pick from that. Of a split dim, a slice stays split: its rows change hands. A
 single row, and what tensors pick, is a sum: each rank gives what it holds and zeros for the rest.
 Nothing is gathered.
 """
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.rules.calls import Function, composed
 from shardwise.rules.collectives import total
+from shardwise.rules.dims import Inputs, broadcast_dims
 from shardwise.rules.keys import (
     ALL,
     Pick,
@@ -29,36 +30,13 @@ from shardwise.rules.keys import (
     taken_apart,
     whole,
 )
+from shardwise.rules.padding import padded, with_a_row
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.rows import exchange, severed
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor
 
-
-class Function:
-    """A function of ours that dispatch plans and runs as it does torch's own."""
-
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        self.__name__ = name
-        self._run = run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it on local tensors."""
-        return self._run(*args, **kwargs)
-
-    def dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it on DTensors."""
-        return DTensor.__torch_function__(self, (), args, kwargs)  # type: ignore[no-untyped-call]
-
-
 # ---- what lookups in a split dim are made of
-
-
-def summed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """The sum over these axes of contributions of which one at most is not zero; of any dtype."""
-    if local.dtype == torch.bool:
-        return total(local.to(torch.uint8), mesh, axes).to(torch.bool)
-    return total(local, mesh, axes)
 
 
 def located(
@@ -101,19 +79,6 @@ def unravelled(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor,
     return tuple(reversed(result))
 
 
-def with_a_row(local: torch.Tensor, dim: int) -> torch.Tensor:
-    """The piece; if it is empty along `dim`, with a zero there, so that index 0 exists."""
-    return padded(local, dim, 0, 1) if local.size(dim) == 0 else local
-
-
-def padded(local: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
-    """The piece with zeros before and after it along a dim."""
-    if before == after == 0:
-        return local
-    sizes = [0, 0] * (local.dim() - 1 - dim) + [before, after]
-    return torch.constant_pad_nd(local, sizes)
-
-
 # ---- the basic part of a key
 
 BASIC = Function("__getitem__", lambda input, key: input[key])
@@ -137,8 +102,8 @@ def basic(input: torch.Tensor, key: Any) -> Spec:
             for move in moves.values():
                 result = move(result)
             for dim, (before, _, after) in local.spans.items():
-                result = padded(result, dim, before, after)
-            result = summed(result, here.mesh, axes)
+                result = padded(result, {dim: (before, after)})
+            result = total(result, here.mesh, axes)
             for dim in reversed(local.dropped):
                 result = result.select(dim, 0)
             return severed(result, "__getitem__")
@@ -231,12 +196,12 @@ ADVANCED = Function(
 def advanced(input: torch.Tensor, indices: Indices) -> Spec:
     """An index of integer tensors, one or None for each dim: a copy."""
     where = picked(input.dim(), indices)
-    names: Dims = tuple(f"d{dim}" for dim in range(input.dim()))
+    names = dims_of(input)
     common = [f"b{dim}" for dim in range(len(where.common))]
-    inputs: list[tuple[torch.Tensor, Dims]] = [(input, names)]
+    inputs: Inputs = [(input, names)]
     for index in indices:
         if index is not None:
-            inputs.append((index, aligned(index, common, where.common)))
+            inputs.append((index, broadcast_dims(index, common, where.common)))
     indexed = [dim for dim in range(input.dim()) if dim not in where.rest]
     shape = where.arranged([input.shape[dim] for dim in where.rest], where.common)
 
@@ -245,7 +210,7 @@ def advanced(input: torch.Tensor, indices: Indices) -> Spec:
         if not split:
             return None
         axes = here.axes(*(names[dim] for dim in split)) if 0 not in shape else ()
-        return lambda input, indices: summed(
+        return lambda input, indices: total(
             looked_up(input, indices, here.inputs[0], split), here.mesh, axes
         )
 
@@ -255,15 +220,6 @@ def advanced(input: torch.Tensor, indices: Indices) -> Spec:
         reduces={f"d{dim}": "whole" for dim in indexed},
         linear=[(0,)],
         lower=lower,
-    )
-
-
-def aligned(tensor: torch.Tensor, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
-    """The factors of a tensor that broadcasts to a shape, given the factors of that."""
-    skipped = len(shape) - tensor.dim()
-    return tuple(
-        names[at + skipped] if at + skipped >= 0 and size == shape[at + skipped] else None
-        for at, size in enumerate(tensor.shape)
     )
 
 
@@ -295,21 +251,16 @@ def aten_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # ---- what a mask, or a search for what is not zero, picks
 
 
-@handler("masked_select")
-def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composed("masked_select")
+def masked_select(input: torch.Tensor, mask: torch.Tensor) -> Any:
     """`x[mask]`, with broadcasting."""
-    input, mask = (*args, *kwargs.values())
     shape = torch.broadcast_shapes(tuple(input.shape), tuple(mask.shape))  # type: ignore[no-untyped-call]
     return input.expand(shape)[mask.expand(shape)]
 
 
-@handler("nonzero", "argwhere")
-def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composed("nonzero", "argwhere")
+def nonzero(input: DTensor, as_tuple: bool = False) -> Any:
     """Where a tensor is not zero: the same list for all. Only whether it is, a byte, travels."""
-    return _nonzero(*args, **kwargs)
-
-
-def _nonzero(input: DTensor, as_tuple: bool = False) -> Any:
     mesh = input._layout.mesh
     with torch.no_grad():
         mask: Any = whole(input != 0, "nonzero")

@@ -13,15 +13,9 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.halo import (
-    Range,
-    clipped,
-    cropped,
-    exchange,
-    filled,
-    is_empty,
-    padded,
-)
+from shardwise.rules.cuts import Range, clipped
+from shardwise.rules.halo import exchange
+from shardwise.rules.padding import cropped, filled, is_empty, padded
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 

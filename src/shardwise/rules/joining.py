@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from shardwise.rules.dims import Inputs, unsplit
+from shardwise.rules.matmul import VF
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import aten, rule
-from shardwise.rules.rows import exchange, splitting_axes
-from shardwise.rules.spec import Dims, Here, Out, Spec, normalized
-
-_BUILTIN: Any = torch._C._VariableFunctions
-"""What torch's functions in Python call."""
+from shardwise.rules.rows import exchange
+from shardwise.rules.spec import Here, Out, Spec, normalized
 
 
 def joined(
@@ -36,7 +36,7 @@ def joined(
     names = [f"d{at}" if all(at in place for place in places) else None for at in range(ndim)]
     shape = [1] * ndim
     lengths = []
-    inputs: list[tuple[torch.Tensor, Dims]] = []
+    inputs: Inputs = []
     for tensor, place in zip(tensors, places, strict=True):
         sizes = dict(zip(place, tensor.shape, strict=True))
         lengths.append(sizes.get(dim, 1))
@@ -47,7 +47,7 @@ def joined(
     shape[dim] = sum(lengths)
 
     def lower(here: Here) -> Callable[..., Any] | None:
-        axes = splitting_axes(here, names[dim])
+        axes = here.axes(names[dim])
         if not axes:
             return None
         rows = range(shape[dim])
@@ -77,12 +77,7 @@ def cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
         return spec
     found = iter(spec.inputs)
     inputs = [(each, (None,)) if tuple(each.shape) == (0,) else next(found) for each in tensors]
-    return Spec(
-        inputs,
-        spec.outputs,
-        linear=[tuple(range(len(inputs)))],
-        lower=spec.lower,
-    )
+    return replace(spec, inputs=inputs, linear=[tuple(range(len(inputs)))])
 
 
 def _cat_along(dim: int) -> Callable[[Any], torch.Tensor]:
@@ -131,18 +126,17 @@ _stacked("dstack", lambda ndim: 2, lambda ndim: (1,) if ndim == 1 else _as_is(nd
 _stacked("column_stack", lambda ndim: 1, _as_is)
 
 
-@rule(_BUILTIN.block_diag, *aten("block_diag"), inplace=False)
+@rule(VF.block_diag, *aten("block_diag"), inplace=False)
 def block_diag(tensors: Any) -> Spec:
     shapes = [(1,) * (2 - tensor.dim()) + tuple(tensor.shape) for tensor in tensors]
-    out = Out((None, None), (sum(shape[0] for shape in shapes), sum(shape[1] for shape in shapes)))
-    inputs: list[tuple[torch.Tensor, Dims]] = [(each, (None,) * each.dim()) for each in tensors]
-    return Spec(inputs, [out], linear=[tuple(range(len(inputs)))])
+    shape = tuple(map(sum, zip(*shapes, strict=True)))
+    return unsplit(tensors, shape, linear=[tuple(range(len(shapes)))])
 
 
 # ---- broadcast
 
 
-@rule(_BUILTIN.broadcast_tensors, *aten("broadcast_tensors"), inplace=False)
+@rule(VF.broadcast_tensors, *aten("broadcast_tensors"), inplace=False)
 def broadcast_tensors(tensors: Any) -> Spec:
     together = broadcast(list(tensors))
     return Spec(
@@ -158,11 +152,9 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Spec | None:
     return grid(tensors, indexing)
 
 
-@rule(_BUILTIN.meshgrid, *aten("meshgrid"), inplace=False)
+@rule(VF.meshgrid, *aten("meshgrid"), inplace=False)
 def grid(tensors: Any, indexing: str | None = None) -> Spec:
-    inputs: list[tuple[torch.Tensor, Dims]] = [
-        (tensor, (f"d{at}",) * tensor.dim()) for at, tensor in enumerate(tensors)
-    ]
+    inputs: Inputs = [(tensor, (f"d{at}",) * tensor.dim()) for at, tensor in enumerate(tensors)]
     dims = [*(dims[0] if dims else None for _, dims in inputs)]
     shape = [tensor.numel() for tensor in tensors]
     if indexing == "xy" and len(shape) > 1:

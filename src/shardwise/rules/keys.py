@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from shardwise.dispatch.moving import moved, transfer
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.spec import Dims, Here
 from shardwise.tensor import DTensor, as_local, wrap
 
 ALL = slice(None)
+_MASKS = (torch.bool, torch.uint8)
 
 
 # ---- the basic part of a key
@@ -222,7 +224,7 @@ def taken_apart(input: torch.Tensor, key: Any, mesh: DeviceMesh) -> Key:
     indices: list[torch.Tensor | None] = []
     dim = 0
     for item in items:
-        if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        if is_mask(item):
             if tuple(item.shape) != tuple(input.shape[dim : dim + item.dim()]):
                 raise IndexError(
                     f"The shape of the mask {list(item.shape)} at index {dim} does not match the "
@@ -258,6 +260,11 @@ def _items(key: Any) -> list[Any]:
     return [key]
 
 
+def is_mask(item: Any) -> bool:
+    """Whether an item of a key picks where it is true."""
+    return isinstance(item, torch.Tensor) and item.dtype in _MASKS
+
+
 def _item(item: Any, mesh: DeviceMesh) -> Any:
     """An item of a key: an int, a bool, a slice of ints, None, Ellipsis, or a tensor of ints or
     bools."""
@@ -280,9 +287,6 @@ def _item(item: Any, mesh: DeviceMesh) -> Any:
     return bool(_number(item)) if item.dtype in _MASKS else int(_number(item))
 
 
-_MASKS = (torch.bool, torch.uint8)
-
-
 def _number(value: Any) -> Any:
     """A number, of a tensor that holds one."""
     return whole(value, "__getitem__").item() if isinstance(value, torch.Tensor) else value
@@ -293,6 +297,9 @@ def _consumes(item: Any) -> int:
     if isinstance(item, torch.Tensor):
         return item.dim() if item.dtype in _MASKS else 1
     return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
+
+
+# ---- tensors beside a key
 
 
 def static(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -308,24 +315,17 @@ def mesh_of(*values: Any) -> DeviceMesh:
         if type(value) is DTensor:
             return value._layout.mesh
         if isinstance(value, list | tuple | slice):
-            parts = (
-                (value.start, value.stop, value.step) if isinstance(value, slice) else tuple(value)
-            )
-            found = mesh_of(*parts)
+            is_slice = isinstance(value, slice)
+            found = mesh_of(*((value.start, value.stop, value.step) if is_slice else value))
             if found is not None:
                 return found
     return None  # type: ignore[return-value]
-
-
-# ---- tensors in keys
 
 
 def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """All of a tensor, as a plain one; differentiable."""
     if type(tensor) is not DTensor:
         return tensor
-    from shardwise.dispatch.moving import moved, transfer
-
     layout = tensor._layout
     with as_local():
         how = transfer(layout, Layout(layout.mesh, layout.shape), ())

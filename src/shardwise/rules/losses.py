@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn import _reduction
 
+from shardwise.rules.calls import dispatched
 from shardwise.rules.collectives import total, total_used
+from shardwise.rules.dims import Inputs
 from shardwise.rules.pointwise import broadcast, tensors_among
+from shardwise.rules.precision import autocast_wider, widened
 from shardwise.rules.registry import functions, handler, rule
-from shardwise.rules.softmax import widened
 from shardwise.rules.spec import Dims, Here, Out, Spec
-from shardwise.tensor import DTensor
 
 Values = dict[str, Any]
 """The arguments of a call by name."""
@@ -140,17 +141,6 @@ def reduced(
     return Spec(spec.inputs, [Out((), ())], {**spec.reduces, **summed}, spec.linear, lower=lower)
 
 
-def autocast_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """The dtype of a loss of these tensors: under autocast none is of a half type."""
-    dtype = tensors[0].dtype
-    for each in tensors[1:]:
-        dtype = torch.promote_types(dtype, each.dtype)
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    if is_half and torch.is_autocast_enabled(tensors[0].device.type):
-        return torch.float32
-    return dtype
-
-
 # ---- a loss per element
 
 
@@ -195,7 +185,7 @@ def l1_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return DTensor.__torch_function__(weighted_l1_loss, (), args, kwargs)  # type: ignore[no-untyped-call]
+    return dispatched(weighted_l1_loss, *args, **kwargs)
 
 
 def _sum_of_weights(dims: Dims) -> Callable[[Here, Values], torch.Tensor]:
@@ -236,7 +226,7 @@ def triplet_margin_loss(loss: Loss, values: Values) -> Spec:
 def margin_loss(loss: Loss, values: Values) -> Spec:
     """Input (N, C) or (C); the target has a class or several for each row."""
     rows: Dims = ("n",) * (values["input"].dim() - 1)
-    inputs: list[tuple[torch.Tensor, Dims]] = []
+    inputs: Inputs = []
     for name in ("input", "target", "weight"):
         tensor = values.get(name)
         if tensor is not None:
@@ -278,4 +268,4 @@ def _cosine_losses(values: Values, here: Here, axes: Sequence[int]) -> torch.Ten
     target = values["target"]
     alike = torch.where(target == 1, 1 - cosine, 0)
     unlike = torch.where(target == -1, (cosine - values["margin"]).clamp_min(0), 0)
-    return (alike + unlike).to(autocast_dtype(values["input1"], values["input2"]))
+    return (alike + unlike).to(autocast_wider(values["input1"], values["input2"]))

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from shardwise.mesh import DeviceMesh
+from shardwise.rules.cuts import same_cuts
+from shardwise.rules.dims import Inputs, broadcast_dims
 from shardwise.rules.registry import rule
-from shardwise.rules.rows import same_cuts
 from shardwise.rules.spec import Dims, Here, Out, Spec
 
 Tensor = torch.Tensor
 Names = Sequence[str]
 
-_VF: Any = torch._C._VariableFunctions
+VF: Any = torch._C._VariableFunctions
+"""What torch's functions in Python call."""
 
 
 # ---- the general form
@@ -46,9 +48,7 @@ def contraction(
         broadcasts: whether a dim of size 1 fits any size; those named `...` always do.
     """
     sizes = _sizes(operands, broadcasts)
-    inputs: list[tuple[Tensor, Dims]] = [
-        (tensor, _dims(tensor, names, sizes)) for tensor, names in operands
-    ]
+    inputs: Inputs = [(tensor, _dims(tensor, names, sizes)) for tensor, names in operands]
     shape = tuple(sizes[name] for name in output)
     linear: list[tuple[int, ...]] = [(at,) for at in range(len(inputs))]
     if first is not None:
@@ -94,10 +94,7 @@ def expanded_dims(added: Tensor, output: Names, shape: tuple[int, ...]) -> Dims:
     for size, wanted in zip(added.shape, shape[skipped:], strict=True):
         if size not in (1, wanted):
             raise RuntimeError(f"expected one that expands to {shape}, got {tuple(added.shape)}")
-    return tuple(
-        name if size == wanted else None
-        for name, size, wanted in zip(output[skipped:], added.shape, shape[skipped:], strict=True)
-    )
+    return broadcast_dims(added, output, shape)
 
 
 def leading(count: int) -> list[str]:
@@ -179,7 +176,7 @@ def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Spec:
     return contraction(operands, [name for name in names if name != summed])
 
 
-@rule("tensordot", _VF.tensordot)
+@rule("tensordot", VF.tensordot)
 def tensordot(
     a: Tensor, b: Tensor, dims: Any = 2, dims_other: Any = None, out: Any = None
 ) -> Spec | None:
@@ -225,7 +222,7 @@ def kron(input: Tensor, other: Tensor) -> Spec:
     )
 
 
-@rule("cdist", _VF.cdist)
+@rule("cdist", VF.cdist)
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Spec:
     """Distances between rows: not linear, and the rows must be whole unless they are sums."""
     batch = leading(max(x1.dim(), x2.dim()) - 2)
@@ -247,7 +244,7 @@ def _cdist(
 ) -> Tensor:
     if isinstance(mode, str):
         return torch.cdist(x1, x2, p, mode)
-    return _VF.cdist(x1, x2, p, mode)  # type: ignore[no-any-return]
+    return VF.cdist(x1, x2, p, mode)  # type: ignore[no-any-return]
 
 
 # ---- more operands

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.dispatch.aside import decomposed
 from shardwise.rules.attention import axes_of
 from shardwise.rules.registry import handler
 
@@ -26,8 +27,6 @@ def multi_head_attention_forward(func: Any, args: tuple[Any, ...], kwargs: dict[
     given = dict(zip(names, args, strict=False)) | kwargs
     rare = ("bias_k", "bias_v", "static_k", "static_v")
     if any(given.get(name) is not None for name in rare) or given["add_zero_attn"]:
-        from shardwise.dispatch.planning import decomposed
-
         return decomposed(func)(*args, **kwargs)  # type: ignore[misc]
     return _attend(**{name: value for name, value in given.items() if name not in rare})
 

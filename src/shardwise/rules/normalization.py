@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.mesh import DeviceMesh
-from shardwise.rules.collectives import first_index, total, used
+from shardwise.rules.collectives import total, used
+from shardwise.rules.dims import given
+from shardwise.rules.precision import widened
 from shardwise.rules.registry import rule
-from shardwise.rules.softmax import widened
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 
 Optional = torch.Tensor | None
-Inputs = list[tuple[torch.Tensor, Dims]]
 
 
 def moments(
@@ -40,11 +40,6 @@ def scaled(normal: torch.Tensor, weight: Optional, bias: Optional) -> torch.Tens
     if weight is not None:
         normal = normal * weight
     return normal if bias is None else normal + bias
-
-
-def given(*inputs: tuple[Optional, Dims]) -> Inputs:
-    """The inputs that are not None."""
-    return [(tensor, dims) for tensor, dims in inputs if tensor is not None]
 
 
 # ---- over the last dims: layer_norm, rms_norm
@@ -251,7 +246,7 @@ def _split_group_norm(
     per_group = shape[1] // num_groups
     count = per_group * math.prod(shape[2:])
     groups = num_groups // pieces
-    start = first_index(here.inputs[0], 1)
+    start = here.inputs[0].box().start[1]
 
     def run(
         input: torch.Tensor,

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from shardwise.mesh import DeviceMesh
-from shardwise.rules.halo import Window, cropped, expanded, filled, is_aligned, is_empty
+from shardwise.rules.cuts import same_units
+from shardwise.rules.halo import Window, expanded
+from shardwise.rules.padding import cropped, filled, is_empty
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec
 
@@ -75,7 +77,7 @@ def _patches(
     sizes = input.shape[-count], shape[len(batch)]
 
     def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
-        return "c" not in splits or is_aligned(channels, sizes, mesh, splits["c"])
+        return "c" not in splits or same_units(channels, sizes, mesh, splits["c"])
 
     def lower(here: Here) -> Callable[..., torch.Tensor] | None:
         result = here.outputs[0].local_shape()

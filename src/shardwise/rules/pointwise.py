@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.rules.dims import broadcast_dims
 from shardwise.rules.registry import functions, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 
@@ -17,16 +18,9 @@ from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 def broadcast(tensors: list[torch.Tensor], linear: Any = (), **extra: Any) -> Spec:
     """The spec of an operator on tensors that broadcast against each other."""
     shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
-    inputs: list[tuple[torch.Tensor, Dims]] = []
-    for tensor in tensors:
-        skipped = len(shape) - tensor.dim()
-        dims = tuple(
-            f"d{at + skipped}" if size == shape[at + skipped] else None
-            for at, size in enumerate(tensor.shape)
-        )
-        inputs.append((tensor, dims))
-    factors = tuple(f"d{at}" for at in range(len(shape)))
-    return Spec(inputs, [Out(factors, shape)], linear=linear, **extra)
+    names = tuple(f"d{dim}" for dim in range(len(shape)))
+    inputs = [(tensor, broadcast_dims(tensor, names, shape)) for tensor in tensors]
+    return Spec(inputs, [Out(names, shape)], linear=linear, **extra)
 
 
 def tensors_among(*args: Any) -> list[torch.Tensor]:

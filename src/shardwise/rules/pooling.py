@@ -10,17 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.rules.halo import (
-    Exchange,
-    Range,
-    Window,
-    cropped,
-    exchange,
-    expanded,
-    filled,
-    is_empty,
-    padded,
-)
+from shardwise.rules.cuts import Range
+from shardwise.rules.halo import Exchange, Window, exchange, expanded
+from shardwise.rules.padding import cropped, filled, is_empty, padded
 from shardwise.rules.registry import aten, handler, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 

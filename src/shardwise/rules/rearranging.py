@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from shardwise.rules.dims import as_sizes, unsplit
 from shardwise.rules.registry import rule
-from shardwise.rules.reshape import sizes_given
-from shardwise.rules.rows import Rows, exchange, splitting_axes
+from shardwise.rules.rows import Rows, exchange
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized
 
 
@@ -38,7 +38,7 @@ def rearranged(
     dims = dims_of(input)
 
     def lower(here: Here) -> Callable[..., Any] | None:
-        split = {dim: splitting_axes(here, dims[dim]) for dim in rows}
+        split = {dim: here.axes(dims[dim]) for dim in rows}
         split = {dim: axes for dim, axes in split.items() if axes}
         if not split and 0 not in here.inputs[0].local_shape():
             return None
@@ -81,7 +81,7 @@ def flipped(
 @rule("flip", inplace=False)
 def flip(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
     return flipped(
-        "flip", input, [normalized(dim, input.dim()) for dim in sizes_given(given or (dims,))]
+        "flip", input, [normalized(dim, input.dim()) for dim in as_sizes(given or (dims,))]
     )
 
 
@@ -111,8 +111,7 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     if not dims and input.dim() != 1:  # it is rolled as if it were flat
-        whole = (None,) * input.dim()
-        return Spec([(input, whole)], [Out(whole, tuple(input.shape))], linear=[(0,)])
+        return unsplit([input], input.shape, linear=[(0,)])
     by: dict[int, int] = {}
     for shift, dim in zip(shifts, dims or (0,), strict=True):
         at = normalized(dim, input.dim())
@@ -134,12 +133,12 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
 
 @rule("repeat", inplace=False)
 def repeat(input: torch.Tensor, *given: Any, repeats: Any = ()) -> Spec:
-    return repeated("repeat", input, sizes_given(given or (repeats,)))
+    return repeated("repeat", input, as_sizes(given or (repeats,)))
 
 
 @rule("tile", inplace=False)
 def tile(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
-    counts = sizes_given(given or (dims,))
+    counts = as_sizes(given or (dims,))
     return repeated("tile", input, (1,) * (input.dim() - len(counts)) + counts)
 
 

@@ -10,21 +10,23 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.moves import redistribute_local
-from shardwise.rules.collectives import extreme, total
+from shardwise.rules.calls import composed, input_of, with_synonyms
+from shardwise.rules.collectives import extreme, stacked, total
+from shardwise.rules.cuts import shapes_along
+from shardwise.rules.dims import as_dims, as_sizes, without
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.registry import handler, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
+from shardwise.rules.precision import autocast_wider, keeps_sums, wider
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 
-WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""What to compute in where local results are combined: torch rounds to half types only once."""
+Body = Callable[[torch.Tensor, "Over"], Any]
+"""What to run on the local tensor when a reduced dim is split."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class Over:
     def counts(self) -> list[int]:
         """How many of these each of the ranks has, in the order of `stacked`."""
         return [
-            math.prod(shape[dim] for dim in self.dims) for shape in pieces(self.layout, self.axes)
+            math.prod(shape[dim] for dim in self.dims)
+            for shape in shapes_along(self.layout, self.axes)
         ]
 
     def total(self, local: torch.Tensor) -> torch.Tensor:
@@ -75,95 +78,6 @@ class Over:
     def kept(self, result: torch.Tensor) -> torch.Tensor:
         """A result that has the reduced dims still, as the call wants it."""
         return result if self.keepdim else result.squeeze(self.dims)
-
-
-Body = Callable[[torch.Tensor, Over], Any]
-"""What to run on the local tensor when a reduced dim is split."""
-
-
-def stacked(
-    local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], *, used: bool = False
-) -> torch.Tensor:
-    """The tensors of the ranks along these axes, in their order, along a new first dim.
-
-    Forward: all-gather. Backward: slice; if it is `used` beside shards, reduce-scatter.
-    """
-    ranks = math.prod(mesh.shape[axis] for axis in axes)
-    whole = Layout(mesh, (ranks, *local.shape))
-    apart = whole.relaid([tuple(axes), *[()] * local.dim()])
-    found: torch.Tensor = redistribute_local(
-        local.unsqueeze(0).contiguous(), apart, whole, used_on=tuple(axes) if used else ()
-    )
-    return found
-
-
-def pieces(layout: Layout, axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The shapes of the pieces of the ranks along these axes, in the order of `stacked`."""
-    place = layout.mesh.get_coordinate()
-    assert place is not None, "this rank is on the mesh"
-    found = []
-    for along in product(*(range(layout.mesh.shape[axis]) for axis in axes)):
-        there = dict(enumerate(place)) | dict(zip(axes, along, strict=True))
-        found.append(layout.local_shape([there[axis] for axis in range(layout.mesh.ndim)]))
-    return found
-
-
-def position(mesh: DeviceMesh, axes: Sequence[int]) -> int:
-    """This rank's place in the order that `stacked` has."""
-    place = mesh.get_coordinate()
-    assert place is not None, "this rank is on the mesh"
-    at = 0
-    for axis in axes:
-        at = at * mesh.shape[axis] + place[axis]
-    return at
-
-
-_INPUT = ("input", "self", "x", "A")
-_SYNONYMS = dict.fromkeys(_INPUT, "input") | {"axis": "dim", "keepdims": "keepdim"}
-
-
-def with_synonyms(made: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule that is called with torch's names, where the caller used aten's or numpy's."""
-
-    @functools.wraps(made)
-    def renamed(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {_SYNONYMS.get(name, name): value for name, value in kwargs.items()}
-        if kwargs.pop("out", None) is not None:
-            return None
-        return made(*args, **kwargs)
-
-    return renamed
-
-
-def composed(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what stands for an operator, made of other operators on DTensors."""
-
-    def register(made: Callable[..., Any]) -> Callable[..., Any]:
-        run = with_synonyms(made)
-        handler(*names)(lambda function, args, kwargs: run(*args, **kwargs))
-        return made
-
-    return register
-
-
-def as_dims(dim: Any, ndim: int) -> tuple[int, ...]:
-    """The dims that an argument means, counted from the front; None and () mean all."""
-    if dim is None or (isinstance(dim, list | tuple) and not dim):
-        return tuple(range(ndim))
-    given = [normalized(each, ndim) for each in ([dim] if isinstance(dim, int) else dim)]
-    for each in given:
-        if given.count(each) > 1:
-            raise RuntimeError(f"dim {each} appears multiple times in the list of dims")
-    return tuple(sorted(given)) if ndim else ()
-
-
-def without(
-    values: Sequence[Any], dims: Sequence[int], keepdim: bool, kept: Any
-) -> tuple[Any, ...]:
-    """Values for each dim, but for those that are reduced."""
-    if keepdim:
-        return tuple(kept if at in dims else each for at, each in enumerate(values))
-    return tuple(each for at, each in enumerate(values) if at not in dims)
 
 
 def reduced(
@@ -195,7 +109,7 @@ def reduced(
         is_empty = 0 in here.inputs[0].local_shape()
         if body is None or not (over.axes or (warns and is_empty)):
             return None
-        return lambda *args, **kwargs: body(first(args, kwargs), over)
+        return lambda *args, **kwargs: body(input_of(args, kwargs), over)
 
     return Spec(
         [(input, names)],
@@ -215,24 +129,6 @@ def over_dims(here: Here, names: Dims, dims: tuple[int, ...], keepdim: bool) -> 
     """The reduction of some dims of a call's first input."""
     axes = here.axes(*(names[each] for each in dims))
     return Over(here.inputs[0], axes, dims, keepdim)
-
-
-def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The input of a call, by position or by any of its names."""
-    found: torch.Tensor = (
-        args[0] if args else next(kwargs[each] for each in _INPUT if each in kwargs)
-    )
-    return found
-
-
-def whole_along(input: torch.Tensor, dims: Sequence[int], outputs: Sequence[Out]) -> Spec:
-    """The spec of an operator that needs some dims whole; the others are free."""
-    return Spec([(input, without(dims_of(input), dims, True, None))], outputs)
-
-
-def keeps_sums(dtype: torch.dtype | None) -> bool:
-    """Whether converting to this dtype first is linear: contributions must not be truncated."""
-    return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
 # ---- the rules
@@ -265,7 +161,7 @@ def mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: 
         kind = dtype or local.dtype
         if not keeps_sums(kind):
             return torch.mean(local, over.dims, dtype=dtype)  # torch says why not
-        summed = torch.sum(local, over.dims, over.keepdim, dtype=WIDER.get(kind, kind))
+        summed = torch.sum(local, over.dims, over.keepdim, dtype=wider(kind))
         return (summed / over.count).to(kind)
 
     return reduced(input, dim, keepdim, "sum", body, linear=keeps_sums(dtype))
@@ -281,7 +177,7 @@ def nanmean(
         if not keeps_sums(kind):
             return torch.nanmean(local, over.dims, dtype=dtype)
         counted = over.total(local.isnan().logical_not_().sum(over.dims, over.keepdim))
-        summed = torch.nansum(local, over.dims, over.keepdim, dtype=WIDER.get(kind, kind))
+        summed = torch.nansum(local, over.dims, over.keepdim, dtype=wider(kind))
         return (summed / counted).to(kind)
 
     return reduced(input, dim, keepdim, "sum", body)
@@ -320,9 +216,7 @@ rule("any")(_verdict(torch.any, "max"))
 def trace(input: torch.Tensor) -> Spec:
     def body(local: torch.Tensor, over: Over) -> torch.Tensor:
         row, column = over.start
-        if torch.is_autocast_enabled(local.device.type):  # torch's trace is in float32 then
-            local = local.to(WIDER.get(local.dtype, local.dtype))
-        return local.diagonal(row - column).sum()
+        return local.to(autocast_wider(local)).diagonal(row - column).sum()
 
     if input.dim() != 2:
         raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {input.dim()}")
@@ -331,8 +225,7 @@ def trace(input: torch.Tensor) -> Spec:
 
 @composed("sum_to_size")
 def sum_to_size(input: torch.Tensor, *sizes: Any, size: Any = None) -> torch.Tensor:
-    given = size if size is not None else sizes[0] if len(sizes) == 1 else sizes
-    size = (given,) if isinstance(given, int) else tuple(given)
+    size = as_sizes(sizes) if size is None else tuple(size)
     if not size:
         return input.sum()
     extra = input.dim() - len(size)

@@ -7,15 +7,15 @@ moves then. Otherwise it is made whole.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.mesh import DeviceMesh
+from shardwise.rules.cuts import same_cuts
+from shardwise.rules.dims import as_sizes, replaced
 from shardwise.rules.registry import aten, handler, rule
-from shardwise.rules.rows import same_cuts
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
 
 Scales = dict[str, tuple[int, int]]
@@ -123,22 +123,12 @@ def inferred(numel: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def sizes_given(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`f(2, 3)` and `f((2, 3))` alike; numpy's integers are ints."""
-    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
-    return tuple(each if isinstance(each, torch.Tensor) else _as_int(each) for each in given)
-
-
-def _as_int(value: Any) -> Any:
-    return operator.index(value) if hasattr(value, "__index__") else value
-
-
 # ---- the rules
 
 
 @rule("view", *aten("_unsafe_view"), inplace=False)
 def view(input: torch.Tensor, *sizes: Any, size: Any = (), dtype: Any = None) -> Spec | None:
-    sizes = sizes_given(sizes or (size,))
+    sizes = as_sizes(sizes or (size,))
     if dtype is not None or not all(isinstance(each, int) for each in sizes):
         return None  # as another dtype: the shape depends on the dtype it has
     return reshaped(input, inferred(input.numel(), sizes), sizes)
@@ -146,7 +136,7 @@ def view(input: torch.Tensor, *sizes: Any, size: Any = (), dtype: Any = None) ->
 
 @rule("reshape", inplace=False)
 def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec:
-    sizes = sizes_given(sizes or (shape,))
+    sizes = as_sizes(sizes or (shape,))
     return _by_reshape(input, inferred(input.numel(), sizes), sizes)
 
 
@@ -267,7 +257,7 @@ def repeat_interleave(
     else:
         at = normalized(dim, input.dim())
         before = after = dims_of(input)
-        target = (*input.shape[:at], input.shape[at] * repeats, *input.shape[at + 1 :])
+        target = replaced(input.shape, at, input.shape[at] * repeats)
         scales = {f"d{at}": (input.shape[at], target[at])}
 
     def lower(here: Here) -> Callable[..., Any] | None:
@@ -312,5 +302,5 @@ def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> Spec:
 
 @rule("channel_shuffle", "native_channel_shuffle", inplace=False)
 def channel_shuffle(input: torch.Tensor, groups: int) -> Spec:
-    dims = ("d0", None, *dims_of(input)[2:])
+    dims = replaced(dims_of(input), 1, None)
     return Spec([(input, dims)], [Out(dims, tuple(input.shape))], linear=[(0,)])

@@ -8,56 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
-from shardwise.box import chunk
 from shardwise.comm import Communicator, communicator
 from shardwise.dispatch.entry import mark_severed
+from shardwise.dispatch.state import PolicyError, state
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.collectives import total
-from shardwise.rules.spec import Here
+from shardwise.rules.cuts import pieces
+from shardwise.rules.padding import padded
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 Rows = npt.NDArray[np.int64]
 """Numpy's, as plans are also made where torch traces."""
-
-
-def pieces(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The chunks that these axes, outer to inner, cut a dim into."""
-    return _pieces(size, tuple(mesh.shape[axis] for axis in axes))
-
-
-@lru_cache(maxsize=4096)
-def _pieces(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    found = [(0, size)]
-    for count in parts:
-        found = [chunk(*each, count, index) for each in found for index in range(count)]
-    return tuple(found)
-
-
-def splitting_axes(here: Here, *factors: str | None) -> tuple[int, ...]:
-    """The axes that split these factors, and have more than one rank: with one, all is here."""
-    return tuple(axis for axis in here.axes(*factors) if here.mesh.shape[axis] > 1)
-
-
-def same_cuts(size: int, other: int, mesh: DeviceMesh, axes: Sequence[int]) -> bool:
-    """Whether these axes cut dims of two sizes at the same places, up to scale."""
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    if size % parts == 0 and other % parts == 0:
-        return True
-    return all(
-        (start == stop and first == last)
-        or (start * other, stop * other) == (first * size, last * size)
-        for (start, stop), (first, last) in zip(
-            pieces(size, mesh, axes), pieces(other, mesh, axes), strict=True
-        )
-    )
 
 
 # ---- an exchange of rows
@@ -169,8 +136,6 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _refuse_if_explicit(name: str, mesh: DeviceMesh, axes: Sequence[int]) -> None:
-    from shardwise.dispatch.state import PolicyError, state  # it imports the rules
-
     if state.explicit:
         over = ", ".join(map(mesh.axis_name, axes))
         raise PolicyError(
@@ -197,13 +162,11 @@ def owned_part(
     """
     before = first if part.shape[dim] else 0
     after = length - before - part.shape[dim]
-    padded = F.pad(part, [0, 0] * (part.dim() - 1 - dim) + [before, after])
+    whole = padded(part, {dim: (before, after)})
     if length == 0:
-        return padded
+        return whole
     _refuse_if_explicit(name, mesh, axes)
-    if padded.dtype == torch.bool:
-        return total(padded.to(torch.uint8), mesh, axes).to(torch.bool)
-    return total(padded, mesh, axes)
+    return total(whole, mesh, axes)
 
 
 def severed(result: torch.Tensor, name: str) -> torch.Tensor:

@@ -8,18 +8,20 @@ indices, is pending a sum for what adds.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.layout import Layout
-from shardwise.rules.gathering import Inputs, cut, cuts, unsplit
-from shardwise.rules.indexing import located, padded
+from shardwise.rules.calls import composed
+from shardwise.rules.dims import Inputs, replaced, unsplit
+from shardwise.rules.gathering import boxes_of, cut
+from shardwise.rules.indexing import located
 from shardwise.rules.keys import mesh_of, static, whole
+from shardwise.rules.padding import padded
 from shardwise.rules.pointwise import tensors_among
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
 
 
@@ -70,12 +72,10 @@ def _scatter(
     """
     input, index, *values = tensors
     if any(each.dim() != input.dim() for each in tensors) or input.dim() == 0:
-        return dataclasses.replace(
-            unsplit(tensors, tuple(input.shape)), linear=[(0, 2)] if linear else ()
-        )
+        return unsplit(tensors, input.shape, linear=[(0, 2)] if linear else ())
     at = normalized(dim, input.dim())
     names = dims_of(input)
-    held: Dims = (*names[:at], "rows", *names[at + 1 :])
+    held = replaced(names, at, "rows")
     picks: Dims = tuple(
         ("picks" if adds else None)
         if each == at
@@ -91,7 +91,7 @@ def _scatter(
 
     def lower(here: Here) -> Callable[..., Any] | None:
         leading = here.inputs[0]
-        boxes = [cuts(dims, held, leading, but=at) for _, dims in inputs]
+        boxes = [boxes_of(dims, held, leading, but=at) for _, dims in inputs]
         if values and inputs[2][1][at] is None and here.inputs[1].shard_order[at]:
             box = here.inputs[1].box()
             boxes[2][at] = box.start[at], box.stop[at]
@@ -105,7 +105,8 @@ def _scatter(
             index = cut(index, boxes[1])
             values = [cut(value, boxes[2]) if value.dim() else value for value in values]
             if not axes:
-                return run(input, *parts.filled([index, *values])[0], **parts.kwargs)  # type: ignore[no-any-return]
+                given, keywords = parts.filled([index, *values])
+                return run(input, *given, **keywords)  # type: ignore[no-any-return]
             return _spilled(run, input, at, index, values, parts, leading)
 
         return local
@@ -147,11 +148,11 @@ def _index_write(
     input, index, *values = tensors
     linear = [(0, 2)] if values else []
     if input.dim() == 0 or any(value.dim() not in (0, input.dim()) for value in values):
-        return dataclasses.replace(unsplit(tensors, tuple(input.shape)), linear=linear)
+        return unsplit(tensors, input.shape, linear=linear)
     at = normalized(dim, input.dim())
     names = dims_of(input)
-    held: Dims = (*names[:at], "rows", *names[at + 1 :])
-    written: Dims = (*names[:at], "picks" if adds and index.dim() else None, *names[at + 1 :])
+    held = replaced(names, at, "rows")
+    written = replaced(names, at, "picks" if adds and index.dim() else None)
     inputs: Inputs = [(input, held), (index, (written[at],) * index.dim())]
     inputs += [(value, written if value.dim() else ()) for value in values]
 
@@ -181,8 +182,7 @@ class _Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        given = (*args, *kwargs.values())
-        self.tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        self.tensors = tensors_among(*args, *kwargs.values())
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """They, with these tensors."""
@@ -210,21 +210,17 @@ def _spilled(
     found, inside = located(index, layout, dim, wraps=run is torch.index_fill)
     found = torch.where(inside, found, size)
     args, kwargs = parts.filled([found, *values])
-    result = run(padded(input, dim, 0, 1), *args, **kwargs)
+    result = run(padded(input, {dim: (0, 1)}), *args, **kwargs)
     return result.narrow(dim, 0, size)  # type: ignore[no-any-return]
 
 
 # ---- by a mask
 
 
-@handler("masked_scatter")
-def masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+@composed("masked_scatter")
+def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Where the mask is true, the next element of the source: how many came before, only the whole
     mask tells."""
-    return _masked_scatter(*args, **kwargs)
-
-
-def _masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     mesh = mesh_of(input, mask, source)
     given = whole(mask, "masked_scatter")
     shape = torch.broadcast_shapes(tuple(input.shape), tuple(given.shape))  # type: ignore[no-untyped-call]

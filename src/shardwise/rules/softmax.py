@@ -11,16 +11,11 @@ import torch.nn.functional as F
 
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.collectives import extreme, total_used
+from shardwise.rules.precision import widened
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
 
 Lowering = Callable[..., torch.Tensor]
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """What torch's kernels accumulate in: float32 for the half types, others as they are."""
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if is_half else tensor
 
 
 def shifted(

@@ -10,25 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from shardwise.comm import communicator
 from shardwise.layout import Layout
 from shardwise.redistribute.moves import redistribute_local
-from shardwise.rules.collectives import extreme
-from shardwise.rules.reduction import (
-    Over,
-    as_dims,
-    composed,
-    first,
-    over_dims,
-    pieces,
-    split_as,
-    stacked,
-    whole_along,
-    with_synonyms,
-    without,
-)
+from shardwise.rules.calls import composed, input_of, with_synonyms
+from shardwise.rules.collectives import extreme, stacked
+from shardwise.rules.cuts import shapes_along
+from shardwise.rules.dims import as_dims, unsplit, whole_along, without
+from shardwise.rules.padding import padded
+from shardwise.rules.pointwise import tensors_among
+from shardwise.rules.reduction import Over, over_dims, split_as
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
@@ -37,8 +29,8 @@ from shardwise.tensor import DTensor, as_local, unwrap, wrap
 
 
 def _sorted(input: torch.Tensor, dim: int, outputs: int) -> Spec:
-    dims = as_dims(dim, input.dim()) if input.dim() else ()
-    out = Out(without(dims_of(input), dims, True, None), tuple(input.shape))
+    dims = as_dims(dim, input.dim())
+    out = Out(without(dims_of(input), dims, True), tuple(input.shape))
     return whole_along(input, dims, [out] * outputs)
 
 
@@ -70,11 +62,11 @@ def topk(
     input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Spec:
     names = dims_of(input)
-    dims = as_dims(dim, input.dim()) if input.dim() else ()
+    dims = as_dims(dim, input.dim())
     if dims and not 0 <= k <= input.shape[dims[0]]:
         raise RuntimeError("selected index k out of range")
     shape = tuple(k if at in dims else size for at, size in enumerate(input.shape))
-    out = Out(without(names, dims, True, None), shape)
+    out = Out(without(names, dims, True), shape)
 
     def lower(here: Here) -> Callable[..., Any] | None:
         axes = here.axes(*(names[each] for each in dims))
@@ -83,19 +75,18 @@ def topk(
         (along,) = dims
         layout = here.inputs[0]
         start = layout.box().start[along]
-        counts = [min(k, shape[along]) for shape in pieces(layout, axes)]
+        counts = [min(k, shape[along]) for shape in shapes_along(layout, axes)]
         real = [at * k + each for at, count in enumerate(counts) for each in range(count)]
 
         def joined(mine: torch.Tensor) -> torch.Tensor:
             """The candidates of all ranks, in the order of the dim."""
-            after = [0, 0] * (mine.dim() - 1 - along)
-            padded = F.pad(mine, (*after, 0, k - mine.shape[along]))
-            every = stacked(padded, here.mesh, axes).movedim(0, along).flatten(along, along + 1)
+            full = padded(mine, {along: (0, k - mine.shape[along])})
+            every = stacked(full, here.mesh, axes).movedim(0, along).flatten(along, along + 1)
             chosen = torch.tensor(real, dtype=torch.int64, device=mine.device)
             return every.index_select(along, chosen)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            local = first(args, kwargs)
+            local = input_of(args, kwargs)
             values, indices = local.topk(min(k, local.shape[along]), along, largest)
             values, indices = joined(values), joined(indices + start)
             best, picked = values.topk(k, along, largest, sorted)
@@ -120,7 +111,7 @@ def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) 
             return None
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            local = first(args, kwargs).detach()
+            local = input_of(args, kwargs).detach()
             low, high = (min, max) if min != max else _range(local, over)
             return torch.histc(local, bins, low, high)
 
@@ -144,10 +135,8 @@ def _range(local: torch.Tensor, over: Over) -> tuple[float, float]:
 def histogram(
     input: torch.Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False
 ) -> Spec:
-    given = [each for each in (input, bins, weight) if isinstance(each, torch.Tensor)]
     count = bins.shape[0] - 1 if isinstance(bins, torch.Tensor) else bins
-    outputs = [Out((None,), (count,)), Out((None,), (count + 1,))]
-    return Spec([(each, (None,) * each.dim()) for each in given], outputs)
+    return unsplit(tensors_among(input, bins, weight), (count,), (count + 1,))
 
 
 @composed("bincount")

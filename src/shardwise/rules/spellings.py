@@ -10,24 +10,21 @@ import torch
 import torch.nn.functional as F
 
 import shardwise.rules.pointwise  # noqa: F401 (what is registered here goes before its rules)
+from shardwise.rules.calls import dispatched
 from shardwise.rules.registry import handler
 from shardwise.tensor import DTensor
 
 Tensor = torch.Tensor
 
 
-def _called(function: Any, args: Any, kwargs: Any) -> Any:
-    return DTensor.__torch_function__(function, (), args, kwargs)  # type: ignore[no-untyped-call]
-
-
 def _same(name: Any, function: Any) -> None:
     """`name(...)` is `function(...)`."""
-    handler(name)(lambda func, args, kwargs: _called(function, args, kwargs))
+    handler(name)(lambda func, args, kwargs: dispatched(function, *args, **kwargs))
 
 
 def _swapped(name: Any, function: Any) -> None:
     """`name(x, y)` is `function(y, x)`."""
-    handler(name)(lambda func, args, kwargs: _called(function, (args[1], args[0]), kwargs))
+    handler(name)(lambda func, args, kwargs: dispatched(function, args[1], args[0]))
 
 
 _same(Tensor.__pow__, Tensor.pow)
@@ -51,7 +48,7 @@ _swapped(Tensor.__rmatmul__, torch.matmul)
 @handler(Tensor.__rdiv__)
 def rdiv(func: Any, args: Any, kwargs: Any) -> Any:
     """As torch does it: one rounding more than a division."""
-    return _called(Tensor.mul, (args[0].reciprocal(), args[1]), None)
+    return dispatched(Tensor.mul, args[0].reciprocal(), args[1])
 
 
 def _activation(python: Any, function: Any, inplace: Any) -> None:
@@ -66,7 +63,7 @@ def _activation(python: Any, function: Any, inplace: Any) -> None:
         elif "inplace" in kwargs:
             kwargs = dict(kwargs)
             chosen = inplace if kwargs.pop("inplace") else function
-        return _called(chosen, args, kwargs)
+        return dispatched(chosen, *args, **kwargs)
 
     handler(python)(activation)
 
@@ -100,7 +97,7 @@ def _part(function: Any) -> property:
         part = function(tensor)
         part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
 
-    return property(lambda tensor: _called(function, (tensor,), None), write)
+    return property(lambda tensor: dispatched(function, tensor), write)
 
 
 DTensor.real = _part(torch.real)  # type: ignore[assignment]

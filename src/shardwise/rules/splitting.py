@@ -13,18 +13,10 @@ from typing import Any
 
 import torch
 
+from shardwise.rules.dims import replaced, without
 from shardwise.rules.registry import rule
-from shardwise.rules.rows import exchange, owned_part, severed, splitting_axes
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
-
-
-def _without(dims: Any, at: int) -> Any:
-    return (*dims[:at], *dims[at + 1 :])
-
-
-def _with(dims: Any, at: int, value: Any) -> Any:
-    return (*dims[:at], value, *dims[at + 1 :])
-
+from shardwise.rules.rows import exchange, owned_part, severed
+from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
 
 # ---- one part
 
@@ -34,12 +26,12 @@ def one_row(
 ) -> Spec:
     """The spec of one row along a dim: its owner gives it to all, if the dim is split."""
     dims, shape = dims_of(input), tuple(input.shape)
-    out = Out(_with(dims, dim, None), _with(shape, dim, 1))
+    out = Out(replaced(dims, dim, None), replaced(shape, dim, 1))
     if not keep:
-        out = Out(_without(dims, dim), _without(shape, dim))
+        out = Out(without(dims, (dim,)), without(shape, (dim,)))
 
     def lower(here: Here) -> Callable[..., Any] | None:
-        axes = splitting_axes(here, dims[dim])
+        axes = here.axes(dims[dim])
         if not axes:
             return None
         box = here.inputs[0].box()
@@ -72,7 +64,7 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
     is_all = rows == range(shape[dim])
 
     def lower(here: Here) -> Callable[..., Any] | None:
-        axes = splitting_axes(here, dims[dim])
+        axes = here.axes(dims[dim])
         if not axes:
             return None
         if is_all:
@@ -86,7 +78,7 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
 
         return run
 
-    out = Out(dims, _with(shape, dim, len(rows)))
+    out = Out(dims, replaced(shape, dim, len(rows)))
     return Spec([(input, dims)], [out], linear=[(0,)], lower=lower, is_view=is_view)
 
 
@@ -149,7 +141,7 @@ def parts_of(
     lengths = [len(part) for part in parts]
 
     def lower(here: Here) -> Callable[..., Any] | None:
-        axes = splitting_axes(here, dims[dim])
+        axes = here.axes(dims[dim])
         if not axes:
             return None
         rows = [row for part in parts for row in part]
@@ -162,7 +154,7 @@ def parts_of(
 
         return run
 
-    outs = [Out(dims, _with(shape, dim, length)) for length in lengths]
+    outs = [Out(dims, replaced(shape, dim, length)) for length in lengths]
     return Spec([(input, dims)], outs, linear=[(0,)], lower=lower, is_view=is_view)
 
 
@@ -273,7 +265,7 @@ _split_along("dsplit", lambda ndim: 2)
 @rule("unbind", inplace=False)
 def unbind(input: torch.Tensor, dim: int = 0) -> Spec:
     at = normalized(dim, input.dim())
-    dims: Dims = _with(dims_of(input), at, None)
-    out = Out(_without(dims, at), _without(tuple(input.shape), at))
+    dims = replaced(dims_of(input), at, None)
+    out = Out(without(dims, (at,)), without(input.shape, (at,)))
     outs = [out] * operator.index(input.shape[at])
     return Spec([(input, dims)], outs, linear=[(0,)], is_view=True)

@@ -12,19 +12,11 @@ from typing import Any
 
 import torch
 
+from shardwise.rules.calls import composed, input_of, with_synonyms
+from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.extremes import extreme_value
-from shardwise.rules.reduction import (
-    WIDER,
-    Over,
-    as_dims,
-    composed,
-    first,
-    over_dims,
-    reduced,
-    whole_along,
-    with_synonyms,
-    without,
-)
+from shardwise.rules.precision import keeps_sums, widened, wider
+from shardwise.rules.reduction import Over, over_dims, reduced
 from shardwise.rules.registry import aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
@@ -35,9 +27,9 @@ def _moments(
     local: torch.Tensor, over: Over, correction: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The variance and the mean over split dims, of one gather of the ranks' own."""
-    if not (local.is_floating_point() or local.is_complex()):
+    if not keeps_sums(local.dtype):
         return torch.var_mean(local, over.dims)  # torch says why not
-    wide = local.to(WIDER.get(local.dtype, local.dtype))
+    wide = widened(local)
     mine = math.prod(local.shape[dim] for dim in over.dims)
     if local.numel():
         spread, mean = torch.var_mean(wide, over.dims, correction=0, keepdim=over.keepdim)
@@ -102,11 +94,11 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """The norm over split dims of vectors."""
     kind = dtype or local.dtype
-    if not (kind.is_floating_point or kind.is_complex):
+    if not keeps_sums(kind):
         raise RuntimeError(
             f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {kind}"
         )
-    local = local.to(WIDER.get(kind, kind))
+    local = local.to(wider(kind))
     if math.isinf(order):
         found = extreme_value(local.abs(), over, "max" if order > 0 else "min")
         return found.to(kind.to_real())
@@ -150,9 +142,9 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
         across = over_dims(here, names, (other,), True)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            local = first(args, kwargs)
+            local = input_of(args, kwargs)
             kind = dtype or local.dtype
-            wide = local.to(WIDER.get(kind, kind))
+            wide = local.to(wider(kind))
             sums = along.total(wide.abs().sum(summed, keepdim=True))
             found = extreme_value(sums, across, "max" if order > 0 else "min")
             return (found if keepdim else found.squeeze(dims)).to(kind.to_real())
@@ -241,7 +233,7 @@ def logsumexp(input: torch.Tensor, dim: Any, keepdim: bool = False) -> Spec:
     def body(local: torch.Tensor, over: Over) -> torch.Tensor:
         if not (local.is_floating_point() or local.is_complex()):
             local = local.to(torch.get_default_dtype())
-        wide = local.to(WIDER.get(local.dtype, local.dtype))
+        wide = widened(local)
         kept = Over(over.layout, over.axes, over.dims, True)
         if over.count == 0:
             return torch.full_like(local.sum(over.dims, over.keepdim), -math.inf)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import LayoutError
+from shardwise.rules.dims import as_dims, as_sizes
 from shardwise.rules.registry import aten, handler, rule
-from shardwise.rules.reshape import sizes_given
-from shardwise.rules.rows import owned_part, severed, splitting_axes
+from shardwise.rules.rows import owned_part, severed
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
 from shardwise.tensor import as_local
 
@@ -58,7 +58,7 @@ def reversed_dims(input: torch.Tensor) -> Spec:
 
 @rule("permute", inplace=False)
 def permute(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
-    order = [normalized(dim, input.dim()) for dim in sizes_given(given or (dims,))]
+    order = [normalized(dim, input.dim()) for dim in as_sizes(given or (dims,))]
     if sorted(order) != list(range(input.dim())):
         raise RuntimeError(f"permute: expected each of {input.dim()} dims once, got {order}")
     return permuted(input, order)
@@ -80,15 +80,14 @@ def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
 
 @rule("squeeze", inplace=False)
 def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
-    given = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    wanted = {normalized(each, input.dim()) for each in given}
-    gone = tuple(at for at in sorted(wanted) if at < input.dim() and input.shape[at] == 1)
+    wanted = () if dim == () else as_dims(dim, input.dim())
+    gone = tuple(at for at in wanted if input.shape[at] == 1)
     dims = tuple(None if at in gone else f"d{at}" for at in range(input.dim()))
     kept = [at for at in range(input.dim()) if at not in gone]
 
     def lower(here: Here) -> Callable[..., Any] | None:
         local = here.inputs[0].local_shape()
-        if all((local[at] == 1) == (at in gone) for at in wanted if at < len(local)):
+        if all((local[at] == 1) == (at in gone) for at in wanted):
             return None
         # A shard may have one row of a dim that has more.
         return takes_shards(lambda x, *args, **kwargs: x.squeeze(gone))
@@ -120,14 +119,9 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     with as_local():
         if name == "squeeze":
-            gone = [dim for dim, size in enumerate(target.shape) if size == 1]
-            given = args[1:] or tuple(kwargs.values())
-            if given:
-                wanted = (given[0],) if isinstance(given[0], int) else given[0]
-                gone = [
-                    dim for dim in gone if dim in {normalized(at, target.dim()) for at in wanted}
-                ]
-            torch.Tensor.squeeze_(target, tuple(gone))
+            wanted = as_dims(*(args[1:] or tuple(kwargs.values()) or (None,)), target.dim())
+            gone = tuple(dim for dim in wanted if target._layout.shape[dim] == 1)
+            torch.Tensor.squeeze_(target, gone)
         else:
             func(*args, **kwargs)
     target._layout = result._layout
@@ -139,7 +133,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("expand", "broadcast_to", inplace=False)
 def expand(input: torch.Tensor, *sizes: Any, size: Any = (), implicit: bool = False) -> Spec:
-    given = sizes_given(sizes or (size,))
+    given = as_sizes(sizes or (size,))
     added = len(given) - input.dim()
     dims: list[str | None] = [None] * input.dim()
     shape = list(given)
@@ -176,7 +170,7 @@ def diagonal_of(
     length = max(length, 0)
 
     def lower(here: Here) -> Callable[..., Any] | None:
-        axes = splitting_axes(here, dims[row], dims[column])
+        axes = here.axes(dims[row], dims[column])
         if not axes:
             return None
         start = here.inputs[0].box().start

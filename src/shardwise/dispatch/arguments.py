@@ -1,0 +1,80 @@
+"""The arguments of a call: where its tensors stand, how they lie, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import DispatchError, Path
+from shardwise.dispatch.state import PolicyError, state
+from shardwise.errors import MeshError
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.tensor import DTensor
+
+
+def tensor_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Path]:
+    """Where the tensors of a call stand."""
+    for at, arg in enumerate(args):
+        yield from _paths_in(arg, (at,))
+    for name, arg in kwargs.items():
+        yield from _paths_in(arg, (name,))
+
+
+def _paths_in(value: Any, path: Path) -> Iterator[Path]:
+    if isinstance(value, torch.Tensor):
+        yield path
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from _paths_in(each, (*path, at))
+
+
+def layout_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Layout:
+    """How a tensor lies; a plain one is whole."""
+    if isinstance(tensor, DTensor):
+        layout = tensor._layout
+        return layout if layout.mesh is mesh else Layout(mesh, layout.shape)
+    return Layout(mesh, tuple(tensor.shape))
+
+
+def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
+    """The mesh that the DTensors of a call lie on.
+
+    Those that are whole may lie on another one of the same ranks.
+    """
+    layouts = [tensor._layout for tensor in tensors if isinstance(tensor, DTensor)]
+    split = [layout for layout in layouts if not layout.is_replicated] or layouts
+    mesh = split[0].mesh
+    for layout in layouts:
+        if layout.mesh is mesh:
+            continue
+        same = sorted(layout.mesh.mesh.flatten().tolist()) == sorted(mesh.mesh.flatten().tolist())
+        if not (same and layout.is_replicated):
+            raise MeshError(
+                f"{name}: expected DTensors on one mesh, got {split[0]!r} on {mesh!r} and "
+                f"{layout!r} on {layout.mesh!r}; move one with x.redistribute(mesh, placements)"
+            )
+    return mesh
+
+
+def check_plain(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse plain tensors, if that is the policy."""
+    if state.plain_tensors == "error":
+        for tensor in tensors:
+            if not isinstance(tensor, DTensor) and tensor.dim() > 0:
+                raise PolicyError(
+                    f"{name}: got a plain tensor of shape {tuple(tensor.shape)} beside a DTensor, "
+                    "which sw.plain_tensors('error') forbids; make it one with "
+                    "DTensor.from_local(x, mesh) if every rank has the same"
+                )
+
+
+def check_target(name: str, target: Any) -> None:
+    """Refuse a plain tensor as what an operator in place writes to."""
+    if not isinstance(target, DTensor):
+        raise DispatchError(
+            f"{name}: cannot write a DTensor's values into a plain tensor in place; "
+            "use full_tensor() or to_local() of the DTensor"
+        )

@@ -1,0 +1,101 @@
+"""Calls that no rule speaks for: every rank runs them on whole inputs. Always right, never fast."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import Entry, Path, mark_severed
+from shardwise.dispatch.moving import Transfer
+from shardwise.dispatch.state import PolicyError, state
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.calls import tensors_in
+
+
+class FallbackWarning(UserWarning):
+    """An operator has no rule for a call, so its inputs are made whole."""
+
+
+class WholeEntry(Entry):
+    """A call on whole inputs: the results are whole, whatever their shapes."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(
+        self,
+        name: str,
+        run: Any,
+        paths: list[Path],
+        moves: list[tuple[Path, Transfer]],
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__(
+            name, run, paths, moves, (), plain=True, inplace=False, fresh=False, severed=False
+        )
+        self.mesh = mesh
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.moves:
+            _report_fallback(self.name, [how.source for _, how in self.moves])
+        return super().__call__(args, kwargs)
+
+    def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
+        results = list(tensors_in(result))
+        layouts = iter([Layout(self.mesh, tuple(each.shape)) for each in results])
+        made = self._retyped(result, layouts, operands)
+        if self.moves:
+            # A view of an input that was moved is none of the input itself.
+            inputs = {_memory(each) for each in tensors_in(operands)} - {0}
+            for each in tensors_in(made):
+                if _memory(each) in inputs:
+                    mark_severed(each, self.name)
+        return made
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
+        return 0
+
+
+def _report_fallback(name: str, layouts: Sequence[Layout]) -> None:
+    if state.fallback == "replicate":
+        return
+    lies = ", ".join(map(repr, layouts))
+    text = (
+        f"{name} has no rule for inputs that lie so: {lies}; they are made whole and every rank "
+        "computes all of it"
+    )
+    if state.fallback == "error":
+        raise PolicyError(
+            f"{text}, which sw.fallback('error') forbids. Register a rule with "
+            "sw.register_rule, or redistribute the inputs to Replicate()"
+        )
+    file, line = user_line()
+    if (name, file, line) not in state.warned:
+        state.warned.add((name, file, line))
+        warnings.warn_explicit(
+            f"{text}. sw.register_rule adds a rule, sw.fallback('replicate') silences this",
+            FallbackWarning,
+            file,
+            line,
+        )
+
+
+_ROOTS = tuple(
+    path.rpartition("/")[0] + "/" for path in (torch.__file__, __file__.rpartition("/")[0])
+)
+
+
+def user_line() -> tuple[str, int]:
+    """The innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOTS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,99 @@
+"""Optimizers whose step is pointwise run on the shards themselves, at the speed of plain tensors.
+
+Their state lies as the parameters do, so for the time of a step the parameters, gradients and state
+are what they are in memory anyway: plain local tensors. Every other optimizer, and a step with a
+closure (which runs the model), goes through dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import optim
+
+from shardwise.tensor import DTensor, wrap
+
+POINTWISE: frozenset[type] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adagrad,
+        optim.RMSprop,
+        optim.Adamax,
+        optim.Adadelta,
+        optim.NAdam,
+        optim.RAdam,
+        optim.ASGD,
+        optim.Rprop,
+    }
+)
+"""Of exactly these classes: a class that derives from one may do anything in its step."""
+
+_COUNTERS = ("step", "eta", "mu", "mu_product")
+"""State that is of the whole parameter, and no tensor of its shape."""
+
+_hooked = optim.Optimizer.profile_hook_step
+
+
+def _hooked_on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch wraps every optimizer's step in: hooks run outside, and see DTensors."""
+    return _hooked(_on_shards(step))
+
+
+optim.Optimizer.profile_hook_step = staticmethod(_hooked_on_shards)  # type: ignore[method-assign,assignment]
+
+
+def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def on_shards(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        shards = None
+        if type(self) in POINTWISE and not args and not kwargs:
+            shards = _shards(self)
+        if not shards:
+            return step(self, *args, **kwargs)
+        for tensor in shards:
+            tensor.__class__ = torch.Tensor
+        try:
+            return step(self)
+        finally:
+            for tensor in shards:
+                tensor.__class__ = DTensor
+            _wrap_new_state(self)
+
+    return on_shards
+
+
+def _shards(optimizer: optim.Optimizer) -> list[Any] | None:
+    """The DTensors of a step; None if some do not lie as their parameter does."""
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or any(type(each) is DTensor for each in group.values()):
+            return None
+        for parameter in group["params"]:
+            if type(parameter) is not DTensor:
+                continue
+            layout = parameter._layout
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state = optimizer.state.get(parameter, {}).values()
+            tensors = [gradient, *(each for each in state if type(each) is DTensor)]
+            if layout.partial or any(each._layout is not layout for each in tensors):
+                return None
+            found.append(parameter)
+            found += tensors
+    return found
+
+
+def _wrap_new_state(optimizer: optim.Optimizer) -> None:
+    """State that the first step made, as plain tensors of a shard's shape."""
+    for parameter, state in optimizer.state.items():
+        if type(parameter) is DTensor:
+            for name, value in state.items():
+                is_new = type(value) is torch.Tensor and name not in _COUNTERS
+                if is_new and tuple(value.shape) == parameter._layout.local_shape():
+                    wrap(value, parameter._layout)

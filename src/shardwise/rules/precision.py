@@ -1,0 +1,44 @@
+"""Precision: what torch's kernels compute in, and what autocast makes of their inputs.
+
+A lowering that does by parts what torch does in one kernel must round to a half type only once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """What torch's kernels accumulate in: float32 for the half types, others as they are."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the dtype that torch's kernels would accumulate it in."""
+    return tensor.to(wider(tensor.dtype))
+
+
+def keeps_sums(dtype: torch.dtype | None) -> bool:
+    """Whether a cast to this dtype is linear: contributions must not be rounded to integers."""
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
+
+
+# ---- within autocast
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """What torch makes of an operand of a product of matrices."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
+def autocast_wider(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype that torch computes losses and sums of these tensors in, and gives them."""
+    dtype = tensors[0].dtype
+    for each in tensors[1:]:
+        dtype = torch.promote_types(dtype, each.dtype)
+    return wider(dtype) if torch.is_autocast_enabled(tensors[0].device.type) else dtype
