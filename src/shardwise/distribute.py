@@ -136,15 +136,28 @@ def distribute_module(
 
     Arguments:
         partition_fn: called with each submodule's name, the submodule and the mesh; it makes its
-            parameters DTensors. What it leaves alone is replicated.
+            parameters DTensors. What it leaves alone is replicated; a parameter tied to another
+            stays tied to it.
         input_fn: called with the module, the tuple of its inputs and the mesh before each forward.
         output_fn: called with the module, its outputs and the mesh after each forward.
     """
     mesh = as_mesh(device_mesh)
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
+    homes = [
+        (parameter, submodule, key)
+        for submodule in module.modules()
+        for key, parameter in submodule._parameters.items()
+        if parameter is not None
+    ]
+    if partition_fn is not None:
+        for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
-        _replicate(submodule, mesh)
+    made = {}
+    for parameter, submodule, key in homes:
+        now = submodule._parameters.get(key)
+        if isinstance(now, DTensor):
+            made[parameter] = now
+    for submodule in module.modules():
+        _replicate(submodule, mesh, made)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda it, inputs: input_fn(it, inputs, mesh))
     if output_fn is not None:
@@ -152,11 +165,16 @@ def distribute_module(
     return module
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+def _replicate(
+    module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Make DTensors of what is none yet; `made` is what plain parameters have become."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and not isinstance(parameter, DTensor):
-            made = distribute_tensor(parameter.detach(), mesh)
-            module.register_parameter(name, nn.Parameter(made, parameter.requires_grad))
+            if parameter not in made:
+                whole = distribute_tensor(parameter.detach(), mesh)
+                made[parameter] = nn.Parameter(whole, parameter.requires_grad)
+            module.register_parameter(name, made[parameter])
     for name, buffer in list(module._buffers.items()):
         if buffer is not None and not isinstance(buffer, DTensor):
             module._buffers[name] = distribute_tensor(buffer, mesh)

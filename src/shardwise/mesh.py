@@ -362,7 +362,9 @@ class DeviceMesh:
         raise AttributeError(f"{name}: a DeviceMesh cannot be changed; make another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _intern, (self.device_type, self._ranks, self.mesh_dim_names, self.is_abstract)
+        # of nothing but lists and numbers, which torch.load(weights_only=True) allows
+        ranks = self._ranks.tolist()
+        return unpickled, (self.device_type, ranks, self.mesh_dim_names, self.is_abstract)
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -445,6 +447,13 @@ def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
     if type(mesh).__name__ == "DeviceMesh" and type(mesh).__module__.startswith("torch."):
         return DeviceMesh.from_torch(mesh)
     raise MeshError(f"mesh: expected a DeviceMesh, got {mesh!r} ({type(mesh).__name__})")
+
+
+def unpickled(
+    device_type: str, ranks: Any, names: tuple[str, ...] | None, is_abstract: bool
+) -> DeviceMesh:
+    """A mesh from its pickle."""
+    return _intern(device_type, np.array(ranks, dtype=np.int64), names, is_abstract)
 
 
 def _intern(

@@ -18,7 +18,7 @@ from shardwise.checks import as_ints
 from shardwise.comm import communicator
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.placement import Placement, Replicate, as_placement
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.redistribute.plan import dual
@@ -160,6 +160,11 @@ class DTensor(torch.Tensor):
             shard_order: for each dim that several axes split, those axes outer to inner.
         """
         source = self._layout
+        if isinstance(device_mesh, list | tuple):
+            raise LayoutError(
+                f"device_mesh: expected a DeviceMesh, got {device_mesh!r}; placements are the "
+                "second argument: x.redistribute(placements=[...])"
+            )
         mesh = source.mesh if device_mesh is None else as_mesh(device_mesh)
         target = Layout.from_placements(
             mesh, source.shape, _placements(mesh, placements), shard_order
@@ -183,7 +188,8 @@ class DTensor(torch.Tensor):
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         """How the global tensor lies."""
-        return self._layout
+        # within `as_local()` torch's own: some of its functions are Python that passes it on
+        return self._layout if _is_global() else torch.strided  # type: ignore[return-value]
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -243,7 +249,7 @@ class DTensor(torch.Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of the global tensor."""
-        return self._layout.numel * self.dtype.itemsize
+        return self.numel() * self.dtype.itemsize
 
     # ---- the local tensor's properties, without dispatch
 
@@ -572,3 +578,7 @@ def as_global_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     if shape is None:
         raise LayoutError(f"size: expected ints, got {sizes!r}")
     return shape
+
+
+# What a pickled DTensor is made of, so that torch.load takes it as it takes torch's own.
+torch.serialization.add_safe_globals([rebuilt, Layout, unpickled])

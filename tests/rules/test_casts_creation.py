@@ -6,7 +6,7 @@ import torch
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
-from shardwise.dispatch.planning import DispatchError
+from shardwise.dispatch.entry import DispatchError
 from shardwise.testing import Sample, check_rule
 
 generator = torch.Generator().manual_seed(6)

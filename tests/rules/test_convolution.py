@@ -10,7 +10,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Event, listen
-from shardwise.rules.halo import Exchange, Window, is_aligned, ranges
+from shardwise.rules.cuts import pieces, same_units
+from shardwise.rules.halo import Exchange, Window
 from shardwise.testing import Sample, check_rule, distributed
 
 MESHES = ((2,), (4,), (2, 3))
@@ -97,9 +98,9 @@ def test_nothing_moves_where_nothing_must(
 
 def test_groups_are_cut_only_between_them() -> None:
     mesh = sw.DeviceMesh.abstract((2,))
-    assert is_aligned(4, (4, 8), mesh, (0,))
-    assert not is_aligned(3, (6, 6), mesh, (0,))  # 3 + 3 channels, of groups of 2
-    assert not is_aligned(3, (3, 6), mesh, (0,))  # 2 + 1 groups of inputs, 1.5 + 1.5 of results
+    assert same_units(4, (4, 8), mesh, (0,))
+    assert not same_units(3, (6, 6), mesh, (0,))  # 3 + 3 channels, of groups of 2
+    assert not same_units(3, (3, 6), mesh, (0,))  # 2 + 1 groups of inputs, 1.5 + 1.5 of results
 
 
 def test_windows() -> None:
@@ -110,7 +111,7 @@ def test_windows() -> None:
     assert window.padding((0, 1)) == (1, 0)
     assert window.needs((3, 3))[0] == window.needs((3, 3))[1]
     mesh = sw.DeviceMesh.abstract((2, 2))
-    assert ranges(5, mesh, (1, 0)) == ((0, 2), (2, 3), (3, 4), (4, 5))
+    assert pieces(5, mesh, (1, 0)) == ((0, 2), (2, 3), (3, 4), (4, 5))
     assert Exchange(mesh, (0,), 0, ((0, 2), (2, 4)), ((0, 2), (4, 4))).is_local
     assert not Exchange(mesh, (0,), 0, ((0, 2), (2, 4)), ((0, 3), (3, 4))).is_local
 

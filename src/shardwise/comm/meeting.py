@@ -119,6 +119,8 @@ class MeetingPlace:
         """Whose random state torch has now."""
         self._meetings: dict[Hashable, Meeting] = {}
         self._counts: dict[tuple[int, Hashable], int] = {}
+        self._first_crossing = ""
+        """The first meeting that ranks came to from different lines: legal, but seldom meant."""
         _running.add(self)
 
     # ---- the life of a rank, called on its own thread
@@ -161,6 +163,13 @@ class MeetingPlace:
                     "ranks met in different collectives:\n"
                     f"  rank {first.rank}: {first}\n  rank {call.rank}: {call}\n"
                     "All ranks of a group must call the same collectives in the same order"
+                    f"{self._first_crossing}"
+                )
+            if call.site != first.site and not self._first_crossing:
+                self._first_crossing = (
+                    f"\nBefore that, ranks met in one {call.kind} from different lines, "
+                    f"which may be where they parted:\n  rank {first.rank}: at {first.site}\n"
+                    f"  rank {call.rank}: at {call.site}"
                 )
             if not meeting.absent:
                 del self._meetings[place, turn]
@@ -288,7 +297,7 @@ class MeetingPlace:
         returned = [rank for rank, state in enumerate(self._ranks) if state.finished]
         if returned:
             lines.append(f"  {_ranks_shown(returned)} returned")
-        return "no rank can go on:\n" + "\n".join(lines)
+        return "no rank can go on:\n" + "\n".join(lines) + self._first_crossing
 
 
 def _interrupt(thread: threading.Thread) -> None:

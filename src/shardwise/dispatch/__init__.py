@@ -14,12 +14,13 @@ import torch
 import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.dispatch import functions, gradients, values  # noqa: F401 (register themselves)
-from shardwise.dispatch.entry import Entry, check_writable
+from shardwise.dispatch.arguments import tensor_paths
+from shardwise.dispatch.entry import Entry, check_writable, get
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember
 from shardwise.dispatch.state import state as _state
 from shardwise.errors import ShardwiseError
-from shardwise.rules.registry import Known, lookup
+from shardwise.rules.registry import Known, lookup, name_of
 from shardwise.tensor import DTensor, as_local, locally
 
 _Tensor = torch.Tensor
@@ -153,9 +154,31 @@ def _planned(func: Any, known: Known | None, args: Any, kwargs: Any, key: Any) -
 
 
 def _clearer(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
-    """The error that torch itself has for the global shapes, if it has one."""
+    """The error that torch itself has for the global shapes, if it has one, and for what call."""
     if isinstance(error, ShardwiseError):
         return error
+    error = _theirs(error, func, args, kwargs)
+    if not getattr(error, "__notes__", None):  # the innermost call says it
+        error.add_note(_call_shown(func, args, kwargs))
+    return error
+
+
+def _call_shown(func: Any, args: Any, kwargs: Any) -> str:
+    tensors = [get(args, kwargs, path) for path in tensor_paths(args, kwargs)]
+    shown = [
+        repr(each._layout) if isinstance(each, DTensor) else f"a plain {tuple(each.shape)}"
+        for each in tensors
+    ]
+    text = f"[in {name_of(func)} of {', '.join(shown)}"
+    if any(not isinstance(each, DTensor) and each.dim() > 0 for each in tensors):
+        text += (
+            "; shapes are global, and a plain tensor is taken for a whole one: if it is this "
+            "rank's piece, say DTensor.from_local(piece, mesh, placements)"
+        )
+    return text + "]"
+
+
+def _theirs(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
     try:
         on_meta(func, args, kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError) as theirs:

@@ -29,11 +29,15 @@ def check_writable(name: str, target: Any) -> None:
         severed = None if base is None else base.__dict__.get("_severed")
     if severed is not None:
         raise DispatchError(
-            f"{name}: this tensor is the result of {severed}, of which torch would return a view, "
-            "but the dim was split and so it is a copy: writing to it would not reach the "
-            f"original. Assign by index instead (x[...] = value), or {severed} a tensor that is "
-            "whole in that dim: x.redistribute(placements=[Replicate(), ...])"
+            f"{name}: this tensor is the result of {_SHOWN.get(severed, severed)}, of which torch "
+            "would return a view, but the dim was split and so it is a copy: writing to it would "
+            "not reach the original. Assign by index instead (x[i] = x[i] + 1, where x[i] += 1 "
+            "and x[i].add_(1) are refused), or take it of a tensor that is whole in that dim: "
+            "x.redistribute(placements=[Replicate(), ...])"
         )
+
+
+_SHOWN = {"__getitem__": "indexing"}
 
 
 def mark_severed(tensor: Any, name: str) -> None:

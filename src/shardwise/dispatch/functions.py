@@ -7,9 +7,11 @@ whole, and is refused otherwise. Two of torch's own are known: they hand tensors
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms, vmap
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import (
     CheckpointFunction,
@@ -37,6 +39,31 @@ def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 torch.autograd.Function.apply = classmethod(guarded_apply)  # type: ignore[assignment,method-assign]
+
+
+# The transforms of torch.func wrap their inputs in C++, where a DTensor is only its shard.
+
+
+def _guarded_wrapping(wrapping: Any) -> Any:
+    @functools.wraps(wrapping)
+    def wrapped(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            raise DispatchError(
+                f"torch.func: got a DTensor {tensor._layout!r}. Its transforms (grad, vjp, jvp, "
+                "vmap, ...) would see only this rank's piece; use torch.autograd.grad or "
+                "torch.autograd.functional, or transform local tensors within sw.local_map"
+            )
+        return wrapping(tensor, *args, **kwargs)
+
+    return wrapped
+
+
+for _module, _name in (
+    (vmap, "_add_batch_dim"),
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_wrap_functional_tensor"),
+):
+    setattr(_module, _name, _guarded_wrapping(getattr(_module, _name)))
 
 
 def _local_metadata(tensor: torch.Tensor) -> Any:

@@ -70,6 +70,8 @@ def _by_rule(
     layouts = [layout_of(tensor, mesh) for tensor, _ in spec.inputs]
     inplace = known is not None and known.outplace is not None
     if inplace:
+        if not isinstance(args[0], DTensor) and all(each.is_replicated for each in layouts):
+            return AsIs(name, _on_copies(func))
         check_target(name, args[0])
     keeps = layouts[0] if inplace else None
     choice = choose(spec, layouts, mesh, keeps=keeps)
@@ -101,6 +103,16 @@ def _by_rule(
         fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
         severed=bool(spec.is_view and first),
     )
+
+
+def _on_copies(func: Any) -> Callable[..., Any]:
+    """In place on a plain tensor, with whole DTensors: every rank writes the same to its copy."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with as_local():
+            return func(*args, **kwargs)
+
+    return run
 
 
 def _transfers(layouts: Sequence[Layout], choice: Choice) -> Iterator[Transfer | None]:

@@ -17,7 +17,7 @@ from shardwise.rules.cuts import Range
 from shardwise.rules.halo import exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty
 from shardwise.rules.pooling import planes
-from shardwise.rules.registry import aten, rule
+from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 
 
@@ -125,5 +125,5 @@ for _space in (1, 2, 3):
     rule(
         getattr(F, f"adaptive_max_pool{_space}d_with_indices"),
         getattr(_builtin, f"adaptive_max_pool{_space}d"),
-        *aten(f"adaptive_max_pool{_space}d"),
+        Aten(f"adaptive_max_pool{_space}d"),
     )(_max_and_where_rule(_space))

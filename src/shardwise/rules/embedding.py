@@ -19,7 +19,7 @@ from shardwise.rules.indexing import located
 from shardwise.rules.keys import whole
 from shardwise.rules.padding import with_a_row
 from shardwise.rules.pointwise import tensors_among
-from shardwise.rules.registry import aten, rule
+from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor, as_local, unwrap
 
@@ -49,7 +49,7 @@ def _fits(padding_idx: int | None, weight: torch.Tensor) -> bool:
     return padding_idx is None or -weight.size(0) <= padding_idx < weight.size(0)
 
 
-@rule(torch.embedding, *aten("embedding"))
+@rule(torch.embedding, Aten("embedding"))
 def embedding(
     weight: torch.Tensor,
     indices: torch.Tensor,

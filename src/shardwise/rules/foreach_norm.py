@@ -78,6 +78,9 @@ def _norms_on(
         return _norms_on(mesh, tensors, order, dtype, is_root)
     with as_local():
         made = _local_norms(tensors, order, dtype)
+        if is_root and not axes:
+            layout = Layout(mesh, ())
+            return [wrap(each, layout) for each in made]
         dtypes = [each.dtype for each in made]
         kinds = set(dtypes)
         if any(kind.itemsize < 4 for kind in kinds):

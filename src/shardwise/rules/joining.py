@@ -11,7 +11,7 @@ import torch
 from shardwise.rules.dims import Inputs, unsplit
 from shardwise.rules.matmul import VF
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.registry import aten, rule
+from shardwise.rules.registry import Aten, rule
 from shardwise.rules.rows import exchange
 from shardwise.rules.spec import Here, Out, Spec, normalized
 
@@ -126,7 +126,7 @@ _stacked("dstack", lambda ndim: 2, lambda ndim: (1,) if ndim == 1 else _as_is(nd
 _stacked("column_stack", lambda ndim: 1, _as_is)
 
 
-@rule(VF.block_diag, *aten("block_diag"), inplace=False)
+@rule(VF.block_diag, Aten("block_diag"), inplace=False)
 def block_diag(tensors: Any) -> Spec:
     shapes = [(1,) * (2 - tensor.dim()) + tuple(tensor.shape) for tensor in tensors]
     shape = tuple(map(sum, zip(*shapes, strict=True)))
@@ -136,7 +136,7 @@ def block_diag(tensors: Any) -> Spec:
 # ---- broadcast
 
 
-@rule(VF.broadcast_tensors, *aten("broadcast_tensors"), inplace=False)
+@rule(VF.broadcast_tensors, Aten("broadcast_tensors"), inplace=False)
 def broadcast_tensors(tensors: Any) -> Spec:
     together = broadcast(list(tensors))
     return Spec(
@@ -152,7 +152,7 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Spec | None:
     return grid(tensors, indexing)
 
 
-@rule(VF.meshgrid, *aten("meshgrid"), inplace=False)
+@rule(VF.meshgrid, Aten("meshgrid"), inplace=False)
 def grid(tensors: Any, indexing: str | None = None) -> Spec:
     inputs: Inputs = [(tensor, (f"d{at}",) * tensor.dim()) for at, tensor in enumerate(tensors)]
     dims = [*(dims[0] if dims else None for _, dims in inputs)]

@@ -314,9 +314,10 @@ def mesh_of(*values: Any) -> DeviceMesh:
     for value in values:
         if type(value) is DTensor:
             return value._layout.mesh
-        if isinstance(value, list | tuple | slice):
-            is_slice = isinstance(value, slice)
-            found = mesh_of(*((value.start, value.stop, value.step) if is_slice else value))
+        if isinstance(value, slice):
+            value = value.start, value.stop, value.step
+        if isinstance(value, list | tuple):
+            found = mesh_of(*value)
             if found is not None:
                 return found
     return None  # type: ignore[return-value]

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardwise.rules.collectives import total, total_used
 from shardwise.rules.dims import Inputs
 from shardwise.rules.pointwise import broadcast, tensors_among
 from shardwise.rules.precision import autocast_wider, widened
-from shardwise.rules.registry import functions, handler, rule
+from shardwise.rules.registry import Aten, functions, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
 
 Values = dict[str, Any]
@@ -88,15 +89,21 @@ def losses(*names: Any) -> Callable[[Callable[..., Spec]], Callable[..., Spec]]:
     def register(made: Callable[..., Spec]) -> Callable[..., Spec]:
         for name in names:
             for function in [name] if callable(name) else functions(name):
-                loss = Loss.of(function, name)
-
-                def spec(*args: Any, loss_: Loss = loss, **kwargs: Any) -> Spec:
-                    return made(loss_, loss_.values(args, kwargs))
-
-                rule(function)(spec)
+                rule(function)(_spec_of(function, name, made))
         return made
 
     return register
+
+
+def _spec_of(function: Any, name: str, made: Callable[..., Spec]) -> Callable[..., Spec]:
+    @cache
+    def loss() -> Loss:  # when first needed: torch makes its operators only then
+        return Loss.of(getattr(torch.ops.aten, name) if type(function) is Aten else function, name)
+
+    def spec(*args: Any, **kwargs: Any) -> Spec:
+        return made(loss(), loss().values(args, kwargs))
+
+    return spec
 
 
 def reduced(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shardwise.rules.cuts import Range
 from shardwise.rules.halo import Exchange, Window, exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty, padded
-from shardwise.rules.registry import aten, handler, rule
+from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
 _MAX: dict[int, Callable[..., Any]]
@@ -338,6 +338,6 @@ for _space in (1, 2, 3):
     rule(f"avg_pool{_space}d", inplace=False)(_average_rule(_space))
 for _space in (2, 3):
     _unpool = getattr(torch._C._nn, f"max_unpool{_space}d")
-    rule(_unpool, *aten(f"max_unpool{_space}d"))(_unpool_rule(_space, _unpool))
+    rule(_unpool, Aten(f"max_unpool{_space}d"))(_unpool_rule(_space, _unpool))
     _fractional = getattr(torch._C._nn, f"fractional_max_pool{_space}d")
-    rule(_fractional, *aten(f"fractional_max_pool{_space}d"))(_fractional_rule(_space, _fractional))
+    rule(_fractional, Aten(f"fractional_max_pool{_space}d"))(_fractional_rule(_space, _fractional))

@@ -5,7 +5,7 @@ A torch function, its Tensor method, its in-place form and its aten overloads sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -53,34 +53,62 @@ _MODULES: tuple[Any, ...] = (
 
 def lookup(function: Any) -> Known | None:
     """What is known of a torch function."""
-    return _table.get(function)
+    known = _table.get(function)
+    if known is None and isinstance(function, _OPERATORS):
+        packet = getattr(function, "overloadpacket", function)
+        is_out = getattr(function, "_overloadname", "").endswith("out")
+        if str(packet).startswith("aten.") and not is_out:
+            known = _aten.get(packet.__name__)
+            if known is not None:
+                _table[function] = known
+    return known
 
 
 def enter(function: Any, known: Known) -> None:
     """Put a function into the table."""
-    _table[function] = known
+    if isinstance(function, Aten):
+        _aten[function.name] = known
+    else:
+        _table[function] = known
 
 
-def functions(name: str) -> Iterator[Any]:
+@dataclass(frozen=True, slots=True)
+class Aten:
+    """The aten operator of a name and its overloads, but for those that write to `out`.
+
+    Known by name alone: torch makes its operators when they are first asked for, and to ask for
+    all of them would take longer than everything else that is imported here.
+    """
+
+    name: str
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_aten: dict[str, Known] = {}
+
+
+def functions(name: str) -> list[Any]:
     """Every callable that torch offers under a name: function, method, aten overloads."""
-    seen = set()
+    found: dict[int, Any] = {}
     for module in _MODULES:
-        found = getattr(module, name, None)
-        if callable(found) and id(found) not in seen and not isinstance(found, ModuleType):
-            seen.add(id(found))
-            yield found
-    yield from aten(name)
+        function = getattr(module, name, None)
+        if callable(function) and not isinstance(function, ModuleType):
+            found[id(function)] = function
+    if found or hasattr(torch.ops.aten, name):
+        return [*found.values(), Aten(name)]
+    return []
 
 
-def aten(name: str) -> Iterator[Any]:
-    """The aten operator of a name and its overloads, but for those that write to `out`."""
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return
-    yield packet
-    for overload in packet.overloads():
-        if not overload.endswith("out"):
-            yield getattr(packet, overload)
+def _given(name: Any, what: str) -> tuple[str, list[Any]]:
+    """The functions meant by a name, or by a function itself, and what to call them."""
+    if isinstance(name, Aten):
+        return name.name, [name]
+    if callable(name):
+        return getattr(name, "__name__", str(name)), [name]
+    found = functions(name)
+    if not found:
+        raise RuleError(f"{what}: torch has no function named {name!r}")
+    return name, found
 
 
 def rule(
@@ -98,12 +126,9 @@ def rule(
 
     def register(made: Rule) -> Rule:
         for name in names:
-            given = [name] if callable(name) else list(functions(name))
-            if not given:
-                raise RuleError(f"rule: torch has no function named {name!r}")
-            text = name if isinstance(name, str) else getattr(name, "__name__", str(name))
+            text, given = _given(name, "rule")
             for function in given:
-                _table[function] = Known(text, made, ignores_numbers=ignores_numbers)
+                enter(function, Known(text, made, ignores_numbers=ignores_numbers))
             if inplace and isinstance(name, str):
                 _register_inplace(name, made, ignores_numbers)
         return made
@@ -117,9 +142,8 @@ def _register_inplace(name: str, made: Rule, ignores_numbers: bool) -> None:
     if outplace is None:
         return
     for function in functions(name + "_"):
-        _table[function] = Known(
-            name + "_", made, outplace=outplace, ignores_numbers=ignores_numbers
-        )
+        known = Known(name + "_", made, outplace=outplace, ignores_numbers=ignores_numbers)
+        enter(function, known)
 
 
 def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -130,12 +154,9 @@ def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def register(made: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            given = [name] if callable(name) else list(functions(name))
-            if not given:
-                raise RuleError(f"handler: torch has no function named {name!r}")
-            text = name if isinstance(name, str) else getattr(name, "__name__", str(name))
+            text, given = _given(name, "handler")
             for function in given:
-                _table[function] = Known(text, handler=made)
+                enter(function, Known(text, handler=made))
         return made
 
     return register
@@ -143,7 +164,7 @@ def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def name_of(function: Any) -> str:
     """How a message calls a torch function."""
-    known = _table.get(function)
+    known = lookup(function)
     if known is not None:
         return known.name
     owner = getattr(function, "__self__", None)

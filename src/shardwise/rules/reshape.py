@@ -15,7 +15,7 @@ import torch
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.cuts import same_cuts
 from shardwise.rules.dims import as_sizes, replaced
-from shardwise.rules.registry import aten, handler, rule
+from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
 
 Scales = dict[str, tuple[int, int]]
@@ -126,7 +126,7 @@ def inferred(numel: int, sizes: Sequence[int]) -> tuple[int, ...]:
 # ---- the rules
 
 
-@rule("view", *aten("_unsafe_view"), inplace=False)
+@rule("view", Aten("_unsafe_view"), inplace=False)
 def view(input: torch.Tensor, *sizes: Any, size: Any = (), dtype: Any = None) -> Spec | None:
     sizes = as_sizes(sizes or (size,))
     if dtype is not None or not all(isinstance(each, int) for each in sizes):

@@ -17,7 +17,7 @@ from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.extremes import extreme_value
 from shardwise.rules.precision import keeps_sums, widened, wider
 from shardwise.rules.reduction import Over, over_dims, reduced
-from shardwise.rules.registry import aten, rule
+from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
 # ---- variances
@@ -193,7 +193,7 @@ def linalg_norm(
     return None if isinstance(ord, str) else _vector(input, ord, dims, keepdim, dtype)
 
 
-@rule(torch.norm, torch.Tensor.norm, torch._VF.norm, *aten("norm"))  # type: ignore[attr-defined]
+@rule(torch.norm, torch.Tensor.norm, torch._VF.norm, Aten("norm"))  # type: ignore[attr-defined]
 @with_synonyms
 def norm(
     input: torch.Tensor,

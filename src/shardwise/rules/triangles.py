@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from shardwise.dispatch.entry import check_writable
+from shardwise.rules.calls import composed
 from shardwise.rules.creation import contribution
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Spec
-from shardwise.tensor import as_local
+from shardwise.tensor import DTensor, as_local
 
 
 def _triangle(function: Any) -> Any:
@@ -40,27 +41,25 @@ rule("tril")(_triangle(torch.tril))
 rule("triu")(_triangle(torch.triu))
 
 
-@handler("fill_diagonal_")
-def fill_diagonal_(func: Any, args: Any, kwargs: Any) -> Any:
+@composed("fill_diagonal_")
+def fill_diagonal_(input: DTensor, fill_value: Any, wrap: bool = False) -> DTensor:
     """The target keeps its layout; each rank finds the diagonal's elements in its box."""
-    target, value, *rest = args
-    check_writable("fill_diagonal_", target)
-    wraps = rest[0] if rest else kwargs.get("wrap", False)
-    layout = target._layout
+    check_writable("fill_diagonal_", input)
+    layout = input._layout
     if layout.ndim < 2 or (layout.ndim > 2 and len(set(layout.shape)) > 1):
-        with as_local():
-            return func(*args, **kwargs)  # torch's own error
-    indices = _diagonal(layout.shape, wraps)
+        torch.empty(layout.shape, device="meta").fill_diagonal_(0)  # torch says why not
+    indices = _diagonal(layout.shape, wrap)
     box = layout.box()
     inside = torch.ones(indices.shape[1], dtype=torch.bool)
     for index, start, stop in zip(indices, box.start, box.stop, strict=True):
         inside &= (index >= start) & (index < stop)
     starts = torch.tensor(box.start).unsqueeze(1)
-    local = tuple((indices[:, inside] - starts).to(target.device))
+    local = tuple((indices[:, inside] - starts).to(input.device))
     with as_local():
-        number = torch.tensor(contribution(layout, value), dtype=target.dtype, device=target.device)
-        torch.Tensor.index_put_(target, local, number)
-    return target
+        value = contribution(layout, fill_value)
+        number = torch.tensor(value, dtype=input.dtype, device=input.device)
+        torch.Tensor.index_put_(input, local, number)
+    return input
 
 
 def _diagonal(shape: tuple[int, ...], wraps: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.rules.dims import as_dims, as_sizes
-from shardwise.rules.registry import aten, handler, rule
+from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.rows import owned_part, severed
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
 from shardwise.tensor import as_local
@@ -46,12 +46,12 @@ def swapaxes(input: torch.Tensor, axis0: int, axis1: int) -> Spec:
 
 
 @rule("t", "adjoint", _TENSOR.mT.__get__, _TENSOR.mH.__get__, _TENSOR.H.__get__,
-      *aten("matrix_H"), inplace=False)  # fmt: skip
+      Aten("matrix_H"), inplace=False)  # fmt: skip
 def matrix_transpose(input: torch.Tensor) -> Spec:
     return swapped(input, -2, -1) if input.dim() > 1 else permuted(input, range(input.dim()))
 
 
-@rule(_TENSOR.T.__get__, *aten("numpy_T"), inplace=False)
+@rule(_TENSOR.T.__get__, Aten("numpy_T"), inplace=False)
 def reversed_dims(input: torch.Tensor) -> Spec:
     return permuted(input, range(input.dim())[::-1])
 
@@ -80,7 +80,7 @@ def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
 
 @rule("squeeze", inplace=False)
 def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
-    wanted = () if dim == () else as_dims(dim, input.dim())
+    wanted = () if dim in ((), []) else as_dims(dim, input.dim())
     gone = tuple(at for at in wanted if input.shape[at] == 1)
     dims = tuple(None if at in gone else f"d{at}" for at in range(input.dim()))
     kept = [at for at in range(input.dim()) if at not in gone]
@@ -119,7 +119,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     with as_local():
         if name == "squeeze":
-            wanted = as_dims(*(args[1:] or tuple(kwargs.values()) or (None,)), target.dim())
+            given = next(iter((*args[1:], *kwargs.values())), None)
+            wanted = as_dims(given, target.dim())
             gone = tuple(dim for dim in wanted if target._layout.shape[dim] == 1)
             torch.Tensor.squeeze_(target, gone)
         else:
@@ -215,7 +216,7 @@ def diag_embed(input: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int =
     return Spec([(input, dims)], [out], linear=[(0,)])
 
 
-@rule(torch.Tensor.unfold, *aten("unfold"), inplace=False)
+@rule(torch.Tensor.unfold, Aten("unfold"), inplace=False)
 def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> Spec:
     at = normalized(dimension, input.dim())
     dims = [*dims_of(input)]
