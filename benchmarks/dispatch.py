@@ -52,9 +52,7 @@ class Ours(Kind):
         return self._made(tensor, [self.sw.Replicate()])
 
     def _made(self, tensor: torch.Tensor, placements: Any) -> Any:
-        made = self.sw.distribute_tensor(
-            tensor.detach(), self.mesh, placements, src_data_rank=None
-        )
+        made = self.sw.distribute_tensor(tensor.detach(), self.mesh, placements, src_data_rank=None)
         return made.requires_grad_(tensor.requires_grad)
 
 

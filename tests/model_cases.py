@@ -141,8 +141,8 @@ PLANS = {
     "fully sharded": ([Shard(0), Shard(0)], [Shard(0), Shard(0)], [Shard(0), Shard(0)]),
     "two dims": ([Shard(0), Replicate()], [Shard(0), Shard(1)], [Replicate(), Shard(0)]),
     "second dim of data": (WHOLE, [Shard(1), Replicate()], [Shard(0), Shard(1)]),
-    "sharded data parallel": ([Shard(0), Replicate()], [Shard(0), Replicate()], [Shard(0), Replicate()]),
-}  # fmt: skip
+    "sharded data parallel": ([Shard(0), Replicate()],) * 3,
+}
 
 
 def train(name, dtype, steps=5, mesh=None, plan=None):

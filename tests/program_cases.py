@@ -52,7 +52,7 @@ ALONG = {
     "max": lambda x, dim: x.max(dim).values,
     "logsumexp": lambda x, dim: x.logsumexp(dim),
     "softmax": lambda x, dim: x.softmax(dim),
-    "log_softmax": lambda x, dim: F.log_softmax(x, dim),
+    "log_softmax": F.log_softmax,
     "var": lambda x, dim: x.var(dim, correction=0),
     "cumsum": lambda x, dim: x.cumsum(dim),
     "flip": lambda x, dim: x.flip(dim),

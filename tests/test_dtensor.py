@@ -7,26 +7,13 @@ import weakref
 
 import pytest
 import torch
+from rule_cases import full, ranks, split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.comm import listen
-
-
-def ranks(fn, count=2, shape=None):
-    """Run `fn(mesh)` on simulated ranks; the results by rank."""
-    return sw.simulate(lambda: fn(sw.init_device_mesh("cpu", shape or (count,))), count)
-
-
-def full(*shape):
-    return torch.arange(float(torch.tensor(shape).prod())).reshape(shape) + 1
-
-
-def split(tensor, mesh, *placements, **options):
-    return sw.distribute_tensor(tensor, mesh, placements, src_data_rank=None, **options)
-
 
 # ---- from_local
 
@@ -181,10 +168,8 @@ def test_python_values_are_of_the_whole_tensor(placement):
     def run(mesh):
         one = split(torch.tensor([45.0]), mesh, placement)
         assert one.item() == float(one) == 45.0 and int(one) == 45 and bool(one) is True
-        assert (
-            f"{split(torch.tensor(4.5), mesh, Partial() if placement.is_shard() else placement):.2f}"
-            == "4.50"
-        )
+        scalar = split(torch.tensor(4.5), mesh, Partial() if placement.is_shard() else placement)
+        assert f"{scalar:.2f}" == "4.50"
         many = split(full(3), mesh, placement)
         assert many.tolist() == [1.0, 2.0, 3.0] and many.numpy().tolist() == many.tolist()
         assert 2.0 in many and 7.0 not in many

@@ -4,14 +4,11 @@ import copy
 
 import pytest
 import torch
+from rule_cases import ranks
 from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
-
-
-def ranks(fn, count=2, shape=None):
-    return sw.simulate(lambda: fn(sw.init_device_mesh("cpu", shape or (count,))), count)
 
 
 def two_layers():
@@ -112,7 +109,7 @@ def test_a_state_dict_of_the_wrong_shape_is_refused():
     def run(mesh):
         module = distributed(mesh)
         state = {name: value[:1] for name, value in two_layers().state_dict().items()}
-        with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
             module.load_state_dict(state)
 
     ranks(run)

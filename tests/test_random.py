@@ -422,9 +422,10 @@ def test_a_suspect_mesh_of_one_world_is_none_in_another() -> None:
         watch(mesh)
 
     def draw() -> int:
+        mesh = sw.init_device_mesh("cpu", (2,))  # which compares the random states
         events: list[sw.Event] = []
         with sw.listen(events.append):
-            factories.rand(4, device_mesh=sw.init_device_mesh("cpu", (2,)))
+            factories.rand(4, device_mesh=mesh)
         return len(events)
 
     with pytest.warns(RandomStateWarning):

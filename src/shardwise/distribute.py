@@ -151,7 +151,7 @@ def distribute_module(
     if partition_fn is not None:
         for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
-    made = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, submodule, key in homes:
         now = submodule._parameters.get(key)
         if isinstance(now, DTensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -35,6 +35,7 @@ _BASE: Any = torch._C.TensorBase
 locally: Any = torch._C._disabled_torch_function_impl
 """`locally(function, (), arguments)` is `with as_local(): function(*arguments)`, and faster."""
 _is_global = torch._C._is_torch_function_enabled
+_base_of: Any = _BASE._base.__get__
 _grad_of: Any = _BASE.grad.__get__
 _dtype_of: Any = _BASE.dtype.__get__
 _device_of: Any = _BASE.device.__get__
@@ -54,6 +55,16 @@ def unwrap(tensor: DTensor) -> torch.Tensor:
     """This rank's piece as a plain tensor: an alias, differentiable, with the same gradient."""
     with as_local():
         return tensor.as_subclass(torch.Tensor)
+
+
+def severed_by(tensor: torch.Tensor) -> str | None:
+    """The operator whose result this is, or is a view of, if torch would have returned a view and
+    here it is a copy. Within `as_local()`."""
+    severed: str | None = tensor.__dict__.get("_severed")
+    if severed is None:
+        base = _base_of(tensor)
+        severed = None if base is None else base.__dict__.get("_severed")
+    return severed
 
 
 class DTensor(torch.Tensor):
@@ -299,17 +310,27 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> DTensor:
         """The tensor without its history, sharing memory."""
+        if self._layout.partial:  # what was reduced knows nothing of what is written here
+            self._forget_moves()
         with as_local():
-            return wrap(_BASE.data.__get__(self), self._layout)
+            result = wrap(_BASE.data.__get__(self), self._layout)
+            severed = severed_by(self)
+        if severed is not None:
+            result._severed = severed  # type: ignore[attr-defined]
+        return result
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         layout = value._layout if isinstance(value, DTensor) else self._layout
         if not isinstance(value, DTensor):
             value = laid_out(value, layout, "data")
+        self._forget_moves()
         with as_local():
             _BASE.data.__set__(self, value)
         self._layout = layout
+
+    def _forget_moves(self) -> None:
+        """Drop what dispatch keeps of it for other uses; `dispatch.moving` says how."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.Tensor.to`; itself, at once, if it is only asked for the device it is on."""
@@ -317,6 +338,13 @@ class DTensor(torch.Tensor):
             if args[0] == locally(_device_of, (), (self,)):
                 return self
         return super().to(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: torch does not ask `__torch_function__` here, and a layout would be belied."""
+        raise LayoutError(
+            f"set_: the memory of a DTensor is a piece of its layout ({self._layout!r}) and cannot "
+            "be replaced; copy with x.copy_(other), or say x.data = other"
+        )
 
     # ---- as an object
 
@@ -557,8 +585,8 @@ def _check_replicas(local: torch.Tensor, layout: Layout) -> None:
                 f"rank {ranks[0]} has {facts[0]}, rank {rank} has {theirs}"
             )
     whole = [axis for axis, each in enumerate(layout.placements) if each.is_replicate()]
-    if not whole or local.numel() == 0:
-        return
+    if not whole or layout.numel == 0:
+        return  # a function of the layout: a rank whose own piece is empty goes on with the others
     group = communicator(mesh, whole)
     first = group.broadcast(local.detach().contiguous(), 0)
     same = bool(((first == local) | ((first != first) & (local != local))).all())

@@ -8,12 +8,13 @@ split that a rule does not offer is reported.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from shardwise.dispatch.state import PolicyError, fallback
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, init_device_mesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.rules.calls import tensors_in
 from shardwise.rules.registry import RuleError
 from shardwise.sim import simulate
 from shardwise.tensor import DTensor, wrap
@@ -40,7 +42,7 @@ class Sample:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments, in order."""
-        return list(_tensors(self.args)) + list(_tensors(tuple(self.kwargs.values())))
+        return list(tensors_in((self.args, self.kwargs)))
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in place of its own."""
@@ -112,11 +114,13 @@ def check_rule(
         >>> check_rule(torch.mm, [Sample(torch.randn(5, 4), torch.randn(4, 3))])
     """
     report = Report()
+    policy = "replicate" if allow_fallback else "error"
+    tolerance = Tolerance(rtol, atol)
     for sample in samples:
+        reference = _reference(fn, sample, gradients)
         for mesh_shape in mesh_shapes:
-            _check_sample(
-                fn, sample, mesh_shape, report, gradients, most, seed, allow_fallback, rtol, atol
-            )
+            check = _Check(fn, sample, reference, tolerance, mesh_shape, policy)
+            check.run(report, most, seed)
         report.missing += missing_splits(fn, sample)
     if (
         report.wrong
@@ -163,97 +167,107 @@ def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
     return result
 
 
-def _check_sample(
-    fn: Callable[..., Any],
-    sample: Sample,
-    mesh_shape: tuple[int, ...],
-    report: Report,
-    gradients: bool,
-    most: int,
-    seed: int,
-    allow_fallback: bool,
-    rtol: float,
-    atol: float,
-) -> None:
-    expected, wanted = _reference(fn, sample, gradients)
-    tensors = sample.tensors()
+class Reference(NamedTuple):
+    """What a call gives in one process."""
 
-    def run() -> list[tuple[str, str]]:
-        mesh = init_device_mesh("cpu", mesh_shape)
-        found = []
-        for layouts in _combinations([layouts_of(each, mesh) for each in tensors], most, seed):
-            text = f"{sample} on {mesh_shape} with {', '.join(map(repr, layouts))}"
-            with fallback("replicate" if allow_fallback else "error"):
-                try:
-                    problem = _run_case(fn, sample, layouts, expected, wanted, rtol, atol)
-                except PolicyError as error:
-                    found.append(("fallback", f"{text}: {error}"))
-                    continue
-            found.append(("wrong", f"{text}: {problem}") if problem else ("", ""))
-        return found
-
-    size = 1
-    for each in mesh_shape:
-        size *= each
-    by_rank = simulate(run, size)
-    report.cases += len(by_rank[0])
-    for outcomes in zip(*by_rank, strict=True):
-        kinds = [outcome for outcome in outcomes if outcome[0]]
-        if kinds:
-            kind, text = kinds[0]
-            (report.wrong if kind == "wrong" else report.fallbacks).append(text)
+    outputs: list[torch.Tensor]
+    gradients: list[torch.Tensor | None] | None
+    """Of the inputs that require grad; None if they are not compared."""
 
 
-def _run_case(
-    fn: Callable[..., Any],
-    sample: Sample,
-    layouts: Sequence[Layout],
-    expected: list[torch.Tensor],
-    wanted: list[torch.Tensor | None] | None,
-    rtol: float,
-    atol: float,
-) -> str:
-    """What is wrong with one case, or nothing."""
-    inputs = [distributed(each, how) for each, how in zip(sample.tensors(), layouts, strict=True)]
-    args, kwargs = sample.filled(inputs)
-    try:
-        outputs = [_whole(each) for each in _tensors(_as_tuple(fn(*args, **kwargs)))]
-    except PolicyError:
-        raise
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
-        trace = traceback.extract_tb(error.__traceback__)[-1]
-        return f"raised {type(error).__name__}: {error} ({trace.filename}:{trace.lineno})"
-    problem = _difference(outputs, expected, "result", rtol, atol)
-    if problem or wanted is None:
-        return problem
-    leaves = [each for each in inputs if each.requires_grad]
-    _loss(outputs).backward()  # type: ignore[no-untyped-call]
-    for at, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
-        if leaf.grad is not None:
-            got = leaf.grad.full_tensor()
-            want = torch.zeros_like(got) if want is None else want
-        elif want is not None:
-            got = torch.zeros_like(want)
-        else:
-            continue
-        problem = problem or _difference([got], [want], f"gradient of input {at}", rtol, atol)
-    return problem
+class Tolerance(NamedTuple):
+    """How far numbers may be off."""
+
+    rtol: float
+    atol: float
 
 
-def _reference(
-    fn: Callable[..., Any], sample: Sample, gradients: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None] | None]:
+@dataclass(frozen=True)
+class _Check:
+    """One sample on one mesh."""
+
+    fn: Callable[..., Any]
+    sample: Sample
+    reference: Reference
+    tolerance: Tolerance
+    mesh_shape: tuple[int, ...]
+    policy: str
+    """What happens to a call without a rule."""
+
+    def run(self, report: Report, most: int, seed: int) -> None:
+        """Try so many layouts, and report."""
+
+        def cases() -> list[tuple[str, str]]:
+            mesh = init_device_mesh("cpu", self.mesh_shape)
+            choices = [layouts_of(each, mesh) for each in self.sample.tensors()]
+            return [self.outcome(layouts) for layouts in _combinations(choices, most, seed)]
+
+        by_rank = simulate(cases, math.prod(self.mesh_shape))
+        report.cases += len(by_rank[0])
+        for outcomes in zip(*by_rank, strict=True):
+            kind, text = next((each for each in outcomes if each[0]), ("", ""))
+            if kind:
+                (report.wrong if kind == "wrong" else report.fallbacks).append(text)
+
+    def outcome(self, layouts: Sequence[Layout]) -> tuple[str, str]:
+        """What kind of problem one case has, and which; nothing twice if it has none."""
+        case = f"{self.sample} on {self.mesh_shape} with {', '.join(map(repr, layouts))}"
+        with fallback(self.policy):
+            try:
+                problem = self.problem(layouts)
+            except PolicyError as error:
+                return "fallback", f"{case}: {error}"
+        return ("wrong", f"{case}: {problem}") if problem else ("", "")
+
+    def problem(self, layouts: Sequence[Layout]) -> str:
+        """What is wrong with one case, or nothing."""
+        tensors = self.sample.tensors()
+        inputs = [distributed(each, how) for each, how in zip(tensors, layouts, strict=True)]
+        args, kwargs = self.sample.filled(inputs)
+        try:
+            outputs = [_whole(each) for each in tensors_in(self.fn(*args, **kwargs))]
+        except PolicyError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
+            trace = traceback.extract_tb(error.__traceback__)[-1]
+            return f"raised {type(error).__name__}: {error} ({trace.filename}:{trace.lineno})"
+        problem = _difference(outputs, self.reference.outputs, "result", self.tolerance)
+        if problem or self.reference.gradients is None:
+            return problem
+        _loss(outputs).backward()  # type: ignore[no-untyped-call]
+        leaves = [each for each in inputs if each.requires_grad]
+        return self.problem_of_gradients(leaves, self.reference.gradients)
+
+    def problem_of_gradients(
+        self, leaves: Sequence[DTensor], expected: Sequence[torch.Tensor | None]
+    ) -> str:
+        """The same, of the gradients. One that is missing is zero."""
+        for at, (leaf, want) in enumerate(zip(leaves, expected, strict=True)):
+            if leaf.grad is not None:
+                got = leaf.grad.full_tensor()
+                want = torch.zeros_like(got) if want is None else want
+            elif want is not None:
+                got = torch.zeros_like(want)
+            else:
+                continue
+            problem = _difference([got], [want], f"gradient of input {at}", self.tolerance)
+            if problem:
+                return problem
+        return ""
+
+
+def _reference(fn: Callable[..., Any], sample: Sample, gradients: bool) -> Reference:
     """The results and gradients in one process."""
     tensors = [each.detach().clone().requires_grad_(each.requires_grad)
                for each in sample.tensors()]  # fmt: skip
     args, kwargs = sample.filled(tensors)
-    outputs = list(_tensors(_as_tuple(fn(*args, **kwargs))))
+    outputs = list(tensors_in(fn(*args, **kwargs)))
     leaves = [each for each in tensors if each.requires_grad]
     found = [each.detach().clone() for each in outputs]
     if not gradients or not leaves or not any(each.requires_grad for each in outputs):
-        return found, None
+        return Reference(found, None)
     grads = torch.autograd.grad(_loss(outputs), leaves, allow_unused=True)
-    return found, list(grads)
+    return Reference(found, list(grads))
 
 
 def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -283,8 +297,7 @@ def _difference(
     got: Sequence[torch.Tensor],
     want: Sequence[torch.Tensor],
     what: str,
-    rtol: float,
-    atol: float,
+    tolerance: Tolerance,
 ) -> str:
     if len(got) != len(want):
         return f"{len(got)} tensors in the {what}, expected {len(want)}"
@@ -296,7 +309,11 @@ def _difference(
             )
         loose = 1.0 if expected.dtype in (torch.float64, torch.complex128) else 3e3
         if not torch.allclose(
-            have.detach(), expected.detach(), rtol=rtol * loose, atol=atol * loose, equal_nan=True
+            have.detach(),
+            expected.detach(),
+            rtol=tolerance.rtol * loose,
+            atol=tolerance.atol * loose,
+            equal_nan=True,
         ):
             off = (have.detach() - expected.detach()).abs().max() if have.dtype != torch.bool else 1
             return f"{what} {at} is off by up to {float(off):.3g}"
@@ -308,32 +325,46 @@ def _difference(
 
 def missing_splits(fn: Callable[..., Any], sample: Sample) -> list[str]:
     """Splits of the inputs over two ranks that need no communication, but for which there is."""
-    expected, _ = _reference(fn, sample, gradients=False)
+    expected = _reference(fn, sample, gradients=False).outputs
     tensors = sample.tensors()
     choices = [[None, *range(each.dim())] for each in tensors]
-    found = []
-    for dims in _combinations(choices, 200, 0):
-        if all(dim is None for dim in dims) or not _is_legal(fn, sample, dims, expected):
-            continue
-        events: list[Event] = []
+    legal = [
+        dims
+        for dims in _combinations(choices, 200, 0)
+        if any(dim is not None for dim in dims) and _is_legal(fn, sample, dims, expected)
+    ]
 
-        def run(dims: Any = dims, events: list[Event] = events) -> None:
-            mesh = init_device_mesh("cpu", (2,))
-            placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            inputs = [
-                distributed(each, Layout.from_placements(mesh, each.shape, [placement]))
-                for each, placement in zip(tensors, placements, strict=True)
-            ]
-            args, kwargs = sample.filled(inputs)
-            with listen(events.append), torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                fn(*args, **kwargs)
+    def run() -> list[str]:
+        mesh = init_device_mesh("cpu", (2,))
+        return [_communicates(fn, sample, _placements(dims), mesh) for dims in legal]
 
-        simulate(run, 2)
-        if events:
-            lies = ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in dims)
-            found.append(f"{sample} with {lies}: {events[0].kind}")
-    return found
+    found = simulate(run, 2)[0] if legal else []
+    return [
+        f"{sample} with {', '.join(map(repr, _placements(dims)))}: {kind}"
+        for dims, kind in zip(legal, found, strict=True)
+        if kind
+    ]
+
+
+def _placements(dims: Sequence[int | None]) -> list[Placement]:
+    return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+
+def _communicates(
+    fn: Callable[..., Any], sample: Sample, placements: Sequence[Placement], mesh: DeviceMesh
+) -> str:
+    """The first collective of a call, or nothing."""
+    events: list[Event] = []
+    inputs = [
+        distributed(each, Layout.from_placements(mesh, each.shape, [placement]))
+        for each, placement in zip(sample.tensors(), placements, strict=True)
+    ]
+    args, kwargs = sample.filled(inputs)
+    with listen(events.append), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fn(*args, **kwargs)
+    mine = [event.kind for event in events if event.rank == mesh.get_rank()]
+    return mine[0] if mine else ""
 
 
 def _is_legal(
@@ -353,7 +384,7 @@ def _is_legal(
             local.append(tensor)
         args, kwargs = sample.filled(local)
         try:
-            pieces.append(list(_tensors(_as_tuple(fn(*args, **kwargs)))))
+            pieces.append(list(tensors_in(fn(*args, **kwargs))))
         except Exception:
             return False
     return len(pieces[0]) == len(pieces[1]) == len(expected) and all(
@@ -387,10 +418,7 @@ def _joins(first: torch.Tensor, second: torch.Tensor, whole: torch.Tensor) -> bo
 
 
 def _combinations(choices: Sequence[Sequence[Any]], most: int, seed: int) -> list[tuple[Any, ...]]:
-    total = 1
-    for each in choices:
-        total *= len(each)
-    if total <= most:
+    if math.prod(map(len, choices)) <= most:
         return list(itertools.product(*choices))
     generator = random.Random(seed)
     found = {tuple(generator.randrange(len(each)) for each in choices) for _ in range(most)}
@@ -398,18 +426,6 @@ def _combinations(choices: Sequence[Sequence[Any]], most: int, seed: int) -> lis
         tuple(each[at] for each, at in zip(choices, picked, strict=True))
         for picked in sorted(found)
     ]
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _filled(value: Any, rest: Iterator[torch.Tensor]) -> Any:

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from rule_cases import leaf
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
 from shardwise.dispatch.entry import DispatchError
 from shardwise.tensor import DTensor
 from shardwise.testing import Sample, check_rule
-
-
-def leaf(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 def to(key: Any) -> Any:

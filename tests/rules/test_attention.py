@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import values
 from torch import nn
 
 from shardwise import (
@@ -25,19 +26,14 @@ from shardwise.testing import Sample, check_rule
 attention = F.scaled_dot_product_attention
 
 
-def made(*shape, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
-
-
 check = functools.partial(check_rule, attention, mesh_shapes=((3,), (2, 2)), most=10)
 
 
 def three(*, queries=5, keys=4, heads=2, key_heads=2, features=3, width=3):
     return [
-        made(2, heads, queries, features),
-        made(2, key_heads, keys, features),
-        made(2, key_heads, keys, width),
+        values(2, heads, queries, features),
+        values(2, key_heads, keys, features),
+        values(2, key_heads, keys, width),
     ]
 
 
@@ -46,19 +42,19 @@ MASK = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0], [1,
 CASES = {
     "plain": Sample(*three()),
     "scale": Sample(*three(width=2), scale=0.3),
-    "matrices": Sample(made(5, 3), made(4, 3), made(4, 2), is_causal=True),
+    "matrices": Sample(values(5, 3), values(4, 3), values(4, 2), is_causal=True),
     "causal": Sample(*three(), is_causal=True),
     "causal, fewer queries": Sample(*three(queries=3, keys=5), is_causal=True),
     "causal, more queries": Sample(*three(queries=7, keys=2), is_causal=True),
     "mask": Sample(*three(), attn_mask=MASK),
     "mask of a batch": Sample(*three(), attn_mask=torch.stack([MASK, ~MASK])[:, None]),
     "mask of keys": Sample(*three(), attn_mask=MASK[:1]),
-    "added mask": Sample(*three(), attn_mask=made(5, 4)),
-    "added mask of heads": Sample(*three(), attn_mask=made(2, 1, 4)),
-    "broadcasting": Sample(made(2, 3, 5, 3), made(2, 1, 4, 3), made(1, 4, 3)),
+    "added mask": Sample(*three(), attn_mask=values(5, 4)),
+    "added mask of heads": Sample(*three(), attn_mask=values(2, 1, 4)),
+    "broadcasting": Sample(values(2, 3, 5, 3), values(2, 1, 4, 3), values(1, 4, 3)),
     "groups": Sample(*three(heads=6, key_heads=3), enable_gqa=True),
     "groups of one": Sample(*three(heads=4, key_heads=1), enable_gqa=True, is_causal=True),
-    "uneven groups": Sample(*three(heads=4, key_heads=2), attn_mask=made(5, 4), enable_gqa=True),
+    "uneven groups": Sample(*three(heads=4, key_heads=2), attn_mask=values(5, 4), enable_gqa=True),
 }
 
 
@@ -267,14 +263,14 @@ PADDING = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]]).bool()
 def test_multihead_attention_to_itself(options, training):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(6, 3, batch_first=True, dtype=torch.float64).train(training)
-    x = made(3, 4, 6).detach()
+    x = values(3, 4, 6).detach()
     compare_modules(module, (x, x, x), **options)
 
 
 def test_multihead_attention_without_a_batch():
     torch.manual_seed(0)
     module = nn.MultiheadAttention(6, 3, dtype=torch.float64)
-    x = made(4, 6).detach()
+    x = values(4, 6).detach()
     for needs_weights in (True, False):
         compare_modules(module, (x, x, x), dims=(0, 1), need_weights=needs_weights)
 
@@ -282,8 +278,8 @@ def test_multihead_attention_without_a_batch():
 def test_a_mask_for_each_batch_and_head():
     torch.manual_seed(0)
     module = nn.MultiheadAttention(6, 3, batch_first=True, dtype=torch.float64)
-    x = made(2, 4, 6).detach()
-    for mask in (made(6, 4, 4).detach(), made(6, 4, 4).detach() > 0.8):
+    x = values(2, 4, 6).detach()
+    for mask in (values(6, 4, 4).detach(), values(6, 4, 4).detach() > 0.8):
         compare_modules(module, (x, x, x), attn_mask=mask, need_weights=False)
 
 
@@ -325,10 +321,10 @@ def test_batch_or_heads_of_a_multihead_attention_stay_split():
 def test_multihead_attention_to_others():
     torch.manual_seed(0)
     module = nn.MultiheadAttention(6, 2, kdim=5, vdim=4, add_bias_kv=True, dtype=torch.float64)
-    mask = made(3, 4).detach()
+    mask = values(3, 4).detach()
     compare_modules(
         module,
-        [made(*shape).detach() for shape in ((3, 2, 6), (4, 2, 5), (4, 2, 4))],
+        [values(*shape).detach() for shape in ((3, 2, 6), (4, 2, 5), (4, 2, 4))],
         attn_mask=mask,
     )
 
@@ -338,9 +334,9 @@ def test_an_encoder_of_transformer_layers(training):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(6, 3, 8, 0.0, batch_first=True, dtype=torch.float64)
     module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
-    compare_modules(module, (made(3, 4, 6).detach(),), src_key_padding_mask=PADDING)
+    compare_modules(module, (values(3, 4, 6).detach(),), src_key_padding_mask=PADDING)
     with torch.no_grad():  # where plain tensors take torch's fast path
-        x = made(3, 4, 6).detach()
+        x = values(3, 4, 6).detach()
         expected = module(x)
 
     def run():
@@ -356,7 +352,7 @@ def test_an_encoder_of_transformer_layers(training):
 def test_dropout_in_a_multihead_attention_is_the_same_on_every_layout():
     torch.manual_seed(0)
     module = nn.MultiheadAttention(6, 3, 0.3, batch_first=True, dtype=torch.float64)
-    x = made(3, 4, 6).detach()
+    x = values(3, 4, 6).detach()
 
     def run():
         mesh = init_device_mesh("cpu", (2,))

@@ -2,19 +2,13 @@
 
 import pytest
 import torch
+from rule_cases import leaf
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
 from shardwise.dispatch.entry import DispatchError
 from shardwise.testing import Sample, check_rule
-
-generator = torch.Generator().manual_seed(6)
-
-
-def normal(*shape):
-    return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-
 
 CASTS = {
     "to dtype": lambda x: x.to(torch.float32),
@@ -37,34 +31,34 @@ CASTS = {
 
 @pytest.mark.parametrize("name", CASTS)
 def test_casts(name):
-    check_rule(CASTS[name], [Sample(normal(5, 4))], most=12)
+    check_rule(CASTS[name], [Sample(leaf(5, 4))], most=12)
 
 
 def test_to_a_tensor_takes_its_dtype_and_nothing_else():
-    samples = [Sample(normal(5, 4), torch.ones(3, dtype=torch.float32))]
+    samples = [Sample(leaf(5, 4), torch.ones(3, dtype=torch.float32))]
     check_rule(lambda x, y: x.to(y), samples, most=12)
     check_rule(lambda x, y: x.type_as(other=y), samples, most=12)
 
 
 COPIES = {
-    "copy_": (lambda x, y: (x * 1).copy_(y), [Sample(normal(5, 4), normal(5, 4)),
-                                              Sample(normal(5, 4), normal(4))]),
-    "fill_": (lambda x: (x * 1).fill_(3.0), [Sample(normal(5, 4))]),
-    "fill_ with a tensor": (lambda x, y: (x * 1).fill_(y), [Sample(normal(5, 4), normal())]),
-    "zero_": (lambda x: (x * 1).zero_() + x, [Sample(normal(5, 4))]),
-    "fill": (torch.fill, [Sample(normal(5, 4).detach(), 2.0)]),
-    "zeros_like": (torch.zeros_like, [Sample(normal(5, 4))]),
-    "full_like": (lambda x: torch.full_like(x, 3, dtype=torch.int32), [Sample(normal(5, 4))]),
-    "new_ones": (lambda x: x.new_ones(3, 2) * x[:3, :2], [Sample(normal(3, 2))]),
-    "new_full": (lambda x: x.new_full((2, 3), 7.0, dtype=torch.float32), [Sample(normal(5, 4))]),
-    "new_tensor": (lambda x: x.new_tensor([1.0, 2.0]), [Sample(normal(5, 4))]),
-    "tril": (torch.tril, [Sample(normal(5, 4)), Sample(normal(2, 4, 5), 1)]),
-    "triu": (torch.triu, [Sample(normal(5, 4), diagonal=-1)]),
-    "tril_": (lambda x: (x * 1).tril_(-1), [Sample(normal(5, 4))]),
-    "fill_diagonal_": (lambda x: (x * 1).fill_diagonal_(3.0), [Sample(normal(5, 4)),
-                                                               Sample(normal(3, 3, 3))]),
+    "copy_": (lambda x, y: (x * 1).copy_(y), [Sample(leaf(5, 4), leaf(5, 4)),
+                                              Sample(leaf(5, 4), leaf(4))]),
+    "fill_": (lambda x: (x * 1).fill_(3.0), [Sample(leaf(5, 4))]),
+    "fill_ with a tensor": (lambda x, y: (x * 1).fill_(y), [Sample(leaf(5, 4), leaf())]),
+    "zero_": (lambda x: (x * 1).zero_() + x, [Sample(leaf(5, 4))]),
+    "fill": (torch.fill, [Sample(leaf(5, 4).detach(), 2.0)]),
+    "zeros_like": (torch.zeros_like, [Sample(leaf(5, 4))]),
+    "full_like": (lambda x: torch.full_like(x, 3, dtype=torch.int32), [Sample(leaf(5, 4))]),
+    "new_ones": (lambda x: x.new_ones(3, 2) * x[:3, :2], [Sample(leaf(3, 2))]),
+    "new_full": (lambda x: x.new_full((2, 3), 7.0, dtype=torch.float32), [Sample(leaf(5, 4))]),
+    "new_tensor": (lambda x: x.new_tensor([1.0, 2.0]), [Sample(leaf(5, 4))]),
+    "tril": (torch.tril, [Sample(leaf(5, 4)), Sample(leaf(2, 4, 5), 1)]),
+    "triu": (torch.triu, [Sample(leaf(5, 4), diagonal=-1)]),
+    "tril_": (lambda x: (x * 1).tril_(-1), [Sample(leaf(5, 4))]),
+    "fill_diagonal_": (lambda x: (x * 1).fill_diagonal_(3.0), [Sample(leaf(5, 4)),
+                                                               Sample(leaf(3, 3, 3))]),
     "fill_diagonal_ of a tall one": (lambda x: (x * 1).fill_diagonal_(2.0, wrap=True),
-                                     [Sample(normal(7, 3))]),
+                                     [Sample(leaf(7, 3))]),
 }  # fmt: skip
 
 

@@ -6,24 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import in_layout, values
 from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Event, listen
 from shardwise.rules.cuts import pieces, same_units
 from shardwise.rules.halo import Exchange, Window
-from shardwise.testing import Sample, check_rule, distributed
+from shardwise.testing import Sample, check_rule
 
 MESHES = ((2,), (4,), (2, 3))
-
-
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def in_layout(x: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
-    return distributed(x, sw.Layout.from_placements(mesh, x.shape, placements))
 
 
 def check(function: Callable[..., Any], *samples: Sample, most: int = 20) -> None:

@@ -6,17 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import heard, in_layout, ranks, values
 
 import shardwise as sw
-from shardwise.comm import Event, listen
-from shardwise.testing import Sample, check_rule, distributed
+from shardwise.testing import Sample, check_rule
 
 REDUCTIONS = ("none", "mean", "sum")
-
-
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 2).requires_grad_()
 
 
 def targets(*shape: int, classes: int, ignored: int | None = None) -> torch.Tensor:
@@ -29,10 +24,6 @@ def targets(*shape: int, classes: int, ignored: int | None = None) -> torch.Tens
 
 def weights(classes: int) -> torch.Tensor:
     return values(classes, seed=9).detach().abs() + 0.1
-
-
-def in_layout(x: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
-    return distributed(x, sw.Layout.from_placements(mesh, x.shape, placements))
 
 
 def check(function: Any, *args: Any, most: int = 8, **kwargs: Any) -> None:
@@ -120,17 +111,13 @@ def test_nothing_but_ignored_targets_is_nan_as_in_torch() -> None:
 
 
 def test_split_classes_are_never_gathered() -> None:
-    events: list[Event] = []
-
-    def run() -> None:
-        mesh = sw.init_device_mesh("cpu", (2,))
+    def run(mesh: sw.DeviceMesh) -> list[Any]:
         x = in_layout(values(3, 50), mesh, sw.Shard(1))
-        F.cross_entropy(x, targets(3, classes=50)).backward()
+        target = targets(3, classes=50)
+        events, _ = heard(mesh, lambda: F.cross_entropy(x, target).backward())
+        return [(event.kind, event.shape) for event in events]
 
-    with listen(events.append):
-        sw.simulate(run, 2)
-    mine = [(event.kind, event.shape) for event in events if event.rank == 0]
-    assert mine == [("all_reduce", (3, 1)), ("all_reduce", (2, 3))]
+    assert ranks(run) == [[("all_reduce", (3, 1)), ("all_reduce", (2, 3))]] * 2
 
 
 def test_a_target_that_is_no_class_is_refused() -> None:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rule_cases import values
 
 from shardwise import Shard, init_device_mesh, listen, simulate
 from shardwise.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
 
-def matrix(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
 def with_zeros(*shape: int) -> torch.Tensor:
-    x = matrix(*shape).detach().clone()
+    x = values(*shape).detach().clone()
     x[1, 1] = 0
     x[3, 1] = 0
     x[0, 2] = 0
     return x.requires_grad_()
 
 
-X = matrix(5, 4)
-SMALL = matrix(2, 3)
+X = values(5, 4)
+SMALL = values(2, 3)
 
 
 def test_running_sums():
@@ -84,10 +80,10 @@ def test_what_needs_its_dim_whole_leaves_the_others_split(function):
 
 
 def test_differences_and_integrals():
-    ends = [matrix(1, 4), matrix(2, 4)]
+    ends = [values(1, 4), values(2, 4)]
     samples = [Sample(X), Sample(X, 2, 0), Sample(X, dim=0, prepend=ends[0], append=ends[1])]
     check_rule(torch.diff, samples, most=15, allow_missing=True)
-    samples = [Sample(X), Sample(X, matrix(4)), Sample(X, dx=0.5, dim=0), Sample(X, matrix(5, 4))]
-    samples += [Sample(X, matrix(1, 4))]
+    samples = [Sample(X), Sample(X, values(4)), Sample(X, dx=0.5, dim=0), Sample(X, values(5, 4))]
+    samples += [Sample(X, values(1, 4))]
     check_rule(torch.trapz, samples, most=15, allow_missing=True)
     check_rule(torch.cumulative_trapezoid, samples, most=15, allow_missing=True)

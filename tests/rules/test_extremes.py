@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from rule_cases import values
 
 from shardwise import Replicate, init_device_mesh, simulate
 from shardwise.layout import Layout
@@ -14,19 +15,14 @@ from shardwise.testing import Sample, check_rule, distributed
 NAN = float("nan")
 
 
-def matrix(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
 def tied(*shape: int) -> torch.Tensor:
     """Many equal elements; exact in every Partial layout too is impossible, so int64."""
     generator = torch.Generator().manual_seed(5)
     return torch.randint(0, 3, shape, generator=generator)
 
 
-X = matrix(5, 4)
-SMALL = matrix(2, 3)
+X = values(5, 4)
+SMALL = values(2, 3)
 TIED = tied(5, 4)
 
 
@@ -51,8 +47,8 @@ def test_max_and_min(function):
 
 @pytest.mark.parametrize("function", [torch.max, torch.min])
 def test_the_larger_of_two_tensors(function):
-    check_rule(function, [Sample(X, matrix(4)), Sample(X, other=matrix(5, 1))], most=25)
-    check_rule(torch.ops.aten.max.other, [Sample(X, matrix(4))], most=12)
+    check_rule(function, [Sample(X, values(4)), Sample(X, other=values(5, 1))], most=25)
+    check_rule(torch.ops.aten.max.other, [Sample(X, values(4))], most=12)
 
 
 @pytest.mark.parametrize("function", [torch.argmax, torch.Tensor.argmin])
@@ -143,7 +139,7 @@ def test_the_gradient_of_the_gradient_of_max():
 
 
 def test_what_picks_by_rank_keeps_the_other_dims_split():
-    three = matrix(5, 3, 2)
+    three = values(5, 3, 2)
     check_rule(torch.median, [Sample(three), Sample(three, 1), Sample(X, 0, True)], most=12)
     check_rule(torch.nanmedian, [Sample(X), Sample(X, dim=-1)], most=12)
     check_rule(torch.mode, [Sample(TIED), Sample(TIED, 0, True)], most=12)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from rule_cases import leaf
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -11,22 +12,16 @@ from shardwise.comm import listen
 from shardwise.rules import foreach
 from shardwise.testing import Sample, check_rule
 
-generator = torch.Generator().manual_seed(7)
-
-
-def normal(*shape):
-    return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-
 
 def plain(*shape):
-    return normal(*shape).detach()
+    return leaf(*shape).detach()
 
 
 def pair():
-    return [normal(5, 2), normal(3)]
+    return [leaf(5, 2), leaf(3)]
 
 
-POSITIVE = [normal(5, 2).detach().sigmoid().requires_grad_(), normal(3).detach().sigmoid()]
+POSITIVE = [leaf(5, 2).detach().sigmoid().requires_grad_(), leaf(3).detach().sigmoid()]
 
 
 @pytest.mark.parametrize("name", foreach.POINTWISE)

@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rule_cases import leaf
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
 from shardwise.dispatch.state import fallback
 from shardwise.tensor import DTensor
 from shardwise.testing import Sample, check_rule
-
-
-def leaf(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
 def at(key: Any) -> Any:

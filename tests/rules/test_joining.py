@@ -2,35 +2,37 @@
 
 import pytest
 import torch
+from rule_cases import leaf
 
 from shardwise import Layout, init_device_mesh, listen, simulate
 from shardwise.testing import Sample, check_rule, distributed
 
-
-def made(*shape):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
 CASES = {
     "cat": (
         torch.cat,
-        [Sample([made(5, 2), made(3, 2)]), Sample((made(2, 3), made(2, 1), made(2, 2)), dim=-1)],
+        [
+            Sample([leaf(5, 2), leaf(3, 2)]),
+            Sample((leaf(2, 3), leaf(2, 1), leaf(2, 2)), dim=-1),
+        ],
     ),
-    "cat, an empty one left out": (torch.cat, [Sample([made(0), made(3, 2), made(2, 2)])]),
-    "concat": (torch.concat, [Sample([made(3, 2), made(3, 2)], 1)]),
-    "stack": (torch.stack, [Sample([made(5, 2), made(5, 2)]), Sample([made(4), made(4)], dim=1)]),
+    "cat, an empty one left out": (torch.cat, [Sample([leaf(0), leaf(3, 2), leaf(2, 2)])]),
+    "concat": (torch.concat, [Sample([leaf(3, 2), leaf(3, 2)], 1)]),
+    "stack": (
+        torch.stack,
+        [Sample([leaf(5, 2), leaf(5, 2)]), Sample([leaf(4), leaf(4)], dim=1)],
+    ),
     "hstack": (
         torch.hstack,
-        [Sample([made(3, 4), made(3, 1)]), Sample([made(4), made(), made(1)])],
+        [Sample([leaf(3, 4), leaf(3, 1)]), Sample([leaf(4), leaf(), leaf(1)])],
     ),
-    "vstack": (torch.vstack, [Sample([made(3, 4), made(2, 4)]), Sample([made(4), made(2, 4)])]),
-    "dstack": (torch.dstack, [Sample([made(4), made(4)]), Sample([made(3, 4), made(3, 4, 2)])]),
-    "column_stack": (torch.column_stack, [Sample([made(4), made(4, 3)])]),
-    "block_diag": (torch.block_diag, [Sample(made(2, 3), made(4))]),
-    "broadcast_tensors": (torch.broadcast_tensors, [Sample(made(5, 1), made(4))]),
+    "vstack": (torch.vstack, [Sample([leaf(3, 4), leaf(2, 4)]), Sample([leaf(4), leaf(2, 4)])]),
+    "dstack": (torch.dstack, [Sample([leaf(4), leaf(4)]), Sample([leaf(3, 4), leaf(3, 4, 2)])]),
+    "column_stack": (torch.column_stack, [Sample([leaf(4), leaf(4, 3)])]),
+    "block_diag": (torch.block_diag, [Sample(leaf(2, 3), leaf(4))]),
+    "broadcast_tensors": (torch.broadcast_tensors, [Sample(leaf(5, 1), leaf(4))]),
     "meshgrid": (
         lambda *tensors, indexing="ij": torch.meshgrid(*tensors, indexing=indexing),
-        [Sample(made(5), made(4)), Sample(made(3), made(4), made(2), indexing="xy")],
+        [Sample(leaf(5), leaf(4)), Sample(leaf(3), leaf(4), leaf(2), indexing="xy")],
     ),
 }
 

@@ -5,16 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import values
 
 import shardwise as sw
 from shardwise.comm import Event, listen
 from shardwise.testing import Sample, check_rule, distributed
-
-
-def values(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return made.requires_grad_(grad)
 
 
 def shares(*shape: int, seed: int = 3) -> torch.Tensor:

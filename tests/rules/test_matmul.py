@@ -5,113 +5,108 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import leaf
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import listen
 from shardwise.testing import Sample, check_rule
 
-
-def made(*shape, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
-
-
 check = functools.partial(check_rule, mesh_shapes=((3,), (2, 2)), most=14)
 
 PRODUCTS = {
-    "mm": (torch.mm, [Sample(made(5, 4), made(4, 3))]),
-    "bmm": (torch.bmm, [Sample(made(2, 5, 4), made(2, 4, 3))]),
-    "mv": (torch.mv, [Sample(made(5, 4), made(4))]),
-    "dot": (torch.dot, [Sample(made(5), made(5))]),
-    "vdot": (torch.vdot, [Sample(*[made(5, dtype=torch.complex128)] * 2)]),
-    "outer": (torch.outer, [Sample(made(5), made(3))]),
-    "ger": (torch.ger, [Sample(made(5), made(3))]),
+    "mm": (torch.mm, [Sample(leaf(5, 4), leaf(4, 3))]),
+    "bmm": (torch.bmm, [Sample(leaf(2, 5, 4), leaf(2, 4, 3))]),
+    "mv": (torch.mv, [Sample(leaf(5, 4), leaf(4))]),
+    "dot": (torch.dot, [Sample(leaf(5), leaf(5))]),
+    "vdot": (torch.vdot, [Sample(*[leaf(5, dtype=torch.complex128)] * 2)]),
+    "outer": (torch.outer, [Sample(leaf(5), leaf(3))]),
+    "ger": (torch.ger, [Sample(leaf(5), leaf(3))]),
     "matmul": (
         torch.matmul,
         [
-            Sample(made(5), made(5)),
-            Sample(made(4), made(2, 4, 3)),
-            Sample(made(2, 5, 4), made(4)),
-            Sample(made(2, 5, 4), made(4, 3)),
-            Sample(made(3, 1, 5, 4), made(1, 2, 4, 3)),
-            Sample(made(5, 4), made(2, 4, 3)),
+            Sample(leaf(5), leaf(5)),
+            Sample(leaf(4), leaf(2, 4, 3)),
+            Sample(leaf(2, 5, 4), leaf(4)),
+            Sample(leaf(2, 5, 4), leaf(4, 3)),
+            Sample(leaf(3, 1, 5, 4), leaf(1, 2, 4, 3)),
+            Sample(leaf(5, 4), leaf(2, 4, 3)),
         ],
     ),
-    "@": (lambda a, b: a @ b, [Sample(made(5, 4), made(4, 3))]),
-    "__rmatmul__": (lambda a, b: a.__rmatmul__(b), [Sample(made(4, 3), made(5, 4))]),
-    "linalg.matmul": (torch.linalg.matmul, [Sample(made(5, 4), made(4))]),
+    "@": (lambda a, b: a @ b, [Sample(leaf(5, 4), leaf(4, 3))]),
+    "__rmatmul__": (lambda a, b: a.__rmatmul__(b), [Sample(leaf(4, 3), leaf(5, 4))]),
+    "linalg.matmul": (torch.linalg.matmul, [Sample(leaf(5, 4), leaf(4))]),
     "linear": (
         F.linear,
         [
-            Sample(made(4), made(3, 4)),
-            Sample(made(5, 4), made(3, 4), made(3)),
-            Sample(made(2, 5, 4), made(3, 4), bias=made(3)),
-            Sample(made(2, 4), made(4)),
+            Sample(leaf(4), leaf(3, 4)),
+            Sample(leaf(5, 4), leaf(3, 4), leaf(3)),
+            Sample(leaf(2, 5, 4), leaf(3, 4), bias=leaf(3)),
+            Sample(leaf(2, 4), leaf(4)),
         ],
     ),
     "inner": (
         torch.inner,
-        [Sample(made(2, 5), made(3, 5)), Sample(made(3), made()), Sample(made(4), made(4))],
+        [Sample(leaf(2, 5), leaf(3, 5)), Sample(leaf(3), leaf()), Sample(leaf(4), leaf(4))],
     ),
     "vecdot": (
         torch.linalg.vecdot,
-        [Sample(made(5, 4), made(3, 1, 4)), Sample(made(5, 4), made(3, 5, 4), dim=1)],
+        [Sample(leaf(5, 4), leaf(3, 1, 4)), Sample(leaf(5, 4), leaf(3, 5, 4), dim=1)],
     ),
     "tensordot": (
         torch.tensordot,
         [
-            Sample(made(2, 4, 3), made(4, 3, 2)),
-            Sample(made(4, 3), made(2, 4), dims=([0], [1])),
-            Sample(made(4, 3), made(2, 1), dims=([0], [-1])),
-            Sample(made(3), made(2), dims=0),
+            Sample(leaf(2, 4, 3), leaf(4, 3, 2)),
+            Sample(leaf(4, 3), leaf(2, 4), dims=([0], [1])),
+            Sample(leaf(4, 3), leaf(2, 1), dims=([0], [-1])),
+            Sample(leaf(3), leaf(2), dims=0),
         ],
     ),
     "kron": (
         torch.kron,
         [
-            Sample(made(5), made(3)),
-            Sample(made(4, 1), made(2, 3)),
-            Sample(made(3, 2), made(4)),
-            Sample(made(4), made(2, 3)),
+            Sample(leaf(5), leaf(3)),
+            Sample(leaf(4, 1), leaf(2, 3)),
+            Sample(leaf(3, 2), leaf(4)),
+            Sample(leaf(4), leaf(2, 3)),
         ],
     ),
     "bilinear": (
         F.bilinear,
-        [Sample(made(2, 4), made(2, 3), made(5, 4, 3), made(5)),
-         Sample(made(4), made(3), made(2, 4, 3))],
+        [Sample(leaf(2, 4), leaf(2, 3), leaf(5, 4, 3), leaf(5)),
+         Sample(leaf(4), leaf(3), leaf(2, 4, 3))],
     ),
     "multi_dot": (
         torch.linalg.multi_dot,
         [
-            Sample([made(5, 4), made(4, 3), made(3, 2)]),
-            Sample([made(4), made(4, 3), made(3)]),
-            Sample((made(5, 4), made(4, 3))),
+            Sample([leaf(5, 4), leaf(4, 3), leaf(3, 2)]),
+            Sample([leaf(4), leaf(4, 3), leaf(3)]),
+            Sample((leaf(5, 4), leaf(4, 3))),
         ],
     ),
     "addmm": (
         torch.addmm,
         [
-            Sample(made(5, 3), made(5, 4), made(4, 3)),
-            Sample(made(3), made(5, 4), made(4, 3), beta=2, alpha=-0.5),
-            Sample(made(1, 3), made(5, 4), made(4, 3)),
+            Sample(leaf(5, 3), leaf(5, 4), leaf(4, 3)),
+            Sample(leaf(3), leaf(5, 4), leaf(4, 3), beta=2, alpha=-0.5),
+            Sample(leaf(1, 3), leaf(5, 4), leaf(4, 3)),
         ],
     ),
-    "addmv": (torch.addmv, [Sample(made(5), made(5, 4), made(4), alpha=3)]),
-    "addr": (torch.addr, [Sample(made(5, 3), made(5), made(3), beta=0.5)]),
-    "addbmm": (torch.addbmm, [Sample(made(5, 3), made(2, 5, 4), made(2, 4, 3), beta=3)]),
-    "baddbmm": (torch.baddbmm, [Sample(made(1, 3), made(2, 5, 4), made(2, 4, 3), alpha=2)]),
+    "addmv": (torch.addmv, [Sample(leaf(5), leaf(5, 4), leaf(4), alpha=3)]),
+    "addr": (torch.addr, [Sample(leaf(5, 3), leaf(5), leaf(3), beta=0.5)]),
+    "addbmm": (torch.addbmm, [Sample(leaf(5, 3), leaf(2, 5, 4), leaf(2, 4, 3), beta=3)]),
+    "baddbmm": (torch.baddbmm, [Sample(leaf(1, 3), leaf(2, 5, 4), leaf(2, 4, 3), alpha=2)]),
     "einsum": (
         torch.einsum,
         [
-            Sample("ij,jk->ik", made(5, 4), made(4, 3)),
-            Sample("ij, kj", made(5, 4), made(3, 4)),
-            Sample("bhld,bhsd->bhls", made(2, 2, 3, 2), made(2, 2, 5, 2)),
-            Sample("...i,i", made(3, 2, 5), made(5)),
-            Sample("...ij,...jk->k...i", made(2, 1, 3, 2), made(3, 2, 2)),
-            Sample("i...j->j", made(2, 3, 4)),
-            Sample("ij,jk,kl->il", made(2, 3), made(3, 5), made(5, 2)),
-            Sample("ij,ij->j", made(3, 1), made(3, 4)),
-            Sample("ba,->ab", made(2, 5), made()),
+            Sample("ij,jk->ik", leaf(5, 4), leaf(4, 3)),
+            Sample("ij, kj", leaf(5, 4), leaf(3, 4)),
+            Sample("bhld,bhsd->bhls", leaf(2, 2, 3, 2), leaf(2, 2, 5, 2)),
+            Sample("...i,i", leaf(3, 2, 5), leaf(5)),
+            Sample("...ij,...jk->k...i", leaf(2, 1, 3, 2), leaf(3, 2, 2)),
+            Sample("i...j->j", leaf(2, 3, 4)),
+            Sample("ij,jk,kl->il", leaf(2, 3), leaf(3, 5), leaf(5, 2)),
+            Sample("ij,ij->j", leaf(3, 1), leaf(3, 4)),
+            Sample("ba,->ab", leaf(2, 5), leaf()),
         ],
     ),
 }  # fmt: skip
@@ -127,9 +122,9 @@ def test_diagonals_in_an_einsum_split_without_a_gather():
     check(
         torch.einsum,
         [
-            Sample("ii->i", made(5, 5)),
-            Sample("ii", made(5, 5)),
-            Sample("ijii,i->ij", made(3, 2, 3, 3), made(3)),
+            Sample("ii->i", leaf(5, 5)),
+            Sample("ii", leaf(5, 5)),
+            Sample("ijii,i->ij", leaf(3, 2, 3, 3), leaf(3)),
         ],
     )
 
@@ -138,18 +133,18 @@ def test_the_subscript_lists_of_einsum_are_an_equation():
     def product(a, b):
         return torch.einsum(a, [..., 0, 1], b, [1, 2], [2, ..., 0])
 
-    check(product, [Sample(made(2, 5, 4), made(4, 3))])
+    check(product, [Sample(leaf(2, 5, 4), leaf(4, 3))])
 
 
 def test_distances_between_rows():
     for p in (2.0, 1.0, 0.0, 3.0):
-        check(torch.cdist, [Sample(made(5, 2), made(3, 2), p=p)])
-    check(torch.cdist, [Sample(made(2, 1, 27, 2), made(3, 4, 2))], most=6, rtol=1e-6)
+        check(torch.cdist, [Sample(leaf(5, 2), leaf(3, 2), p=p)])
+    check(torch.cdist, [Sample(leaf(2, 1, 27, 2), leaf(3, 4, 2))], most=6, rtol=1e-6)
 
 
 def test_the_old_chain_matmul():
     with pytest.warns(UserWarning, match="deprecated"):
-        check(torch.chain_matmul, [Sample(made(5, 4), made(4, 3), made(3, 2))])
+        check(torch.chain_matmul, [Sample(leaf(5, 4), leaf(4, 3), leaf(3, 2))])
 
 
 @pytest.mark.parametrize("name", ["addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"])
@@ -161,7 +156,7 @@ def test_in_place_forms_keep_the_layout_of_their_target(name):
         "addbmm_": [(5, 3), (2, 5, 4), (2, 4, 3)],
         "baddbmm_": [(2, 5, 3), (2, 5, 4), (2, 4, 3)],
     }[name]
-    first, *rest = [made(*shape).detach() for shape in shapes]
+    first, *rest = [leaf(*shape).detach() for shape in shapes]
     expected = getattr(first.clone(), name)(*rest, alpha=2)
 
     def run():
@@ -187,7 +182,8 @@ def communication_of(fn, *placed):
         with listen(events.append):
             return fn(*tensors).placements[0]
 
-    return [event.kind for event in events], simulate(run, 2)[0]
+    placement = simulate(run, 2)[0]
+    return [event.kind for event in events], placement
 
 
 def test_columns_then_rows_need_one_sum_at_the_end():
@@ -196,10 +192,10 @@ def test_columns_then_rows_need_one_sum_at_the_end():
 
     events, placement = communication_of(
         mlp,
-        (made(5, 4), Replicate()),
-        (made(6, 4), Shard(0)),
-        (made(4, 6), Shard(1)),
-        (made(4), Replicate()),
+        (leaf(5, 4), Replicate()),
+        (leaf(6, 4), Shard(0)),
+        (leaf(4, 6), Shard(1)),
+        (leaf(4), Replicate()),
     )
     assert (events, placement) == ([], Partial())
 
@@ -207,9 +203,9 @@ def test_columns_then_rows_need_one_sum_at_the_end():
 def test_a_pending_sum_flows_through_a_product():
     events, placement = communication_of(
         torch.addmm,
-        (made(3), Partial()),
-        (made(5, 4), Partial()),
-        (made(4, 3), Replicate()),
+        (leaf(3), Partial()),
+        (leaf(5, 4), Partial()),
+        (leaf(4, 3), Replicate()),
     )
     assert (events, placement) == ([], Partial())
 
@@ -247,7 +243,7 @@ def test_autocast_gives_the_dtypes_that_it_gives_plain_tensors():
     ids=["rows", "columns", "summed"],
 )
 def test_second_derivatives_of_a_split_product(placements):
-    x, w = made(4, 5), made(5, 3)
+    x, w = leaf(4, 5), leaf(5, 3)
     (grad,) = torch.autograd.grad((x @ w).pow(3).sum(), x, create_graph=True)
     expected = torch.autograd.grad(grad.pow(2).sum(), w)[0]
 

@@ -7,21 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import heard, in_layout, ranks, values
 
 import shardwise as sw
-from shardwise.comm import Event, listen
-from shardwise.testing import Sample, check_rule, distributed
+from shardwise.testing import Sample, check_rule
 
 MESHES = ((3,), (2, 2))
-
-
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def in_layout(x: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
-    return distributed(x, sw.Layout.from_placements(mesh, x.shape, placements))
 
 
 def test_layer_norm_over_whole_and_split_dims() -> None:
@@ -159,20 +150,19 @@ def test_the_module_batch_norm_counts_and_averages_as_in_one_process(
 
 
 def test_split_statistics_travel_as_sums_and_nothing_else_does() -> None:
-    events: list[Event] = []
-
-    def run() -> None:
-        mesh = sw.init_device_mesh("cpu", (2,))
+    def run(mesh: sw.DeviceMesh) -> list[Any]:
         x = in_layout(values(3, 40), mesh, sw.Shard(1))
-        F.layer_norm(x, (40,))
-        F.rms_norm(x, (40,))
-        F.batch_norm(in_layout(values(30, 4), mesh, sw.Shard(0)), None, None, training=True)
+        batch = in_layout(values(30, 4), mesh, sw.Shard(0))
 
-    with listen(events.append):
-        sw.simulate(run, 2)
-    mine = [(event.kind, event.shape) for event in events if event.rank == 0]
+        def normalize() -> None:
+            F.layer_norm(x, (40,))
+            F.rms_norm(x, (40,))
+            F.batch_norm(batch, None, None, training=True)
+
+        return [(event.kind, event.shape) for event in heard(mesh, normalize)[0]]
+
     by_row, by_channel = ("all_reduce", (3, 1)), ("all_reduce", (1, 4))
-    assert mine == [by_row, by_row, by_row, by_channel, by_channel]
+    assert ranks(run) == [[by_row, by_row, by_row, by_channel, by_channel]] * 2
 
 
 def test_a_far_mean_costs_no_accuracy_in_float32() -> None:

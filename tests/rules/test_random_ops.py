@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import ranks
 from torch import nn
 
 import shardwise as sw
@@ -141,10 +142,6 @@ def test_the_same_to_the_last_bit(name: str) -> None:
     for layout, values, *_ in results(OPERATORS[name], (3,)):
         if not layout.partial:  # a sum of contributions is rounded
             assert torch.equal(values, expected), layout
-
-
-def ranks(run: Callable[[sw.DeviceMesh], Any], size: int = 2) -> list[Any]:
-    return sw.simulate(lambda: run(sw.init_device_mesh("cpu", (size,))), size)
 
 
 def ones(mesh: sw.DeviceMesh, shape: tuple[int, ...], *placements: sw.Placement) -> DTensor:

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rule_cases import values
 
 from shardwise import DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
 
-def matrix(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
 def with_nan(*shape: int) -> torch.Tensor:
-    x = matrix(*shape).detach().clone()
+    x = values(*shape).detach().clone()
     x.view(-1)[::3] = float("nan")
     return x.requires_grad_()
 
 
 def with_zeros(*shape: int) -> torch.Tensor:
-    x = matrix(*shape).detach().clone()
+    x = values(*shape).detach().clone()
     x[1, 1] = 0
     x[3, 1] = 0
     x[0, 2] = 0
     return x.requires_grad_()
 
 
-X = matrix(5, 4)
-ROWS = matrix(2, 3)
+X = values(5, 4)
+ROWS = values(2, 3)
 
 DIMS = [
     Sample(X),
@@ -39,7 +35,7 @@ DIMS = [
     Sample(X, (1, 0)),
     Sample(ROWS, [0], True),
     Sample(X, axis=0, keepdims=True),
-    Sample(matrix(0, 3), 0),
+    Sample(values(0, 3), 0),
 ]
 
 
@@ -88,7 +84,7 @@ def test_all_and_any(function, dtype):
 
 
 def test_trace_and_sum_to_size():
-    check_rule(torch.trace, [Sample(X), Sample(matrix(2, 5))], most=25)
+    check_rule(torch.trace, [Sample(X), Sample(values(2, 5))], most=25)
     check_rule(torch.Tensor.sum_to_size, [Sample(X, 5, 1), Sample(X, (4,)), Sample(X, 1)], most=12)
 
 

@@ -2,43 +2,46 @@
 
 import pytest
 import torch
+from rule_cases import leaf
 
 from shardwise import Layout, Replicate, Shard, explicit, init_device_mesh, listen, simulate
 from shardwise.dispatch.state import PolicyError
 from shardwise.rules.reshape import matched
 from shardwise.testing import Sample, check_rule, distributed
 
-
-def made(*shape):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
 CASES = {
-    "view": (torch.Tensor.view, [Sample(made(6, 4), 2, 3, 4), Sample(made(5, 4), (5, -1))]),
-    "view, merged": (torch.Tensor.view, [Sample(made(4, 3, 2), 4, 6), Sample(made(5, 2), -1)]),
-    "view, ones": (torch.Tensor.view, [Sample(made(1, 5, 1), [5, 1]), Sample(made(4), 1, 4, 1)]),
-    "reshape": (torch.reshape, [Sample(made(6, 4), (4, 6)), Sample(made(5, 4), (2, -1, 2))]),
-    "reshape method": (torch.Tensor.reshape, [Sample(made(6, 2), 3, 2, 2)]),
-    "view_as": (torch.Tensor.view_as, [Sample(made(6, 2), torch.zeros(12))]),
-    "reshape_as": (torch.Tensor.reshape_as, [Sample(made(6, 2), torch.zeros(3, 4))]),
-    "flatten": (torch.flatten, [Sample(made(4, 3, 2)), Sample(made(4, 3, 2), 1), Sample(made())]),
-    "ravel": (torch.ravel, [Sample(made(5, 2))]),
+    "view": (torch.Tensor.view, [Sample(leaf(6, 4), 2, 3, 4), Sample(leaf(5, 4), (5, -1))]),
+    "view, merged": (torch.Tensor.view, [Sample(leaf(4, 3, 2), 4, 6), Sample(leaf(5, 2), -1)]),
+    "view, ones": (torch.Tensor.view, [Sample(leaf(1, 5, 1), [5, 1]), Sample(leaf(4), 1, 4, 1)]),
+    "reshape": (torch.reshape, [Sample(leaf(6, 4), (4, 6)), Sample(leaf(5, 4), (2, -1, 2))]),
+    "reshape method": (torch.Tensor.reshape, [Sample(leaf(6, 2), 3, 2, 2)]),
+    "view_as": (torch.Tensor.view_as, [Sample(leaf(6, 2), torch.zeros(12))]),
+    "reshape_as": (torch.Tensor.reshape_as, [Sample(leaf(6, 2), torch.zeros(3, 4))]),
+    "flatten": (
+        torch.flatten,
+        [Sample(leaf(4, 3, 2)), Sample(leaf(4, 3, 2), 1), Sample(leaf())],
+    ),
+    "ravel": (torch.ravel, [Sample(leaf(5, 2))]),
     "unflatten": (
         torch.Tensor.unflatten,
-        [Sample(made(2, 6), 1, (3, -1)), Sample(made(8), 0, (4, 2))],
+        [Sample(leaf(2, 6), 1, (3, -1)), Sample(leaf(8), 0, (4, 2))],
     ),
     "atleast": (
         lambda x: (torch.atleast_1d(x), torch.atleast_2d(x), torch.atleast_3d(x)),
-        [Sample(made()), Sample(made(5)), Sample(made(5, 2)), Sample(made(2, 1, 3))],
+        [Sample(leaf()), Sample(leaf(5)), Sample(leaf(5, 2)), Sample(leaf(2, 1, 3))],
     ),
     "repeat_interleave": (
         torch.repeat_interleave,
-        [Sample(made(5, 4), 2, 0), Sample(made(4, 3), 2), Sample(made(4, 2), 3, 1, output_size=6)],
+        [
+            Sample(leaf(5, 4), 2, 0),
+            Sample(leaf(4, 3), 2),
+            Sample(leaf(4, 2), 3, 1, output_size=6),
+        ],
     ),
-    "pixel_shuffle": (torch.pixel_shuffle, [Sample(made(2, 8, 3, 2), 2)]),
-    "pixel_unshuffle": (torch.pixel_unshuffle, [Sample(made(2, 2, 6, 4), 2)]),
-    "channel_shuffle": (torch.channel_shuffle, [Sample(made(2, 4, 3), 2)]),
-    "empty": (torch.reshape, [Sample(made(4, 0), (0, 3)), Sample(made(4, 0, 2), (4, 0))]),
+    "pixel_shuffle": (torch.pixel_shuffle, [Sample(leaf(2, 8, 3, 2), 2)]),
+    "pixel_unshuffle": (torch.pixel_unshuffle, [Sample(leaf(2, 2, 6, 4), 2)]),
+    "channel_shuffle": (torch.channel_shuffle, [Sample(leaf(2, 4, 3), 2)]),
+    "empty": (torch.reshape, [Sample(leaf(4, 0), (0, 3)), Sample(leaf(4, 0, 2), (4, 0))]),
 }
 
 

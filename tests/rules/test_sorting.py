@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rule_cases import values
 
 from shardwise import Partial, Replicate, init_device_mesh, listen, simulate
 from shardwise.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed, layouts_of
 
-
-def matrix(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(13)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-X = matrix(5, 4)
+X = values(5, 4)
 NUMBERS = torch.tensor([3, 0, 7, 3, 3])
 
 
 def test_sorting_leaves_the_other_dims_split():
-    samples = [Sample(X), Sample(X, 0), Sample(matrix(2, 3), dim=-1, descending=True)]
+    samples = [Sample(X), Sample(X, 0), Sample(values(2, 3), dim=-1, descending=True)]
     check_rule(torch.sort, samples, most=15)
     check_rule(torch.argsort, samples, most=15)
     check_rule(torch.sort, [Sample(NUMBERS, stable=True)], most=15)
@@ -33,7 +28,7 @@ def test_topk_along_a_split_dim(largest):
         Sample(X, 2),
         Sample(X, 3, 0, largest),
         Sample(X, 5, dim=0, largest=largest),
-        Sample(matrix(2, 3), 2, 0),
+        Sample(values(2, 3), 2, 0),
         Sample(X, 0),
     ]
     check_rule(torch.topk, samples, most=15, allow_missing=True)
@@ -42,17 +37,17 @@ def test_topk_along_a_split_dim(largest):
 def test_topk_gathers_only_candidates():
     def run() -> tuple[list[tuple[str, int]], list[float], list[int]]:
         mesh = init_device_mesh("cpu", (2, 2))
-        values = torch.tensor([5.0, 9, 1, 9, 2, 8, 0])
-        x = distributed(values, Layout(mesh, (7,), {0: (1, 0)}))
+        x = torch.tensor([5.0, 9, 1, 9, 2, 8, 0])
+        x = distributed(x, Layout(mesh, (7,), {0: (1, 0)}))
         events = []
         with listen(events.append):
             found = x.topk(2)
         assert found.values.placements == (Replicate(), Replicate())
         return [each.kind for each in events], found.values.tolist(), found.indices.tolist()
 
-    for kinds, values, indices in simulate(run, 4):
+    for kinds, largest, indices in simulate(run, 4):
         assert set(kinds) == {"all_gather"}
-        assert values == [9.0, 9.0] and sorted(indices) == [1, 3]
+        assert largest == [9.0, 9.0] and sorted(indices) == [1, 3]
 
 
 def test_topk_of_the_worst_values_picks_no_padding():
@@ -66,7 +61,7 @@ def test_topk_of_the_worst_values_picks_no_padding():
 
 def test_counting():
     check_rule(torch.histc, [Sample(X, 4), Sample(X.detach(), bins=3, min=-1, max=1)], most=15)
-    samples = [Sample(NUMBERS), Sample(NUMBERS, minlength=10), Sample(NUMBERS, matrix(5).detach())]
+    samples = [Sample(NUMBERS), Sample(NUMBERS, minlength=10), Sample(NUMBERS, values(5).detach())]
     check_rule(torch.bincount, samples, allow_missing=True)
     check_rule(
         torch.histogram, [Sample(X.detach(), 3, range=(-2.0, 2.0))], most=15, allow_missing=True

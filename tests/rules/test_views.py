@@ -3,14 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import leaf
 
 from shardwise import DispatchError, Layout, explicit, init_device_mesh, listen, simulate
 from shardwise.dispatch.state import PolicyError
 from shardwise.testing import Sample, check_rule, distributed
-
-
-def made(*shape):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 def whole_numbers(*shape):
@@ -18,125 +15,128 @@ def whole_numbers(*shape):
 
 
 VIEWS = {
-    "transpose": (torch.transpose, [Sample(made(5, 4, 2), 0, -1), Sample(made(), 0, 0)]),
-    "swapaxes": (torch.swapaxes, [Sample(made(5, 4), axis0=0, axis1=1)]),
-    "swapdims": (torch.swapdims, [Sample(made(5, 4), 0, 1)]),
-    "t": (torch.t, [Sample(made(5, 4)), Sample(made(5))]),
-    "adjoint": (torch.adjoint, [Sample(made(2, 5, 4))]),
-    "T": (lambda x: x.T, [Sample(made(5, 4))]),
-    "mT": (lambda x: x.mT, [Sample(made(2, 5, 4))]),
+    "transpose": (torch.transpose, [Sample(leaf(5, 4, 2), 0, -1), Sample(leaf(), 0, 0)]),
+    "swapaxes": (torch.swapaxes, [Sample(leaf(5, 4), axis0=0, axis1=1)]),
+    "swapdims": (torch.swapdims, [Sample(leaf(5, 4), 0, 1)]),
+    "t": (torch.t, [Sample(leaf(5, 4)), Sample(leaf(5))]),
+    "adjoint": (torch.adjoint, [Sample(leaf(2, 5, 4))]),
+    "T": (lambda x: x.T, [Sample(leaf(5, 4))]),
+    "mT": (lambda x: x.mT, [Sample(leaf(2, 5, 4))]),
     "H": (lambda x: x.H, [Sample(torch.randn(5, 4, dtype=torch.complex128))]),
-    "mH": (lambda x: x.mH, [Sample(made(2, 5, 4))]),
+    "mH": (lambda x: x.mH, [Sample(leaf(2, 5, 4))]),
     "permute": (
         torch.Tensor.permute,
-        [Sample(made(5, 4, 2), 2, 0, 1), Sample(made(5, 4), (1, -2))],
+        [Sample(leaf(5, 4, 2), 2, 0, 1), Sample(leaf(5, 4), (1, -2))],
     ),
     "movedim": (
         torch.movedim,
-        [Sample(made(5, 4, 2), 0, 2), Sample(made(5, 4, 2), (0, 1), (2, 0))],
+        [Sample(leaf(5, 4, 2), 0, 2), Sample(leaf(5, 4, 2), (0, 1), (2, 0))],
     ),
     "squeeze": (
         torch.squeeze,
         [
-            Sample(made(1, 2, 1)),
-            Sample(made(1, 2), 0),
-            Sample(made(1, 2), 1),
-            Sample(made(1, 2, 1), (0, 1)),
+            Sample(leaf(1, 2, 1)),
+            Sample(leaf(1, 2), 0),
+            Sample(leaf(1, 2), 1),
+            Sample(leaf(1, 2, 1), (0, 1)),
         ],
     ),
-    "unsqueeze": (torch.unsqueeze, [Sample(made(5, 4), 1), Sample(made(5), -1), Sample(made(), 0)]),
-    "expand": (torch.Tensor.expand, [Sample(made(5, 1), 2, -1, 3), Sample(made(1, 4), (5, 4))]),
-    "expand_as": (torch.Tensor.expand_as, [Sample(made(1, 4), torch.zeros(5, 4))]),
-    "broadcast_to": (torch.broadcast_to, [Sample(made(5, 1), (2, 5, 3))]),
+    "unsqueeze": (
+        torch.unsqueeze,
+        [Sample(leaf(5, 4), 1), Sample(leaf(5), -1), Sample(leaf(), 0)],
+    ),
+    "expand": (torch.Tensor.expand, [Sample(leaf(5, 1), 2, -1, 3), Sample(leaf(1, 4), (5, 4))]),
+    "expand_as": (torch.Tensor.expand_as, [Sample(leaf(1, 4), torch.zeros(5, 4))]),
+    "broadcast_to": (torch.broadcast_to, [Sample(leaf(5, 1), (2, 5, 3))]),
     "diagonal": (
         torch.diagonal,
         [
-            Sample(made(5, 4)),
-            Sample(made(5, 4), -2),
-            Sample(made(3, 2, 5), 1, 0, 2),
-            Sample(made(2, 3), 7),
+            Sample(leaf(5, 4)),
+            Sample(leaf(5, 4), -2),
+            Sample(leaf(3, 2, 5), 1, 0, 2),
+            Sample(leaf(2, 3), 7),
         ],
     ),
-    "diag": (torch.diag, [Sample(made(5, 4), 1), Sample(made(4), -1)]),
-    "diag_embed": (torch.diag_embed, [Sample(made(5, 4)), Sample(made(5, 4), 1, 0, 2)]),
-    "unfold": (torch.Tensor.unfold, [Sample(made(5, 6), 1, 3, 2)]),
+    "diag": (torch.diag, [Sample(leaf(5, 4), 1), Sample(leaf(4), -1)]),
+    "diag_embed": (torch.diag_embed, [Sample(leaf(5, 4)), Sample(leaf(5, 4), 1, 0, 2)]),
+    "unfold": (torch.Tensor.unfold, [Sample(leaf(5, 6), 1, 3, 2)]),
 }
 
 PARTS = {
-    "select": (torch.select, [Sample(made(5, 4), 0, -1), Sample(whole_numbers(5, 4) > 4, 1, 2)]),
+    "select": (torch.select, [Sample(leaf(5, 4), 0, -1), Sample(whole_numbers(5, 4) > 4, 1, 2)]),
     "narrow": (
         torch.narrow,
         [
-            Sample(made(5, 4), 0, 1, 3),
-            Sample(made(5, 4), 1, -1, 1),
-            Sample(made(5), 0, 0, 5),
-            Sample(made(5), 0, 2, 0),
+            Sample(leaf(5, 4), 0, 1, 3),
+            Sample(leaf(5, 4), 1, -1, 1),
+            Sample(leaf(5), 0, 0, 5),
+            Sample(leaf(5), 0, 2, 0),
         ],
     ),
     "narrow_copy": (torch.narrow_copy, [Sample(whole_numbers(5, 4), 0, 1, 3)]),
-    "slice": (torch.ops.aten.slice, [Sample(made(7, 2), 0, 1, 100, 2), Sample(made(7, 2), 1)]),
+    "slice": (torch.ops.aten.slice, [Sample(leaf(7, 2), 0, 1, 100, 2), Sample(leaf(7, 2), 1)]),
     "split": (
         torch.split,
-        [Sample(made(7, 2), 3), Sample(made(7, 2), [4, 0, 3]), Sample(made(2, 4), 2, dim=1)],
+        [Sample(leaf(7, 2), 3), Sample(leaf(7, 2), [4, 0, 3]), Sample(leaf(2, 4), 2, dim=1)],
     ),
-    "split method": (torch.Tensor.split, [Sample(made(7, 2), 3), Sample(made(4, 2), 9)]),
-    "split_with_sizes": (torch.split_with_sizes, [Sample(made(4, 5), [1, 4], -1)]),
-    "unsafe_split": (torch.unsafe_split, [Sample(made(4, 5), 2, 1)]),
+    "split method": (torch.Tensor.split, [Sample(leaf(7, 2), 3), Sample(leaf(4, 2), 9)]),
+    "split_with_sizes": (torch.split_with_sizes, [Sample(leaf(4, 5), [1, 4], -1)]),
+    "unsafe_split": (torch.unsafe_split, [Sample(leaf(4, 5), 2, 1)]),
     "chunk": (
         torch.chunk,
-        [Sample(made(7, 3), 3), Sample(made(5, 8), 2, -1), Sample(made(0, 3), 2)],
+        [Sample(leaf(7, 3), 3), Sample(leaf(5, 8), 2, -1), Sample(leaf(0, 3), 2)],
     ),
     "tensor_split": (
         torch.tensor_split,
         [
-            Sample(made(7, 2), 3),
-            Sample(made(7, 2), (2, 5)),
-            Sample(made(7, 2), (5, 2, -1)),
-            Sample(made(2, 3), sections=2, dim=1),
+            Sample(leaf(7, 2), 3),
+            Sample(leaf(7, 2), (2, 5)),
+            Sample(leaf(7, 2), (5, 2, -1)),
+            Sample(leaf(2, 3), sections=2, dim=1),
         ],
     ),
-    "hsplit": (torch.hsplit, [Sample(made(3, 4), 2), Sample(made(5), [2])]),
-    "vsplit": (torch.vsplit, [Sample(made(4, 3), 2)]),
-    "dsplit": (torch.dsplit, [Sample(made(2, 3, 4), [1])]),
-    "unbind": (torch.unbind, [Sample(made(3, 4)), Sample(made(3, 4), dim=1)]),
+    "hsplit": (torch.hsplit, [Sample(leaf(3, 4), 2), Sample(leaf(5), [2])]),
+    "vsplit": (torch.vsplit, [Sample(leaf(4, 3), 2)]),
+    "dsplit": (torch.dsplit, [Sample(leaf(2, 3, 4), [1])]),
+    "unbind": (torch.unbind, [Sample(leaf(3, 4)), Sample(leaf(3, 4), dim=1)]),
 }
 
 ORDERS = {
-    "flip": (torch.flip, [Sample(made(5, 4), (0,)), Sample(made(5, 4), dims=(0, -1))]),
-    "fliplr": (torch.fliplr, [Sample(made(5, 4))]),
-    "flipud": (torch.flipud, [Sample(made(5, 4))]),
-    "rot90": (torch.rot90, [Sample(made(5, 4), k) for k in range(4)]),
+    "flip": (torch.flip, [Sample(leaf(5, 4), (0,)), Sample(leaf(5, 4), dims=(0, -1))]),
+    "fliplr": (torch.fliplr, [Sample(leaf(5, 4))]),
+    "flipud": (torch.flipud, [Sample(leaf(5, 4))]),
+    "rot90": (torch.rot90, [Sample(leaf(5, 4), k) for k in range(4)]),
     "roll": (
         torch.roll,
         [
-            Sample(made(5, 4), 2, 0),
-            Sample(made(5, 4), (1, -3, 1), (0, 1, 0)),
-            Sample(made(5, 2), 3),
-            Sample(made(5), 2),
+            Sample(leaf(5, 4), 2, 0),
+            Sample(leaf(5, 4), (1, -3, 1), (0, 1, 0)),
+            Sample(leaf(5, 2), 3),
+            Sample(leaf(5), 2),
         ],
     ),
     "repeat": (
         torch.Tensor.repeat,
-        [Sample(made(5, 4), 2, 1), Sample(made(3), (2, 2)), Sample(made(3), 0)],
+        [Sample(leaf(5, 4), 2, 1), Sample(leaf(3), (2, 2)), Sample(leaf(3), 0)],
     ),
-    "tile": (torch.tile, [Sample(made(5, 2), (2,)), Sample(made(5), (2, 3))]),
+    "tile": (torch.tile, [Sample(leaf(5, 2), (2,)), Sample(leaf(5), (2, 3))]),
     "pad": (
         F.pad,
         [
-            Sample(made(5, 4), (1, 2)),
-            Sample(made(5, 4), (0, 0, 3, -1)),
-            Sample(made(5, 4), (1, 0, 0, 2), "constant", 7.0),
+            Sample(leaf(5, 4), (1, 2)),
+            Sample(leaf(5, 4), (0, 0, 3, -1)),
+            Sample(leaf(5, 4), (1, 0, 0, 2), "constant", 7.0),
         ],
     ),
     "pad, reflect": (
         F.pad,
         [
-            Sample(made(2, 3, 5), (2, 1), "reflect"),
-            Sample(made(2, 4, 3), (1, 1, 2, 0), mode="reflect"),
+            Sample(leaf(2, 3, 5), (2, 1), "reflect"),
+            Sample(leaf(2, 4, 3), (1, 1, 2, 0), mode="reflect"),
         ],
     ),
-    "pad, replicate": (F.pad, [Sample(made(2, 3, 5), (2, 3), "replicate")]),
-    "pad, circular": (F.pad, [Sample(made(2, 3, 5), (2, 3), "circular")]),
+    "pad, replicate": (F.pad, [Sample(leaf(2, 3, 5), (2, 3), "replicate")]),
+    "pad, circular": (F.pad, [Sample(leaf(2, 3, 5), (2, 3), "circular")]),
     "constant_pad_nd": (torch.constant_pad_nd, [Sample(whole_numbers(5, 4), (1, 1), 3)]),
 }
 

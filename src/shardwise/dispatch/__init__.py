@@ -13,7 +13,7 @@ import torch
 
 import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
-from shardwise.dispatch import functions, gradients, values  # noqa: F401 (register themselves)
+from shardwise.dispatch import functions, gradients, refused, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.arguments import tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get
 from shardwise.dispatch.planning import on_meta, plan
@@ -101,7 +101,7 @@ def _found(func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[s
         parts.append(_part(arg, ignores_numbers))
     key = tuple(parts)
     try:
-        entry = _state.entries.get(key)
+        entry: Entry | None = _state.entries.get(key)
     except TypeError:  # an argument that cannot be a key
         entry, key = None, ()
     if entry is None:
@@ -170,7 +170,15 @@ def _call_shown(func: Any, args: Any, kwargs: Any) -> str:
         for each in tensors
     ]
     text = f"[in {name_of(func)} of {', '.join(shown)}"
-    if any(not isinstance(each, DTensor) and each.dim() > 0 for each in tensors):
+    plain_sizes = {size for each in tensors if type(each) is not DTensor for size in each.shape}
+    sizes_of_pieces = {
+        here
+        for each in tensors
+        if type(each) is DTensor
+        for here, whole in zip(each.to_local().shape, each.shape, strict=True)
+        if here != whole
+    }
+    if plain_sizes & sizes_of_pieces:
         text += (
             "; shapes are global, and a plain tensor is taken for a whole one: if it is this "
             "rank's piece, say DTensor.from_local(piece, mesh, placements)"
@@ -190,4 +198,4 @@ def _theirs(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
 
 
 # Bound once: a classmethod would be bound anew whenever torch looks at a tensor of a list.
-DTensor.__torch_function__ = MethodType(dispatch, DTensor)  # type: ignore[assignment]
+DTensor.__torch_function__ = MethodType(dispatch, DTensor)  # type: ignore[method-assign]

@@ -60,9 +60,10 @@ _NUMBERS = ("alpha", "beta")
 """Keywords that are numbers to torch, which also takes tensors for them."""
 
 
-def numbers_among(kwargs: dict[str, Any]) -> list[str]:
+def numbers_among(name: str, kwargs: dict[str, Any]) -> list[str]:
     """The keywords that are numbers to torch, where a tensor was given."""
-    return [each for each in _NUMBERS if isinstance(kwargs.get(each), torch.Tensor)]
+    numbers = (*_NUMBERS, "value") if name.startswith("addc") else _NUMBERS
+    return [each for each in numbers if isinstance(kwargs.get(each), torch.Tensor)]
 
 
 def with_numbers(func: Any, name: str, keywords: list[str]) -> Entry:
@@ -77,8 +78,11 @@ def with_numbers(func: Any, name: str, keywords: list[str]) -> Entry:
 def into_out(func: Any, name: str) -> Entry:
     """A call with `out=`: make the result, then copy it to where it should lie."""
 
+    # torch.ops.aten.add.out has no meaning without `out`: the operator finds its overload.
+    makes = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:
-        copy_into(name, func(*args, **kwargs), out)
+        copy_into(name, makes(*args, **kwargs), out)
         return out
 
     return AsIs(name, run)

@@ -10,7 +10,7 @@ import torch
 from shardwise.dispatch.moving import Transfer, moved
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, as_local, severed_by, wrap
 
 Path = tuple[int | str, ...]
 """Where a tensor stands among the arguments: position or keyword, then positions within."""
@@ -22,11 +22,8 @@ class DispatchError(ShardwiseError, RuntimeError):
 
 def check_writable(name: str, target: Any) -> None:
     """Refuse to write to a copy that the user must take for a view, or to a view of one."""
-    severed = target.__dict__.get("_severed")
-    if severed is None:
-        with as_local():
-            base = _base_of(target)
-        severed = None if base is None else base.__dict__.get("_severed")
+    with as_local():
+        severed = severed_by(target)
     if severed is not None:
         raise DispatchError(
             f"{name}: this tensor is the result of {_SHOWN.get(severed, severed)}, of which torch "
@@ -49,7 +46,7 @@ def mark_severed(tensor: Any, name: str) -> None:
         base._severed = name
 
 
-_base_of = torch._C.TensorBase._base.__get__  # type: ignore[attr-defined]
+_base_of = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
 
 
 class Entry:
@@ -159,7 +156,7 @@ class Entry:
 
 
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(torch.Tensor) if type(tensor) is DTensor else tensor  # type: ignore[no-any-return]
+    return tensor.as_subclass(torch.Tensor) if type(tensor) is DTensor else tensor
 
 
 def _is_among(value: torch.Tensor, operands: Any) -> bool:

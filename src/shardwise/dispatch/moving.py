@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm import Pending
 from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -15,9 +16,11 @@ from shardwise.redistribute.moves import Pair, apply_pair, make_pair
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.tensor import DTensor
 
-_version = torch._C.TensorBase._version.__get__
-_requires_grad = torch._C.TensorBase.requires_grad.__get__
-_is_leaf = torch._C.TensorBase.is_leaf.__get__
+_BASE: Any = torch._C.TensorBase
+_version = _BASE._version.__get__
+_requires_grad = _BASE.requires_grad.__get__
+_is_leaf = _BASE.is_leaf.__get__
+_is_inference = torch._C.TensorBase.is_inference
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,10 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     if how.source is how.target and not needs_grad:
         return tensor  # the gradient alone would have moved
     # All ranks must agree on what is shared, as the moves back of its gradients are collectives.
-    is_shared = type(tensor) is DTensor and (
-        how.source is how.target or how.source.partial or (needs_grad and how.is_cut)
+    is_shared = (
+        type(tensor) is DTensor
+        and (how.source is how.target or how.source.partial or (needs_grad and how.is_cut))
+        and not _is_inference(tensor)  # it has no version that would tell of changes
     )
     if is_shared:
         found = _shared(tensor, how, needs_grad)
@@ -86,7 +91,7 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
                 f"{operator}: a pending reduction of {how.source!r} has no gradient, as it is not "
                 "linear; detach() the tensor first"
             )
-        result = apply_pair(tensor, how.pair)
+        result = apply_pair(tensor, how.pair, _own_part(tensor, how))
     elif how.cut is not None:
         return tensor[how.cut]
     else:
@@ -96,6 +101,14 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     return result
 
 
+def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | None:
+    """What a cut keeps: an alias, that is no view of autograd's. As it may be kept for other uses,
+    it must show what is written to the tensor unseen, as through `data`."""
+    if how.cut is None:
+        return None
+    return Pending.done(tensor.detach()[how.cut].detach())
+
+
 def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
     with torch.no_grad():
         local = torch._C.TensorBase.as_subclass(tensor, torch.Tensor)
@@ -103,10 +116,10 @@ def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
         return execute(plan, local).wait()
 
 
-# A tensor remembers what it was moved to, as long as it is not changed. A leaf cannot hold what leads
-# back to it: the cycle goes through C++ and would never be freed. What leaves were moved to is held
-# here until a backward has passed through it, and no more than so many. Whether something is alive
-# must not decide, as ranks could differ and each move back is a collective.
+# A tensor remembers what it was moved to, as long as it is not changed. A leaf cannot hold what
+# leads back to it: the cycle goes through C++ and would never be freed. What leaves were moved to
+# is held here until a backward has passed through it, and no more than so many. Whether something
+# is alive must not decide, as ranks could differ and each move back is a collective.
 
 _MOST_OF_LEAVES = 4096
 
@@ -134,6 +147,17 @@ def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -
     node = result.grad_fn
     assert node is not None, "it was made of a tensor that requires grad"
     node.register_prehook(lambda gradients: kept.pop(place, None) and None)
+
+
+def forget(tensor: DTensor) -> None:
+    """Drop what a tensor was moved to: its data change, which its version does not tell."""
+    tensor.__dict__.pop("_moved", None)
+    mine = id(tensor)
+    for place in [each for each in state.moved_leaves if each[0] == mine]:
+        del state.moved_leaves[place]
+
+
+DTensor._forget_moves = forget  # type: ignore[assignment,method-assign]
 
 
 def _refuse_communication(how: Transfer, dtype: torch.dtype, operator: str) -> None:

@@ -41,7 +41,7 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     name = name_of(func)
     if kwargs.get("out") is not None:
         return into_out(func, name)
-    numbers = numbers_among(kwargs)
+    numbers = numbers_among(name, kwargs)
     if numbers:
         return with_numbers(func, name, numbers)
     paths = list(tensor_paths(args, kwargs))

@@ -18,8 +18,8 @@ from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import handler, name_of, rule
-from shardwise.rules.spec import Spec
-from shardwise.tensor import DTensor, as_local
+from shardwise.rules.spec import Spec, takes_shards
+from shardwise.tensor import DTensor, as_local, severed_by
 
 FLOATS = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
 INTEGERS = ["int", "long", "short", "char", "byte", "bool"]
@@ -30,9 +30,23 @@ def kept(input: Any, *args: Any, **kwargs: Any) -> Spec:
     return broadcast([input], [(0,)])
 
 
-@rule("detach", "alias", inplace=False)
+@rule("alias", inplace=False)
 def alias(input: Any) -> Spec:
     return broadcast([input], [(0,)], is_view=True)
+
+
+@rule("detach", inplace=False)
+def detach(input: Any) -> Spec:
+    return broadcast([input], [(0,)], is_view=True, lower=lambda here: _detached)
+
+
+@takes_shards
+def _detached(input: Any) -> torch.Tensor:
+    result = torch.Tensor.detach(input)
+    severed = severed_by(input)
+    if severed is not None:  # autograd does not know what it is an alias of
+        result._severed = severed  # type: ignore[attr-defined]
+    return result
 
 
 @rule(*INTEGERS, inplace=False)

@@ -96,49 +96,61 @@ class Convolution:
         empty = any(is_empty(each.local_shape()) for each in (*here.inputs, *here.outputs))
         if not space and "g" not in here.splits and not empty:
             return None
+        exchanges = [self.exchange(here, at) for at in space]
+        groups, missing = _channels(self, here)
         make = _transposed if self.is_transposed else _forward
-        return make(self, here, space)
+        sides, operator = make(self, here, space, groups)
+        result = here.outputs[0].local_shape()
+
+        def run(
+            input: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None = None,
+            *_: Any,
+            **__: Any,
+        ) -> torch.Tensor:
+            for get in exchanges:
+                input = get(input)
+            return cropped(operator(*missing(padded(input, sides), weight, bias)), result)
+
+        return run
+
+    def exchange(self, here: Here, at: int) -> Exchange:
+        """Along one dim of space: what the results of each rank have to do with."""
+        dim = self.first + at
+        return exchange(
+            here, f"x{at}", dim, (self.input[dim], self.result[dim]), partial(self.needs, at)
+        )
 
 
-def _forward(conv: Convolution, here: Here, space: Sequence[int]) -> Callable[..., torch.Tensor]:
-    windows, first = conv.windows, conv.first
-    exchanges = [_exchange(conv, here, at) for at in space]
-    box, result = here.outputs[0].box(), here.outputs[0].local_shape()
+Local = tuple[dict[int, Range], Callable[..., torch.Tensor]]
+"""What to add before and after the dims of a rank's window, and what then runs on it."""
+
+
+def _forward(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
+    windows, box = conv.windows, here.outputs[0].box()
     sides: dict[int, Range] = {}
     padding = [window.before for window in windows]
     for at, window in enumerate(windows):
         if at in space or window.before != window.after:
-            sides[first + at] = window.padding((box.start[first + at], box.stop[first + at]))
+            dim = conv.first + at
+            sides[dim] = window.padding((box.start[dim], box.stop[dim]))
             padding[at] = 0
-    groups, missing = _channels(conv, here)
-    shared = [window.stride for window in windows], padding, [w.dilation for w in windows], groups
+    strides, dilation = [each.stride for each in windows], [each.dilation for each in windows]
     operator = _FORWARD[len(windows)]
-
-    def run(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> torch.Tensor:
-        for get in exchanges:
-            input = get(input)
-        input, weight, bias = missing(padded(input, sides), weight, bias)
-        return cropped(operator(input, weight, bias, *shared), result)
-
-    return run
+    return sides, lambda input, weight, bias: operator(
+        input, weight, bias, strides, padding, dilation, groups
+    )
 
 
-def _transposed(conv: Convolution, here: Here, space: Sequence[int]) -> Callable[..., torch.Tensor]:
+def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
     assert conv.output_padding is not None, "it is transposed"
-    windows, first = conv.windows, conv.first
-    exchanges = [_exchange(conv, here, at) for at in space]
-    box, result = here.outputs[0].box(), here.outputs[0].local_shape()
+    windows, box = conv.windows, here.outputs[0].box()
     padding, output_padding = [window.before for window in windows], list(conv.output_padding)
     sides: dict[int, Range] = {}
     cuts: dict[int, Range] = {}
     for at in space:
-        window, dim = windows[at], first + at
+        window, dim = windows[at], conv.first + at
         mine = box.start[dim], box.stop[dim]
         have = conv.needs(at, mine)
         padding[at] = output_padding[at] = 0
@@ -150,33 +162,17 @@ def _transposed(conv: Convolution, here: Here, space: Sequence[int]) -> Callable
             start = have[0] * window.stride - window.before
             stop = (have[1] - 1) * window.stride - window.before + window.reach
             cuts[dim] = start - mine[0], mine[1] - stop
-    groups, missing = _channels(conv, here)
-    shared = [window.stride for window in windows], padding, output_padding, groups
-    dilation = [window.dilation for window in windows]
+    strides, dilation = [each.stride for each in windows], [each.dilation for each in windows]
     operator = _TRANSPOSED[len(windows)]
 
-    def run(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> torch.Tensor:
-        for get in exchanges:
-            input = get(input)
-        input, weight, bias = missing(padded(input, sides), weight, bias)
-        made = padded(operator(input, weight, None, *shared, dilation), cuts)
+    def run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        made = operator(input, weight, None, strides, padding, output_padding, groups, dilation)
+        made = padded(made, cuts)
         if bias is not None:  # after the padding, which it is added to
             made = made + bias.to(made.dtype).view(-1, *[1] * len(windows))
-        return cropped(made, result)
+        return made
 
-    return run
-
-
-def _exchange(conv: Convolution, here: Here, at: int) -> Exchange:
-    dim = conv.first + at
-    sizes = conv.input[dim], conv.result[dim]
-    return exchange(here, f"x{at}", dim, sizes, partial(conv.needs, at))
+    return sides, run
 
 
 def _channels(conv: Convolution, here: Here) -> tuple[int, Callable[..., Any]]:

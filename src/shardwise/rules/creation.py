@@ -13,8 +13,16 @@ from shardwise.tensor import DTensor, as_local, wrap
 
 
 def _numbers(args: Any) -> list[Any]:
-    """The arguments, with a number in place of a 0-d DTensor."""
-    return [each.item() if isinstance(each, DTensor) else each for each in args]
+    """The arguments, with a number in place of a 0-d DTensor, and the values of another."""
+    return [_number(each) for each in args]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor() if value.dim() else value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_number, value))
+    return value
 
 
 @handler("zeros_like", "ones_like", "full_like", "empty_like")

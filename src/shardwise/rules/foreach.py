@@ -15,6 +15,7 @@ import torch
 import torch.utils._foreach_utils
 from torch.optim.optimizer import _foreach_supported_types
 
+from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import handler
@@ -72,6 +73,8 @@ def _inplace(func: Any, args: Any, kwargs: Any) -> Any:
     if aligned((*args, *kwargs.values()) if kwargs else args) is None:
         _one_by_one(func, args, kwargs)
         return args[0]
+    for target in args[0]:
+        check_writable(func.__name__, target)
     with as_local():
         return func(*args, **kwargs)
 

@@ -130,11 +130,13 @@ def boxes_of(
     }
 
 
-def cut(tensor: torch.Tensor, boxes: dict[int, tuple[int, int]]) -> torch.Tensor:
-    """The operand, cut so."""
+def cut(
+    tensor: torch.Tensor, boxes: dict[int, tuple[int, int]], *, broadcasts: bool = True
+) -> torch.Tensor:
+    """The operand, cut so; one that broadcasts stays as it is where it has a single row."""
     for dim, (first, end) in boxes.items():
         size = tensor.size(dim)
-        if size == 1 < end:  # one that broadcasts
+        if broadcasts and size == 1 < end:
             continue
         first = min(first, size)
         tensor = tensor.narrow(dim, first, min(end, size) - first)

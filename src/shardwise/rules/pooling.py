@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.rules.calls import composed
 from shardwise.rules.cuts import Range
 from shardwise.rules.halo import Exchange, Window, exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty, padded
-from shardwise.rules.registry import Aten, handler, rule
+from shardwise.rules.pointwise import tensors_among
+from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
 _MAX: dict[int, Callable[..., Any]]
@@ -198,8 +200,7 @@ def planes(
             return None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-            made = operator(*map(filled, given))
+            made = operator(*map(filled, tensors_among(*args, *kwargs.values())))
             if isinstance(made, torch.Tensor):
                 return cropped(made, shapes[0])
             return tuple(map(cropped, made, shapes))
@@ -320,14 +321,14 @@ def _fractional_rule(space: int, operator: Callable[..., Any]) -> Callable[..., 
     return fractional_max_pool
 
 
-@handler(F.fractional_max_pool2d)
-def fractional_max_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composed(F.fractional_max_pool2d)
+def fractional_max_pool2d(*args: Any, **kwargs: Any) -> Any:
     """Draws the same on every rank, as the generators are alike."""
     return F.fractional_max_pool2d_with_indices(*args, **kwargs)[0]
 
 
-@handler(F.fractional_max_pool3d)
-def fractional_max_pool3d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composed(F.fractional_max_pool3d)
+def fractional_max_pool3d(*args: Any, **kwargs: Any) -> Any:
     """Draws the same on every rank, as the generators are alike."""
     return F.fractional_max_pool3d_with_indices(*args, **kwargs)[0]
 

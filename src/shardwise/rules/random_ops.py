@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import handle_torch_function
 
 from shardwise import random
+from shardwise.dispatch.arguments import check_target
+from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
 from shardwise.redistribute.moves import redistribute_local
+from shardwise.rules.calls import Function, composed
+from shardwise.rules.dims import unsplit
+from shardwise.rules.pointwise import tensors_among
+from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import handler, name_of, rule
-from shardwise.rules.spec import Here, Out, Spec
+from shardwise.rules.spec import Here, Spec
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 
 Sampler = Callable[..., torch.Tensor]
@@ -151,7 +156,7 @@ def fill(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_floating(name: str, dtype: torch.dtype) -> None:
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not keeps_sums(dtype):
         raise NotImplementedError(f'"{name}" not implemented for {dtype}')
 
 
@@ -159,8 +164,6 @@ def overwrite(
     name: str, target: DTensor, sampler: Sampler, *numbers: Any, generator: Any = None
 ) -> DTensor:
     """Write random numbers to a DTensor."""
-    from shardwise.dispatch.entry import check_writable  # it imports the rules
-
     check_writable(name, target)
     made = noise_like(sampler, target, *numbers, generator=generator)
     local = redistribute_local(unwrap(made), made._layout, target._layout)
@@ -211,58 +214,37 @@ for _name, _sampler in (
 # ---- whose parameters are tensors
 
 
-@handler("bernoulli")
-def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
+@composed("bernoulli")
+def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Any:
     """The input tells the probabilities, or only the shape."""
-
-    def sampled(input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> Any:
-        if p is None:
-            return into(out, compared(input, input, generator), input)
-        if isinstance(p, torch.Tensor):
-            return into(out, compared(input, p, generator), input)
-        _check_probability(p)
-        made = noise_like(random.bernoulli, input, float(p), generator=generator)
-        return into(out, made, input)
-
-    return sampled(*args, **kwargs)
+    if p is None or isinstance(p, torch.Tensor):
+        return smooth(compared(input, input if p is None else p, generator), input)
+    _check_probability(p)
+    return smooth(noise_like(random.bernoulli, input, float(p), generator=generator), input)
 
 
-@handler("bernoulli_")
-def bernoulli_(func: Any, args: Any, kwargs: Any) -> Any:
+@composed("bernoulli_")
+def bernoulli_(input: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
     """The target keeps its layout, whatever that of the probabilities."""
-
-    def sampled(self: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
-        if not isinstance(self, DTensor):
-            raise _no_plain_target("bernoulli_")
-        if isinstance(p, torch.Tensor):
-            return self.copy_(compared(self, p, generator))
-        _check_probability(p)
-        return overwrite("bernoulli_", self, random.bernoulli, float(p), generator=generator)
-
-    return sampled(*args, **kwargs)
+    check_target("bernoulli_", input)
+    if isinstance(p, torch.Tensor):
+        return input.copy_(compared(input, p, generator))
+    _check_probability(p)
+    return overwrite("bernoulli_", input, random.bernoulli, float(p), generator=generator)
 
 
-@handler("normal")
-def normal(func: Any, args: Any, kwargs: Any) -> Any:
+@composed("normal")
+def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Mean and standard deviation broadcast against each other."""
-
-    def sampled(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Any:
-        given = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
-        if not isinstance(std, torch.Tensor) and std < 0:
-            raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
-        layout = joint_layout([each.shape for each in given], given)
-        made = noise(
-            random.normal,
-            layout,
-            dtype=given[0].dtype,
-            device=given[0].device,
-            generator=generator,
-        )
-        with torch.no_grad():
-            sample = made * std + mean
-        return into(out, sample, *given)
-
-    return sampled(*args, **kwargs)
+    given = tensors_among(mean, std)
+    if not isinstance(std, torch.Tensor) and std < 0:
+        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
+    layout = joint_layout([each.shape for each in given], given)
+    dtype, device = given[0].dtype, given[0].device
+    made = noise(random.normal, layout, dtype=dtype, device=device, generator=generator)
+    with torch.no_grad():
+        sample = made * std + mean
+    return smooth(sample, *given)
 
 
 def compared(model: DTensor, p: torch.Tensor, generator: Any) -> Any:
@@ -309,17 +291,12 @@ class _Sampled(torch.autograd.Function):
         return None, *(torch.zeros_like(each, device=ctx.device) for each in ctx.like)
 
 
-def into(out: Any, sample: Any, *parameters: Any) -> Any:
-    """A sample as torch gives it: in `out`, or with its parameters' gradients, which are zero."""
-    if out is not None:
-        return out.copy_(sample)
-    smooth = [
-        unwrap(each) if isinstance(each, DTensor) else each
-        for each in parameters
-        if each.requires_grad
-    ]
-    if smooth and torch.is_grad_enabled():
-        local = _Sampled.apply(unwrap(sample), *smooth)  # type: ignore[no-untyped-call]
+def smooth(sample: Any, *parameters: Any) -> Any:
+    """A sample with the gradients that torch gives its parameters, which are zero."""
+    given = [unwrap(each) if isinstance(each, DTensor) else each
+             for each in parameters if each.requires_grad]  # fmt: skip
+    if given and torch.is_grad_enabled():
+        local = _Sampled.apply(unwrap(sample), *given)  # type: ignore[no-untyped-call]
         return wrap(local, sample._layout)
     return sample
 
@@ -327,12 +304,6 @@ def into(out: Any, sample: Any, *parameters: Any) -> Any:
 def _check_probability(p: float) -> None:
     if not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
-
-
-def _no_plain_target(name: str) -> Exception:
-    from shardwise.dispatch.entry import DispatchError
-
-    return DispatchError(f"{name}: cannot write a DTensor's values into a plain tensor in place")
 
 
 # ---- whole on every rank: torch's own algorithms, which draw as much as the data needs.
@@ -350,74 +321,49 @@ def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torc
 
 @rule("poisson", inplace=False)
 def poisson(input: torch.Tensor, generator: Any = None) -> Spec:
-    """Whole."""
-    dims = (None,) * input.dim()
-    out = Out(dims, tuple(input.shape))
-    return Spec([(input, dims)], [out], lower=partial(_seeded, torch.poisson))
+    return unsplit([input], input.shape, lower=partial(_seeded, torch.poisson))
 
 
 @rule("binomial", inplace=False)
 def binomial(count: torch.Tensor, prob: torch.Tensor, generator: Any = None) -> Spec:
-    """Whole."""
-    shape = tuple(torch.broadcast_shapes(count.shape, prob.shape))  # type: ignore[no-untyped-call]
-    inputs = [(each, (None,) * each.dim()) for each in (count, prob)]
-    out = Out((None,) * len(shape), shape)
-    return Spec(inputs, [out], lower=partial(_seeded, torch.binomial))
+    shape = torch.broadcast_shapes(count.shape, prob.shape)  # type: ignore[no-untyped-call]
+    return unsplit([count, prob], shape, lower=partial(_seeded, torch.binomial))
 
 
-def choose_with_replacement(
-    input: torch.Tensor, num_samples: int, generator: Any = None
-) -> torch.Tensor:
-    """`torch.multinomial(input, num_samples, True)` of a DTensor."""
-    return handle_torch_function(
-        choose_with_replacement, (input,), input, num_samples, generator=generator
-    )
+CHOOSE = Function(
+    "multinomial",
+    lambda input, count, generator: torch.multinomial(input, count, True, generator=generator),
+)
 
 
-@rule(choose_with_replacement)
-def _choose_with_replacement(input: torch.Tensor, num_samples: int, generator: Any = None) -> Spec:
-    dims = (None,) * input.dim()
-    out = Out(dims, (*input.shape[:-1], num_samples))
-
-    def choose(input: torch.Tensor, num_samples: int, generator: Any) -> torch.Tensor:
-        return torch.multinomial(input, num_samples, True, generator=generator)
-
-    return Spec([(input, dims)], [out], lower=partial(_seeded, choose))
+@rule(CHOOSE)
+def choose_with_replacement(input: torch.Tensor, count: int, generator: Any = None) -> Spec:
+    return unsplit([input], (*input.shape[:-1], count), lower=partial(_seeded, CHOOSE))
 
 
-@handler("multinomial")
-def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
+@composed("multinomial")
+def multinomial(
+    input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> Any:
     """Without replacement: as torch does, the largest of the weights over exponential noise, so
     neither the rows nor the weights need be gathered."""
-
-    def sampled(
-        input: Any,
-        num_samples: int,
-        replacement: bool = False,
-        *,
-        generator: Any = None,
-        out: Any = None,
-    ) -> Any:
-        with as_local():
-            like = torch.empty(input.shape, dtype=input.dtype, device="meta")
-            torch.multinomial(like, num_samples, replacement)
-        if replacement and num_samples > 1:
-            return into(out, choose_with_replacement(input, num_samples, generator))
-        if not (0 < num_samples <= input.shape[-1] and input.dim() in (1, 2)):
-            raise RuntimeError(
-                f"cannot sample n_sample={num_samples} > prob_dist.size(-1) samples without "
-                f"replacement from a distribution of shape {list(input.shape)}"
-            )
-        input = input.detach()
-        if not bool(((input >= 0) & (input < float("inf"))).all()):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        waits = noise_like(random.exponential, input, generator=generator)
-        races = input / waits
-        if num_samples == 1:
-            return into(out, races.argmax(-1, keepdim=True))
-        return into(out, races.topk(num_samples, -1)[1])
-
-    return sampled(*args, **kwargs)
+    with as_local():
+        like = torch.empty(input.shape, dtype=input.dtype, device="meta")
+        torch.multinomial(like, num_samples, replacement)  # torch says why not
+    if replacement and num_samples > 1:
+        return CHOOSE.dispatched(input, num_samples, generator=generator)
+    if not (0 < num_samples <= input.shape[-1] and input.dim() in (1, 2)):
+        raise RuntimeError(
+            f"cannot sample n_sample={num_samples} > prob_dist.size(-1) samples without "
+            f"replacement from a distribution of shape {list(input.shape)}"
+        )
+    input = input.detach()
+    if not bool(((input >= 0) & (input < float("inf"))).all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    races = input / noise_like(random.exponential, input, generator=generator)
+    if num_samples == 1:
+        return races.argmax(-1, keepdim=True)
+    return races.topk(num_samples, -1)[1]
 
 
 # ---- a leaky relu whose slope is random

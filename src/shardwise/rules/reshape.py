@@ -170,15 +170,12 @@ def flatten(input: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> Spec:
 
 
 def _flat(input: torch.Tensor, target: Sequence[int]) -> Spec:
-    before, after, scales = matched(input.shape, target)
-    # What is flattened has the right size of itself.
-    return Spec(
-        [(input, before)],
-        [Out(after, tuple(target))],
-        linear=[(0,)],
-        allows=allows_scaled(scales),
-        is_view=True,
-    )
+    def lower(here: Here) -> Callable[..., Any]:
+        # A dim of size 1 that is split may stand for another one in the result: sizes are given.
+        shape = here.outputs[0].local_shape()
+        return takes_shards(lambda input, *args, **kwargs: input.reshape(shape))
+
+    return reshaped(input, target, lower=lower)
 
 
 @rule("ravel", inplace=False)

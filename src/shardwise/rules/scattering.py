@@ -102,8 +102,10 @@ def _scatter(
         def local(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             parts = _Arguments(args, kwargs)
             index, *values = parts.tensors
-            index = cut(index, boxes[1])
-            values = [cut(value, boxes[2]) if value.dim() else value for value in values]
+            index = cut(index, boxes[1], broadcasts=False)
+            values = [
+                cut(value, boxes[2], broadcasts=False) if value.dim() else value for value in values
+            ]
             if not axes:
                 given, keywords = parts.filled([index, *values])
                 return run(input, *given, **keywords)  # type: ignore[no-any-return]

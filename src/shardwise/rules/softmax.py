@@ -16,6 +16,10 @@ from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
 
 Lowering = Callable[..., torch.Tensor]
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""The sum along a split dim over all ranks, with size 1 there."""
+Split = Callable[[torch.Tensor, Total], torch.Tensor]
+"""The result, of the input less its global maximum."""
 
 
 def shifted(
@@ -37,16 +41,13 @@ def _largest(local: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _spec(
-    input: torch.Tensor,
-    dim: Any,
-    split: Callable[[int, Here], Lowering],
-    whole: Lowering | None = None,
+    input: torch.Tensor, dim: Any, split: Split, whole: Lowering | None = None
 ) -> Spec | None:
     """The spec of an operator along one dim.
 
     Arguments:
-        split: what runs where that dim is split.
-        whole: what does where it is not; by default the operator.
+        split: what it is where that dim is split.
+        whole: what runs where it is not; by default the operator.
     """
     if not isinstance(dim, int):
         return None
@@ -54,7 +55,19 @@ def _spec(
     names = dims_of(input)
 
     def lower(here: Here) -> Lowering | None:
-        return split(at, here) if here.axes(f"d{at}") else whole
+        axes = here.axes(names[at]) if names else ()
+        if not axes:
+            return whole
+
+        def total_of(local: torch.Tensor) -> torch.Tensor:
+            return total_used(local.sum(at, keepdim=True), here.mesh, axes)
+
+        def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            dtype = _dtype(args, kwargs) or input.dtype
+            above, _ = shifted(widened(input.to(dtype)), at, here.mesh, axes)
+            return split(above, total_of).to(dtype)
+
+        return run
 
     return Spec([(input, names)], [Out(names, tuple(input.shape))], lower=lower)
 
@@ -64,6 +77,21 @@ def _dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)), None)
 
 
+def _builtin(function: Lowering) -> Lowering:
+    """What F's function comes to, which is written in Python: torch's own."""
+
+    @takes_shards
+    def run(
+        input: torch.Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return function(input, dim, dtype=dtype)
+
+    return run
+
+
+# ---- the rules
+
+
 @rule("softmax")
 def softmax(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
     return _spec(input, dim, _split_softmax)
@@ -71,26 +99,7 @@ def softmax(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> 
 
 @rule(F.softmax)
 def softmax_of_f(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
-    return _spec(input, dim, _split_softmax, _builtin_softmax)
-
-
-@takes_shards
-def _builtin_softmax(
-    input: torch.Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    return torch.softmax(input, dim, dtype=dtype)
-
-
-def _split_softmax(dim: int, here: Here) -> Lowering:
-    axes = here.axes(f"d{dim}")
-
-    def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        dtype = _dtype(args, kwargs) or input.dtype
-        above, _ = shifted(widened(input.to(dtype)), dim, here.mesh, axes)
-        exps = above.exp()
-        return (exps / total_used(exps.sum(dim, keepdim=True), here.mesh, axes)).to(dtype)
-
-    return run
+    return _spec(input, dim, _split_softmax, _builtin(torch.softmax))
 
 
 @rule("log_softmax")
@@ -102,23 +111,13 @@ def log_softmax(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any)
 def log_softmax_of_f(
     input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any
 ) -> Spec | None:
-    return _spec(input, dim, _split_log_softmax, _builtin_log_softmax)
+    return _spec(input, dim, _split_log_softmax, _builtin(torch.log_softmax))
 
 
-@takes_shards
-def _builtin_log_softmax(
-    input: torch.Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    return torch.log_softmax(input, dim, dtype=dtype)
+def _split_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
+    exps = above.exp()
+    return exps / total_of(exps)
 
 
-def _split_log_softmax(dim: int, here: Here) -> Lowering:
-    axes = here.axes(f"d{dim}")
-
-    def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        dtype = _dtype(args, kwargs) or input.dtype
-        above, _ = shifted(widened(input.to(dtype)), dim, here.mesh, axes)
-        exps = total_used(above.exp().sum(dim, keepdim=True), here.mesh, axes)
-        return (above - exps.log()).to(dtype)
-
-    return run
+def _split_log_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
+    return above - total_of(above.exp()).log()

@@ -1,0 +1,60 @@
+"""What tests of DTensors and of rules share: numbers, tensors of them on ranks, what is heard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import shardwise as sw
+from shardwise.comm import Event, listen
+from shardwise.testing import distributed
+
+_drawn = torch.Generator().manual_seed(1)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A leaf of normal numbers, others at every call: for samples."""
+    return torch.randn(shape, generator=_drawn, dtype=dtype).requires_grad_()
+
+
+def values(
+    *shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """A leaf of normal numbers, the same for the same arguments: each rank can make it."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
+
+
+def full(*shape: int) -> torch.Tensor:
+    """1, 2, 3, ... in this shape."""
+    return torch.arange(1.0, math.prod(shape) + 1).reshape(shape)
+
+
+def ranks(
+    run: Callable[[sw.DeviceMesh], Any], count: int = 2, shape: Sequence[int] | None = None
+) -> list[Any]:
+    """Run `run(mesh)` on simulated ranks; the results by rank."""
+    return sw.simulate(lambda: run(sw.init_device_mesh("cpu", shape or (count,))), count)
+
+
+def in_layout(x: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
+    """A leaf in these placements, of a tensor that every rank has; contributions are random."""
+    return distributed(x, sw.Layout.from_placements(mesh, x.shape, placements))
+
+
+def split(
+    tensor: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement, **options: Any
+) -> sw.DTensor:
+    """A tensor that every rank has, in these placements."""
+    return sw.distribute_tensor(tensor, mesh, placements, src_data_rank=None, **options)
+
+
+def heard(mesh: sw.DeviceMesh, call: Callable[[], Any]) -> tuple[list[Event], Any]:
+    """The collectives that this rank takes part in during a call, and the call's result."""
+    events: list[Event] = []
+    with listen(events.append):
+        result = call()
+    return [event for event in events if event.rank == mesh.get_rank()], result

@@ -1,0 +1,99 @@
+"""Errors of the engine name the operator, the layouts and a remedy; the remedy is then tried."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise as sw
+from shardwise import DeviceMesh, DTensor, Replicate, Shard
+
+
+def ranks(fn, count=2, shape=None):
+    return sw.simulate(lambda: fn(sw.init_device_mesh("cpu", shape or (count,))), count)
+
+
+def split(tensor, mesh, *placements):
+    return sw.distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def test_a_view_that_splits_an_uneven_dim_says_what_it_costs_and_how_to_make_it_possible():
+    def run(mesh):
+        heads = split(torch.arange(24.0).reshape(2, 12), mesh, Shard(1))  # three heads on two ranks
+        with sw.explicit():
+            with pytest.raises(sw.PolicyError) as caught:
+                heads.view(2, 3, 4)
+            message = str(caught.value)
+            assert message.startswith("view: ") and "[2, 12@0] -> [2, 12]" in message
+            assert "all_gather over 0" in message and "48 B from 1 peer" in message
+            assert "x.redistribute(placements=[Replicate()])" in message
+            whole = heads.redistribute(placements=[Replicate()])
+            assert whole.view(2, 3, 4).shape == (2, 3, 4)
+        # Without explicit() the same move is made for you.
+        assert torch.equal(heads.view(2, 3, 4).full_tensor(), whole.view(2, 3, 4).to_local())
+
+    ranks(run)
+
+
+def test_an_in_place_change_of_layout_is_refused_and_the_remedy_works():
+    def run(mesh):
+        x = split(torch.arange(6.0), mesh, Shard(0))
+        with pytest.raises(sw.DispatchError, match=r"resize_: .*\[6@0\].*x.view\(...\)"):
+            x.resize_(3, 2)
+        assert x.view(3, 2).shape == (3, 2) and x.shape == (6,)
+        with pytest.raises(sw.LayoutError, match=r"set_: .*x.copy_\(other\)"):
+            x.set_(torch.ones(3))
+        assert torch.equal(x.copy_(torch.ones(6)).full_tensor(), torch.ones(6))
+
+    ranks(run)
+
+
+def test_a_second_derivative_that_torch_lacks_names_the_operator():
+    def run(mesh):
+        x = split(torch.randn(3, 4), mesh, Shard(0)).requires_grad_()
+        y = split(torch.randn(5, 4), mesh, Replicate())
+        (first,) = torch.autograd.grad(torch.cdist(x, y).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="derivative for '_cdist_backward' is not implement"):
+            torch.autograd.grad((first * first).sum(), x)
+
+    ranks(run)
+
+
+def test_results_whose_shape_depends_on_data_are_whole_and_need_data():
+    def run(mesh):
+        x = split(torch.tensor([0.0, 3.0, 0.0, 5.0, 0.0]), mesh, Shard(0))
+        found = x.nonzero()
+        assert found.placements == (Replicate(),) and found.to_local().tolist() == [[1], [3]]
+        assert x[x > 0].to_local().tolist() == [3.0, 5.0]
+
+    ranks(run)
+    mesh = DeviceMesh.abstract((2,), ("tp",))
+    nowhere = sw.zeros(4, device_mesh=mesh, placements=[Shard(0)])
+    with pytest.raises((RuntimeError, NotImplementedError), match="nonzero|meta"):
+        nowhere.nonzero()
+
+
+def test_a_call_that_is_new_is_planned_by_arithmetic_and_not_by_running_it(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("a fake tensor was made")
+
+    def run(mesh):
+        x = split(torch.randn(5, 4), mesh, Shard(0))
+        w = split(torch.randn(4, 4), mesh, Replicate())
+        monkeypatch.setattr("torch._subclasses.fake_tensor.FakeTensorMode.__enter__", never)
+        for size in range(1, 5):
+            piece = x[:size]
+            F.layer_norm(F.gelu(F.linear(piece, w)), (4,)).softmax(-1).sum(0).view(2, 2)
+
+    ranks(run)
+
+
+def test_an_error_of_planning_leaves_nothing_behind():
+    def run(mesh):
+        x = split(torch.randn(4, 4), mesh, Shard(0))
+        entries = sw.cache_info().entries
+        with pytest.raises(RuntimeError):
+            x @ split(torch.randn(3, 3), mesh, Shard(0))
+        assert sw.cache_info().entries == entries
+        assert isinstance(x @ x, DTensor)
+
+    ranks(run)
