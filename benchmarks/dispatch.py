@@ -2,7 +2,7 @@
 
 One process, one thread, 8x8 tensors, the three kinds of tensor taking turns. torch's DTensor runs
 on a fake process group of two ranks; ours on one rank of a mesh of one, and every row on the
-abstract mesh of two ranks would plan the same. Overhead = time of the call - time of the plain call.
+abstract mesh of two ranks would plan the same. Overhead = time of the call - that of the plain one.
 """
 
 import math

@@ -165,9 +165,7 @@ def distribute_module(
     return module
 
 
-def _replicate(
-    module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]
-) -> None:
+def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
     """Make DTensors of what is none yet; `made` is what plain parameters have become."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and not isinstance(parameter, DTensor):

@@ -334,9 +334,9 @@ class DTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.Tensor.to`; itself, at once, if it is only asked for the device it is on."""
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.device:
-            if args[0] == locally(_device_of, (), (self,)):
-                return self
+        asks_device = len(args) == 1 and not kwargs and type(args[0]) is torch.device
+        if asks_device and args[0] == locally(_device_of, (), (self,)):
+            return self
         return super().to(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -18,7 +18,7 @@ from shardwise.testing import Sample, check_rule
 MESHES = ((2,), (4,), (2, 3))
 
 
-def check(function: Callable[..., Any], *samples: Sample, most: int = 20) -> None:
+def check(function: Callable[..., Any], *samples: Sample, most: int = 12) -> None:
     check_rule(function, samples, mesh_shapes=MESHES, most=most)
 
 
@@ -119,7 +119,7 @@ def test_conv1d() -> None:
         Sample(values(3, 8), weight, None, 2, 2, 2),
         Sample(values(2, 3, 11), values(2, 3, 2), stride=3),  # rows that no result looks at
         Sample(values(1, 3, 9), values(2, 3, 8), padding=2),  # windows over many ranks
-        most=20,
+        most=12,
     )
 
 
@@ -152,7 +152,7 @@ def test_groups() -> None:
         F.conv2d,
         Sample(values(2, 4, 5, 3), values(8, 1, 3, 3), values(8), padding=1, groups=4),
         Sample(values(1, 6, 5, 4), values(3, 2, 3, 3), padding=1, groups=3),
-        most=30,
+        most=16,
     )
 
 
@@ -162,22 +162,22 @@ def test_transposed() -> None:
         Sample(values(2, 3, 5), values(3, 2, 3), values(2), 2, 1, 1),
         Sample(values(1, 2, 4), values(2, 2, 2), values(2), stride=4, output_padding=2),  # gaps
         Sample(values(2, 7), values(2, 2, 3), dilation=2),
-        most=20,
+        most=12,
     )
     check(
         F.conv_transpose2d,
         Sample(values(1, 3, 4, 5), values(3, 2, 3, 2), stride=2, padding=(1, 0)),
         Sample(values(2, 4, 3, 3), values(4, 2, 2, 2), values(4), groups=2),
-        most=20,
+        most=12,
     )
-    check(F.conv_transpose3d, Sample(values(3, 3, 2, 4), values(3, 2, 2, 2, 2), values(2)), most=15)
+    check(F.conv_transpose3d, Sample(values(3, 3, 2, 4), values(3, 2, 2, 2, 2), values(2)), most=10)
 
 
 def test_as_aten_has_it() -> None:
     for transposed in (False, True):
         weight = values(2, 2, 3)
         sample = Sample(values(2, 2, 5), weight, values(2), [1], [1], [1], transposed, [0], 1)
-        check(torch.ops.aten.convolution.default, sample, most=15)
+        check(torch.ops.aten.convolution.default, sample, most=10)
 
 
 def test_patches() -> None:
@@ -185,9 +185,9 @@ def test_patches() -> None:
         F.unfold,
         Sample(values(2, 3, 5, 4), 2),
         Sample(values(4, 5, 4), (3, 2), padding=1, stride=2),
-        most=15,
+        most=10,
     )
-    check(F.fold, Sample(values(2, 12, 12), (5, 4), 2), Sample(values(8, 12), (5, 4), 2), most=15)
+    check(F.fold, Sample(values(2, 12, 12), (5, 4), 2), Sample(values(8, 12), (5, 4), 2), most=10)
 
 
 # ---- how it is used

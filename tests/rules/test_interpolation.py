@@ -16,7 +16,7 @@ from shardwise.testing import Sample, check_rule
 MESHES = ((2,), (4,), (2, 3))
 
 
-def check(function: Callable[..., Any], *samples: Sample, most: int = 20) -> None:
+def check(function: Callable[..., Any], *samples: Sample, most: int = 12) -> None:
     check_rule(function, samples, mesh_shapes=MESHES, most=most)
 
 
@@ -45,7 +45,7 @@ def test_planes(mode: str) -> None:
         Sample(input, scale_factor=(2, 3), mode=mode),
         Sample(input, size=(3, 12), mode=mode),
         Sample(values(1, 2, 5, 5), scale_factor=1.5, mode=mode),
-        most=15,
+        most=10,
     )
 
 
@@ -84,7 +84,7 @@ def test_grid_sample() -> None:
         sampled,
         Sample(values(2, 3, 5, 4), values(2, 3, 2, 2)),
         Sample(values(1, 2, 3, 4, 2), values(1, 3, 2, 2, 3)),
-        most=15,
+        most=10,
     )
 
 

@@ -31,7 +31,7 @@ def integers(*shape):
 
 
 def found(name):
-    return next(functions(name))
+    return functions(name)[0]
 
 
 # ---- every name of the table
