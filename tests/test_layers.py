@@ -18,6 +18,8 @@ LAYERS: list[set[str]] = [
     {"redistribute"},
     {
         "tensor",
+        "pieces",
+        "stored",
         "dispatch",
         "rules",
         "random",

@@ -18,6 +18,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.meeting import user_line
+from shardwise.mesh import init_device_mesh  # unlike sw's, it does not communicate
 
 HERE = Path(__file__).name
 
@@ -30,7 +31,7 @@ def line() -> int:
 
 
 def everybody() -> sw.Communicator:
-    mesh = sw.init_device_mesh("cpu", (sw_size(),), ("x",))
+    mesh = init_device_mesh("cpu", (sw_size(),), ("x",))
     return sw.communicator(mesh)
 
 
@@ -78,7 +79,7 @@ def test_arguments_are_shared_not_copied() -> None:
 
 def test_the_example_of_the_docstring() -> None:
     def rank_sum() -> float:
-        mesh = sw.init_device_mesh("cpu", (4,))
+        mesh = init_device_mesh("cpu", (4,))
         return sw.communicator(mesh).all_reduce(torch.tensor(mesh.get_rank())).item()
 
     assert sw.simulate(rank_sum, 4) == [6, 6, 6, 6]
@@ -86,7 +87,7 @@ def test_the_example_of_the_docstring() -> None:
 
 def test_64_ranks_work() -> None:
     def program() -> int:
-        mesh = sw.init_device_mesh("cpu", (8, 8), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", (8, 8), ("dp", "tp"))
         total = torch.tensor([my_rank()])
         for axis in ("dp", "tp"):
             total = sw.communicator(mesh, axis).all_reduce(total)
@@ -503,7 +504,7 @@ def test_a_difference_is_shown_with_both_values(what: str, parallel: bool) -> No
 
 def test_ranks_that_wait_over_different_axes_are_all_named() -> None:
     def program() -> None:
-        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
         axis = "dp" if my_rank() in (0, 1) else "tp"
         sw.communicator(mesh, axis).all_reduce(torch.ones(1))
 
@@ -518,7 +519,7 @@ def test_ranks_that_wait_over_different_axes_are_all_named() -> None:
 
 def test_the_same_ranks_in_another_order_of_axes_do_not_meet() -> None:
     def program() -> None:
-        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
         axes = ("dp", "tp") if my_rank() == 0 else ("tp", "dp")
         sw.communicator(mesh, axes).all_reduce(torch.ones(1))
 
@@ -725,7 +726,7 @@ def test_a_result_that_was_never_there_is_not_waited_for_after_the_end(raises: b
 def test_a_thread_that_is_no_rank_is_told_so_while_a_simulation_runs() -> None:
     def refused() -> str:
         with pytest.raises(sw.MeshError) as caught:
-            sw.init_device_mesh("cpu", (2,))
+            init_device_mesh("cpu", (2,))
         return str(caught.value)
 
     def program() -> str:
@@ -747,7 +748,7 @@ def test_a_thread_that_is_no_rank_is_told_so_while_a_simulation_runs() -> None:
 
 def test_parallel_ranks_give_the_same_results() -> None:
     def program() -> list[int]:
-        mesh = sw.init_device_mesh("cpu", (2, 4), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", (2, 4), ("dp", "tp"))
         x = torch.arange(8) + my_rank()
         for step in range(20):
             x = sw.communicator(mesh, ("dp", "tp")[step % 2]).all_reduce(x, "max") + my_rank() % 3
@@ -768,7 +769,7 @@ def test_events_say_who_what_where_and_how_many_bytes() -> None:
     events: list[sw.Event] = []
 
     def program() -> None:
-        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
         x = torch.ones(4, 3)  # 48 bytes
         tp, both = sw.communicator(mesh, "tp"), sw.communicator(mesh, ("tp", "dp"))
         sizes = [1, 0, 2, 1]
@@ -859,7 +860,7 @@ def test_nobody_hears_events_outside_of_listen(monkeypatch: pytest.MonkeyPatch) 
 def test_listeners_nest_and_each_hears_its_own_time() -> None:
     outer: list[sw.Event] = []
     inner: list[sw.Event] = []
-    comm = sw.communicator(sw.init_device_mesh("cpu", (1,)))
+    comm = sw.communicator(init_device_mesh("cpu", (1,)))
     with sw.listen(outer.append):
         comm.barrier()
         with sw.listen(inner.append):
@@ -871,7 +872,7 @@ def test_listeners_nest_and_each_hears_its_own_time() -> None:
 
 def test_a_listener_is_gone_after_an_error() -> None:
     events: list[sw.Event] = []
-    comm = sw.communicator(sw.init_device_mesh("cpu", (1,)))
+    comm = sw.communicator(init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match="stop"), sw.listen(events.append):
         raise ValueError("stop")
     comm.barrier()

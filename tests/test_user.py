@@ -117,6 +117,26 @@ def test_new_tensor_takes_the_global_values_of_dtensors():
     ranks(run)
 
 
+def test_parametrizations_of_a_split_weight_give_what_they_give_on_one_process():
+    def run(mesh, split):
+        torch.manual_seed(0)
+        layer = nn.Linear(2, 5)
+        if split:
+            layer.weight = nn.Parameter(rows(mesh))
+        else:
+            layer.weight = nn.Parameter(FULL.clone())
+        with sw.fallback("replicate"):
+            nn.utils.parametrizations.weight_norm(layer)
+            nn.utils.parametrizations.spectral_norm(layer)
+            return layer(torch.ones(3, 2)), layer.weight
+
+    def both(mesh):
+        for made, plain in zip(run(mesh, True), run(mesh, False), strict=True):
+            torch.testing.assert_close(made.full_tensor(), plain)
+
+    ranks(both)
+
+
 # ---- mistakes
 
 

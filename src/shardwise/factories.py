@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise import random
+from shardwise.checks import as_ints
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
-from shardwise.tensor import DTensor, as_global_shape, as_local, wrap
+from shardwise.tensor import DTensor, as_local, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -48,7 +49,7 @@ def empty(
     Example:
         >>> sw.empty(8, 4, device_mesh=mesh, placements=[Shard(0)])
     """
-    how = _laid("empty", as_global_shape(size), layout, device_mesh, placements)
+    how = _laid("empty", _as_shape(size), layout, device_mesh, placements)
     return _made(how, dtype, requires_grad, torch.empty)
 
 
@@ -61,7 +62,7 @@ def zeros(
     placements: Placements = None,
 ) -> DTensor:
     """A tensor of zeros. For the arguments see `empty`."""
-    how = _laid("zeros", as_global_shape(size), layout, device_mesh, placements)
+    how = _laid("zeros", _as_shape(size), layout, device_mesh, placements)
     return _filled(how, 0, dtype, requires_grad)
 
 
@@ -74,7 +75,7 @@ def ones(
     placements: Placements = None,
 ) -> DTensor:
     """A tensor of ones. For the arguments see `empty`."""
-    how = _laid("ones", as_global_shape(size), layout, device_mesh, placements)
+    how = _laid("ones", _as_shape(size), layout, device_mesh, placements)
     return _filled(how, 1, dtype, requires_grad)
 
 
@@ -89,7 +90,7 @@ def full(
     placements: Placements = None,
 ) -> DTensor:
     """A tensor of one value, which tells the dtype if none is given. See `empty`."""
-    how = _laid("full", as_global_shape((size,)), layout, device_mesh, placements)
+    how = _laid("full", _as_shape((size,)), layout, device_mesh, placements)
     if dtype is None:
         dtype = torch.full((), fill_value, device="cpu").dtype
     return _filled(how, fill_value, dtype, requires_grad)
@@ -110,7 +111,7 @@ def rand(
         generator: draw the key from it, in place of torch's default generator. Either must be in
             the same state on every rank.
     """
-    how = _laid("rand", as_global_shape(size), layout, device_mesh, placements)
+    how = _laid("rand", _as_shape(size), layout, device_mesh, placements)
     return _random(how, random.uniform, dtype, requires_grad, generator)
 
 
@@ -124,7 +125,7 @@ def randn(
     generator: torch.Generator | None = None,
 ) -> DTensor:
     """A tensor of normally distributed numbers, the same on every layout. See `rand`."""
-    how = _laid("randn", as_global_shape(size), layout, device_mesh, placements)
+    how = _laid("randn", _as_shape(size), layout, device_mesh, placements)
     return _random(how, random.normal, dtype, requires_grad, generator)
 
 
@@ -154,7 +155,7 @@ def randint(
         raise LayoutError("randint(size): expected the global shape, got None")
     if low >= high:
         raise LayoutError(f"randint(low, high): expected low < high, got {low} and {high}")
-    how = _laid("randint", as_global_shape((size,)), layout, device_mesh, placements)
+    how = _laid("randint", _as_shape((size,)), layout, device_mesh, placements)
 
     def between(key: int, layout: Layout, dtype: Any, device: Any) -> torch.Tensor:
         return random.integers(key, layout, low, high, dtype, device)
@@ -246,3 +247,12 @@ def _random(
     result = wrap(redistribute_local(local, whole, how), how)
     result.requires_grad = requires_grad
     return result
+
+
+def _as_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """`f(2, 3)` and `f((2, 3))` alike."""
+    given = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    shape = as_ints(given)
+    if shape is None:
+        raise LayoutError(f"size: expected ints, got {sizes!r}")
+    return shape

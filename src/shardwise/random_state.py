@@ -103,7 +103,7 @@ def check_if_suspect(mesh: DeviceMesh) -> None:
 
 def _divergence(mesh: DeviceMesh) -> str:
     """Which ranks differ, and what to do; nothing if they agree."""
-    if mesh.size() == 1 or mesh.is_abstract:
+    if mesh.size() == 1 or mesh.is_abstract or mesh.device_type == "meta":
         return ""
     digest = blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=mesh.device_type)

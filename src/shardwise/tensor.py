@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise import stored
 from shardwise.box import Box
-from shardwise.checks import as_ints
-from shardwise.comm import communicator
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh, unpickled
-from shardwise.placement import Placement, Replicate, as_placement
+from shardwise.pieces import check_piece, check_replicas, found_layout
+from shardwise.placement import Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.redistribute.plan import dual
 
@@ -115,12 +115,12 @@ class DTensor(torch.Tensor):
             )
         placements = _placements(mesh, placements)
         if shape is None:
-            layout = _found_layout(local_tensor, mesh, placements)
+            layout = found_layout(local_tensor, mesh, placements)
         else:
             layout = Layout.from_placements(mesh, shape, placements)
-            _check_piece(local_tensor, layout)
+            check_piece(local_tensor, layout)
         if run_check:
-            _check_replicas(local_tensor, layout)
+            check_replicas(local_tensor, layout)
         back = dual(layout)
         wanted = back
         if grad_placements is not None:
@@ -339,8 +339,14 @@ class DTensor(torch.Tensor):
             return self
         return super().to(*args, **kwargs)
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: torch does not ask `__torch_function__` here, and a layout would be belied."""
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Take another DTensor's memory and layout, as `torch.nn.utils.parametrize` does.
+
+        Else refused: torch does not ask `__torch_function__` here, and a layout would be belied.
+        """
+        if len(args) == 1 and not kwargs and isinstance(args[0], DTensor):
+            self.data = args[0]
+            return self
         raise LayoutError(
             f"set_: the memory of a DTensor is a piece of its layout ({self._layout!r}) and cannot "
             "be replaced; copy with x.copy_(other), or say x.data = other"
@@ -395,15 +401,20 @@ class DTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """The box that this rank holds, in the words of torch's checkpoints."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        return stored.chunks(self._layout)
 
-        box = self.box
-        return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))]
+    def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
+        """What this rank writes to a checkpoint: its piece."""
+        return stored.write_items(name, unwrap(self).detach(), self._layout)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """Where a checkpoint is read to, or written from."""
+        return unwrap(self).detach()
 
 
 def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
     """A DTensor from its pickle."""
-    _check_piece(local, layout)
+    check_piece(local, layout)
     result = wrap(local, layout)
     result.requires_grad = requires_grad
     if is_param:
@@ -500,112 +511,6 @@ def _global_stride(tensor: DTensor) -> tuple[int, ...]:
         grown = stride * math.prod(shape[dim] for dim in inner)
         result.append(grown // math.prod(sizes[dim] for dim in inner))
     return tuple(result)
-
-
-# ---- from_local: the global shape, and checks
-
-_MOST_DIMS = 32
-
-
-def _found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """The layout of pieces whose global shape nobody gave."""
-    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
-    probe = Layout.from_placements(mesh, local.shape, placements)
-    if not any(probe.shard_order) or mesh.is_abstract:
-        shape = [
-            size * math.prod(mesh.shape[axis] for axis in axes)
-            for size, axes in zip(probe.shape, probe.shard_order, strict=True)
-        ]
-        return Layout.from_placements(mesh, shape, placements)
-    sizes = _all_sizes(local, mesh)
-    shape = []
-    for dim, axes in enumerate(probe.shard_order):
-        first = [0] * mesh.ndim
-        total = 0
-        for number in range(math.prod(mesh.shape[axis] for axis in axes)):
-            for axis in reversed(axes):
-                number, first[axis] = divmod(number, mesh.shape[axis])
-            total += sizes[tuple(first)][dim]
-        shape.append(total if axes else sizes[tuple(first)][dim])
-    layout = Layout.from_placements(mesh, shape, placements)
-    for place, found in sizes.items():
-        if found != layout.local_shape(place):
-            raise LayoutError(
-                f"local_tensor: the pieces are no legal sharding {tuple(placements)} of one "
-                f"tensor: rank {mesh.rank_at(place)} has {found}, and would have "
-                f"{layout.local_shape(place)} of {tuple(shape)}, as torch.chunk cuts it; "
-                "redistribute the rows, or gather them and use distribute_tensor"
-            )
-    return layout
-
-
-def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shape of every rank's piece, by its place on the mesh."""
-    if local.dim() > _MOST_DIMS:
-        raise LayoutError(f"local_tensor: expected at most {_MOST_DIMS} dims, got {local.dim()}")
-    mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=local.device)
-    mine[0, : 1 + local.dim()] = torch.tensor([local.dim(), *local.shape])
-    rows = communicator(mesh).all_gather(mine).tolist()
-    ranks = mesh.mesh.flatten().tolist()
-    found = {}
-    for rank, (ndim, *sizes) in zip(ranks, rows, strict=True):
-        place = mesh.coordinate_of(rank)
-        assert place is not None, "it is of the mesh"
-        found[place] = tuple(sizes[:ndim])
-        if ndim != local.dim():
-            raise LayoutError(
-                f"local_tensor: expected pieces of as many dims on every rank; this one has "
-                f"{tuple(local.shape)}, rank {rank} has {found[place]}"
-            )
-    return found
-
-
-def _check_piece(local: torch.Tensor, layout: Layout) -> None:
-    place = layout.mesh.get_coordinate()
-    if layout.mesh.is_abstract or place is None:
-        return
-    expected = layout.local_shape(place)
-    if tuple(local.shape) != expected:
-        raise LayoutError(
-            f"local_tensor: expected {expected}, the piece at {place} of {layout!r}; "
-            f"got {tuple(local.shape)}"
-        )
-
-
-def _check_replicas(local: torch.Tensor, layout: Layout) -> None:
-    """Refuse pieces that are called the same and differ; collective over the mesh."""
-    mesh = layout.mesh
-    mine = (tuple(layout.shape), str(local.dtype), local.requires_grad)
-    facts = communicator(mesh).gather_objects(mine)
-    ranks = mesh.mesh.flatten().tolist()
-    for rank, theirs in zip(ranks, facts, strict=True):
-        if theirs != facts[0]:
-            raise LayoutError(
-                f"local_tensor: expected the same shape, dtype and requires_grad on every rank; "
-                f"rank {ranks[0]} has {facts[0]}, rank {rank} has {theirs}"
-            )
-    whole = [axis for axis, each in enumerate(layout.placements) if each.is_replicate()]
-    if not whole or layout.numel == 0:
-        return  # a function of the layout: a rank whose own piece is empty goes on with the others
-    group = communicator(mesh, whole)
-    first = group.broadcast(local.detach().contiguous(), 0)
-    same = bool(((first == local) | ((first != first) & (local != local))).all())
-    verdicts = communicator(mesh).gather_objects(same)
-    wrong = [rank for rank, good in zip(ranks, verdicts, strict=True) if not good]
-    if wrong:
-        raise LayoutError(
-            f"local_tensor: called Replicate over {', '.join(map(mesh.axis_name, whole))}, "
-            f"but the values on ranks {wrong} differ from the first rank's"
-        )
-
-
-def as_global_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    """`f(2, 3)` and `f((2, 3))` alike."""
-    given = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    shape = as_ints(given)
-    if shape is None:
-        raise LayoutError(f"size: expected ints, got {sizes!r}")
-    return shape
 
 
 # What a pickled DTensor is made of, so that torch.load takes it as it takes torch's own.

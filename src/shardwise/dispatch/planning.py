@@ -41,6 +41,8 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     name = name_of(func)
     if kwargs.get("out") is not None:
         return into_out(func, name)
+    if known is not None and known.outplace is not None and "input" in kwargs:
+        return AsIs(name, _by_position(func))
     numbers = numbers_among(name, kwargs)
     if numbers:
         return with_numbers(func, name, numbers)
@@ -103,6 +105,11 @@ def _by_rule(
         fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
         severed=bool(spec.is_view and first),
     )
+
+
+def _by_position(func: Any) -> Callable[..., Any]:
+    """In place, with the target as a keyword: `torch.relu_(input=x)`."""
+    return lambda *, input, **kwargs: func(input, **kwargs)
 
 
 def _on_copies(func: Any) -> Callable[..., Any]:

@@ -135,8 +135,10 @@ def view(input: torch.Tensor, *sizes: Any, size: Any = (), dtype: Any = None) ->
 
 
 @rule("reshape", inplace=False)
-def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec:
+def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec | None:
     sizes = as_sizes(sizes or (shape,))
+    if not all(isinstance(each, int) for each in sizes):
+        return None  # a tensor among them: only its value tells the shape
     return _by_reshape(input, inferred(input.numel(), sizes), sizes)
 
 

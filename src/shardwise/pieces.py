@@ -1,0 +1,109 @@
+"""The pieces of a tensor that ranks bring: do they fit together, and to what global shape?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm import communicator
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.placement import Placement, as_placement
+
+_MOST_DIMS = 32
+
+
+def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """The layout of pieces whose global shape nobody gave."""
+    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
+    probe = Layout.from_placements(mesh, local.shape, placements)
+    if not any(probe.shard_order) or mesh.is_abstract:
+        shape = [
+            size * math.prod(mesh.shape[axis] for axis in axes)
+            for size, axes in zip(probe.shape, probe.shard_order, strict=True)
+        ]
+        return Layout.from_placements(mesh, shape, placements)
+    sizes = _all_sizes(local, mesh)
+    shape = []
+    for dim, axes in enumerate(probe.shard_order):
+        first = [0] * mesh.ndim
+        total = 0
+        for number in range(math.prod(mesh.shape[axis] for axis in axes)):
+            for axis in reversed(axes):
+                number, first[axis] = divmod(number, mesh.shape[axis])
+            total += sizes[tuple(first)][dim]
+        shape.append(total if axes else sizes[tuple(first)][dim])
+    layout = Layout.from_placements(mesh, shape, placements)
+    for place, found in sizes.items():
+        if found != layout.local_shape(place):
+            raise LayoutError(
+                f"local_tensor: the pieces are no legal sharding {tuple(placements)} of one "
+                f"tensor: rank {mesh.rank_at(place)} has {found}, and would have "
+                f"{layout.local_shape(place)} of {tuple(shape)}, as torch.chunk cuts it; "
+                "redistribute the rows, or gather them and use distribute_tensor"
+            )
+    return layout
+
+
+def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The shape of every rank's piece, by its place on the mesh."""
+    if local.dim() > _MOST_DIMS:
+        raise LayoutError(f"local_tensor: expected at most {_MOST_DIMS} dims, got {local.dim()}")
+    mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=local.device)
+    mine[0, : 1 + local.dim()] = torch.tensor([local.dim(), *local.shape])
+    rows = communicator(mesh).all_gather(mine).tolist()
+    ranks = mesh.mesh.flatten().tolist()
+    found = {}
+    for rank, (ndim, *sizes) in zip(ranks, rows, strict=True):
+        place = mesh.coordinate_of(rank)
+        assert place is not None, "it is of the mesh"
+        found[place] = tuple(sizes[:ndim])
+        if ndim != local.dim():
+            raise LayoutError(
+                f"local_tensor: expected pieces of as many dims on every rank; this one has "
+                f"{tuple(local.shape)}, rank {rank} has {found[place]}"
+            )
+    return found
+
+
+def check_piece(local: torch.Tensor, layout: Layout) -> None:
+    """Refuse a tensor that is not the piece this rank would hold."""
+    place = layout.mesh.get_coordinate()
+    if layout.mesh.is_abstract or place is None:
+        return
+    expected = layout.local_shape(place)
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"local_tensor: expected {expected}, the piece at {place} of {layout!r}; "
+            f"got {tuple(local.shape)}"
+        )
+
+
+def check_replicas(local: torch.Tensor, layout: Layout) -> None:
+    """Refuse pieces that are called the same and differ; collective over the mesh."""
+    mesh = layout.mesh
+    mine = (tuple(layout.shape), str(local.dtype), local.requires_grad)
+    facts = communicator(mesh).gather_objects(mine)
+    ranks = mesh.mesh.flatten().tolist()
+    for rank, theirs in zip(ranks, facts, strict=True):
+        if theirs != facts[0]:
+            raise LayoutError(
+                f"local_tensor: expected the same shape, dtype and requires_grad on every rank; "
+                f"rank {ranks[0]} has {facts[0]}, rank {rank} has {theirs}"
+            )
+    whole = [axis for axis, each in enumerate(layout.placements) if each.is_replicate()]
+    if not whole or layout.numel == 0:
+        return  # a function of the layout: a rank whose own piece is empty goes on with the others
+    group = communicator(mesh, whole)
+    first = group.broadcast(local.detach().contiguous(), 0)
+    same = bool(((first == local) | ((first != first) & (local != local))).all())
+    verdicts = communicator(mesh).gather_objects(same)
+    wrong = [rank for rank, good in zip(ranks, verdicts, strict=True) if not good]
+    if wrong:
+        raise LayoutError(
+            f"local_tensor: called Replicate over {', '.join(map(mesh.axis_name, whole))}, "
+            f"but the values on ranks {wrong} differ from the first rank's"
+        )

@@ -1,0 +1,25 @@
+"""torch.distributed.checkpoint stores and loads DTensors, also into another layout."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+
+WHOLE = torch.arange(35.0).reshape(7, 5)
+
+
+def stored_and_loaded(path):
+    mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+    saved = sw.distribute_tensor(WHOLE, mesh, [Shard(0), Shard(0)], shard_order={0: ["tp", "dp"]})
+    dcp.save({"weight": saved, "small": sw.ones(1, device_mesh=mesh, placements=[Shard(0)] * 2)},
+             checkpoint_id=path)  # fmt: skip
+    for placements in ([Shard(1), Replicate()], [Shard(0), Shard(1)], [Replicate(), Replicate()]):
+        target = sw.zeros(7, 5, device_mesh=mesh, placements=placements)
+        small = sw.zeros(1, device_mesh=mesh, placements=[Replicate(), Replicate()])
+        dcp.load({"weight": target, "small": small}, checkpoint_id=path)
+        assert torch.equal(target.full_tensor(), WHOLE) and small.item() == 1.0
+
+
+def test_a_checkpoint_is_loaded_into_any_layout(workers4, tmp_path):
+    workers4.run(stored_and_loaded, str(tmp_path))
