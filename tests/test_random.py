@@ -16,7 +16,6 @@ import shardwise as sw
 from shardwise import factories, random
 from shardwise.random_state import (
     RandomStateError,
-    RandomStateWarning,
     check_random_state,
     watch,
 )
@@ -380,7 +379,7 @@ def test_the_ranks_that_differ_are_named() -> None:
     on_ranks(run, (5,))
 
 
-def test_a_mesh_of_ranks_that_differ_warns_and_then_refuses() -> None:
+def test_a_mesh_of_ranks_that_differ_refuses_to_draw_until_they_agree() -> None:
     def run(mesh: sw.DeviceMesh, seed_again: bool) -> None:
         torch.manual_seed(mesh.get_rank())
         watch(mesh)
@@ -397,9 +396,7 @@ def test_a_mesh_of_ranks_that_differ_warns_and_then_refuses() -> None:
         assert not events
 
     for seed_again in (False, True):
-        with pytest.warns(RandomStateWarning, match=r"on ranks \[1\] of") as caught:
-            sw.simulate(lambda again=seed_again: run(sw.init_device_mesh("cpu", (2,)), again), 2)
-        assert len(caught) == 2  # one of each rank
+        sw.simulate(lambda again=seed_again: run(sw.init_device_mesh("cpu", (2,)), again), 2)
 
 
 def test_a_mesh_cut_from_one_that_differed_is_compared_for_itself() -> None:
@@ -411,8 +408,7 @@ def test_a_mesh_cut_from_one_that_differed_is_compared_for_itself() -> None:
         with pytest.raises(RandomStateError, match="in another state"):
             factories.rand(4, device_mesh=mesh["dp"])
 
-    with pytest.warns(RandomStateWarning):
-        sw.simulate(run, 4)
+    sw.simulate(run, 4)
 
 
 def test_a_suspect_mesh_of_one_world_is_none_in_another() -> None:
@@ -428,6 +424,5 @@ def test_a_suspect_mesh_of_one_world_is_none_in_another() -> None:
             factories.rand(4, device_mesh=mesh)
         return len(events)
 
-    with pytest.warns(RandomStateWarning):
-        sw.simulate(differ, 2)
+    sw.simulate(differ, 2)
     assert sw.simulate(draw, 2) == [0, 0]

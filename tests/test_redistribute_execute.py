@@ -842,15 +842,11 @@ def test_mistakes_are_told_by_the_name_of_the_argument(
         redistribute_local(**given)
 
 
-def test_a_move_with_nothing_to_do_gives_a_view_that_autograd_knows() -> None:
+def test_a_move_with_nothing_to_do_gives_the_tensor_itself() -> None:
     layout = Layout(init_device_mesh("cpu", (1,)), (2,))
     x = torch.ones(2, requires_grad=True)
-    for result in (
-        redistribute_local(x, layout, layout),
-        redistribute_local(x, layout, layout, async_op=True).wait(),
-    ):
-        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-            result.mul_(5)
+    assert redistribute_local(x, layout, layout) is x
+    assert redistribute_local(x, layout, layout, async_op=True).wait() is x
 
 
 def test_what_was_started_with_gradients_has_them_wherever_it_is_waited_for() -> None:

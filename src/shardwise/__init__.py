@@ -32,7 +32,6 @@ from shardwise.mesh import DeviceMesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.random_state import (
     RandomStateError,
-    RandomStateWarning,
     check_random_state,
     init_device_mesh,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "PlanStep",
     "PolicyError",
     "RandomStateError",
-    "RandomStateWarning",
     "RankError",
     "Replicate",
     "RuleError",

@@ -351,6 +351,14 @@ def _stack_of(rank: _Rank) -> str:
 def _importable_main() -> Iterator[None]:
     """Keep multiprocessing from importing a main script that is no file, such as `<stdin>`."""
     main = sys.modules["__main__"]
+    with _main_changing:  # another thread may be starting ranks too
+        yield from _without_file(main)
+
+
+_main_changing = threading.Lock()
+
+
+def _without_file(main: Any) -> Iterator[None]:
     name = getattr(main, "__file__", None)
     if name is None or main_file() is not None:
         yield

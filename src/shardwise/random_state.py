@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
-from warnings import warn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,10 +28,6 @@ class RandomStateError(ShardwiseError, RuntimeError):
     """torch's default generators are in different states on ranks that must agree."""
 
 
-class RandomStateWarning(UserWarning):
-    """Ranks of a new mesh have torch's default generators in different states."""
-
-
 _suspects: WeakKeyDictionary[world.World, WeakKeyDictionary[DeviceMesh, bool]]
 _suspects = WeakKeyDictionary()
 """For each world the meshes whose ranks were found to differ, and those since found to agree."""
@@ -44,7 +39,7 @@ def init_device_mesh(
     """A mesh of all ranks of the world, in order; all of them call this.
 
     Under torchrun this joins the ranks if nothing has done so before. Their random states are
-    compared: if they differ, a `RandomStateWarning` says so.
+    compared: if they differ, and still do when a random operator runs on the mesh, that fails.
 
     Arguments:
         device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
@@ -74,15 +69,14 @@ def check_random_state(device_mesh: DeviceMesh | TorchMesh) -> None:
 def watch(mesh: DeviceMesh) -> DeviceMesh:
     """Compare the generators of a new mesh's ranks, all of which call this; returns the mesh.
 
-    If they differ, it is warned of now (the program may seed them yet), and the first random
-    operator on the mesh compares again and fails.
+    If they differ, that is no error yet: torch seeds every process differently, and the program
+    may seed them all alike later, or draw nothing. The first random operator on the mesh compares
+    again, as all ranks know, and fails.
     """
     if mesh.is_abstract or mesh.get_coordinate() is None:
         return mesh
-    problem = _divergence(mesh)
-    if problem:
+    if _divergence(mesh):
         _suspects.setdefault(world.current(), WeakKeyDictionary())[mesh] = True
-        warn(problem, RandomStateWarning, stacklevel=3)
     elif (known := _suspects.get(world.current())) is not None:
         known[mesh] = False
     return mesh

@@ -139,16 +139,16 @@ def redistribute_local(
         costs: as `plan_redistribute` takes them.
 
     Returns:
-        This rank's piece in `dst`, as a new tensor unless nothing was to do.
+        This rank's piece in `dst`, as a new tensor; `local` itself if nothing was to do.
     """
     check_arguments(src, dst, forward_dtype, backward_dtype)
     if not isinstance(local, torch.Tensor):
         raise LayoutError(f"local: expected a tensor, got {local!r} ({type(local).__name__})")
     axes = (used_on,) if isinstance(used_on, int | str) else tuple(used_on)
     pair = make_pair(src, dst, axes, forward_dtype, backward_dtype, peak_bytes, costs)
-    if pair.forward.is_nothing and not axes and backward_dtype is None and not async_op:
+    if src is dst and not (axes or forward_dtype or backward_dtype or peak_bytes or costs):
         check_local(local, src)
-        return local
+        return Pending.done(local) if async_op else local
     if not (torch.is_grad_enabled() and local.requires_grad):
         pending = pair.forward.start(local.detach())
         return pending if async_op else pending.wait()
