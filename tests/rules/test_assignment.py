@@ -222,3 +222,9 @@ def test_replicated_stays_replicated() -> None:
         assert x.to_local().tolist() == [0, 1, 1, 0]
 
     run(main)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_put_into_a_number(accumulate: bool) -> None:
+    sample = Sample(torch.tensor(2.0).double(), torch.tensor(0), torch.tensor(5.0).double())
+    check_rule(lambda x, i, v: x.put(i, v, accumulate), [sample], allow_missing=True)

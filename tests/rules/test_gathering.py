@@ -214,3 +214,9 @@ def test_writing_to_split_rows_sends_nothing() -> None:
 
     simulate(main, 2)
     assert events == []
+
+
+def test_take_along_dim_takes_negative_indices() -> None:
+    x = torch.arange(20.0, dtype=torch.float64).reshape(5, 4).requires_grad_()
+    index = torch.tensor([[-1, 0, 2], [3, -4, 1], [0, 0, -2], [1, 2, 3], [-1, -1, 0]])
+    check_rule(torch.take_along_dim, [Sample(x, index, 1)], allow_missing=True)

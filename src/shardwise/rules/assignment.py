@@ -300,6 +300,10 @@ def put_(input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool
     indices = tuple(static(each, mesh) for each in found)
     if indices:
         PUT.dispatched(input, indices, values, bool(accumulate))
+    elif index.numel() and accumulate:  # a 0-d tensor has one place
+        input.add_(values.sum())
+    elif index.numel():
+        input.copy_(values.reshape(-1)[-1])
     return input
 
 

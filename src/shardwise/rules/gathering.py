@@ -64,7 +64,8 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None =
     picks: Dims = tuple(
         name if indices.size(each) == shape[each] else None for each, name in enumerate(names)
     )
-    return _lookup([(input, held), (indices, picks)], Out(names, shape), at, _taken_along)
+    inputs: Inputs = [(input, held), (indices, picks)]
+    return _lookup(inputs, Out(names, shape), at, _taken_along, wraps=True)
 
 
 def _taken_along(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,9 @@ def _selected(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tenso
     return input.index_select(dim, index)
 
 
-def _lookup(inputs: Inputs, out: Out, dim: int, run: Callable[..., Any]) -> Spec:
+def _lookup(
+    inputs: Inputs, out: Out, dim: int, run: Callable[..., Any], *, wraps: bool = False
+) -> Spec:
     """A lookup in the first input along a dim, with the indices of the second."""
     (_, held), (_, picks) = inputs
 
@@ -106,7 +109,7 @@ def _lookup(inputs: Inputs, out: Out, dim: int, run: Callable[..., Any]) -> Spec
             source = cut(source, boxes)
             if not here.axes("rows"):
                 return run(source, dim, index)  # type: ignore[no-any-return]
-            found, inside = located(index, here.inputs[0], dim, wraps=False)
+            found, inside = located(index, here.inputs[0], dim, wraps=wraps)
             result = run(with_a_row(source, dim), dim, found)
             beside = [1] * (result.dim() - 1 - dim) if inside.dim() == 1 < result.dim() else []
             result = result.masked_fill(~inside.reshape((*inside.shape, *beside)), 0)
