@@ -82,7 +82,7 @@ def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handler("fill")
 def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model, value = (*args, *kwargs.values())
-    return torch.empty_like(model).fill_(value)
+    return model.clone().fill_(value)  # a copy: the gradient of what is overwritten is zero
 
 
 def contribution(layout: Layout, value: Any) -> Any:
