@@ -249,11 +249,8 @@ def test_a_view_of_such_a_copy_is_not_written_to_either():
         x = split(full(4, 4), mesh, Shard(0))
         for write in (lambda v: v.mul_(2), lambda v: v.zero_(), lambda v: v.fill_(3)):
             for view in (x[1], x[1].view(2, 2), x.view(2, 8)[0], x.T[:, 0]):
-                if "_severed" in view.__dict__:
-                    with pytest.raises(sw.DispatchError):
-                        write(view)
-            with pytest.raises(sw.DispatchError):
-                write(x[1].view(2, 2))
+                with pytest.raises(sw.DispatchError):
+                    write(view)
         with sw.fallback("replicate"):
             torch.linalg.inv(x + split(torch.eye(4), mesh, Shard(0))).add_(1)  # a new tensor
             with pytest.raises(sw.DispatchError):

@@ -27,12 +27,13 @@ def test_training_is_that_of_one_process(name, plan):
     sw.simulate(run, 4)
 
 
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_in_float32_is_that_of_one_process(name):
+def test_training_in_float32_is_that_of_one_process(name, plan):
     plain = alone(name, torch.float32)
 
     def run():
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        compare(train(name, torch.float32, 5, mesh, "two dims"), plain, torch.float32)
+        compare(train(name, torch.float32, 5, mesh, plan), plain, torch.float32)
 
     sw.simulate(run, 4)
