@@ -1,0 +1,90 @@
+"""Tensors on their way into and out of a module: wrapped, moved, unwrapped, quickly.
+
+What a module is called with changes its values with every step, but not its layouts: each crossing
+remembers the moves between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.parallel.names import PlanError
+from shardwise.redistribute.moves import Pair, apply_pair, make_pair
+from shardwise.tensor import DTensor, as_local, unwrap, wrap
+
+_MOST = 1024
+"""How many layouts a crossing remembers; shapes may change with every step."""
+
+
+class Crossing:
+    """Moves DTensors to the layout that `target` gives for theirs; differentiable.
+
+    Forward: from how the tensor lies to the target. Backward: the transposed move.
+    """
+
+    def __init__(self, target: Callable[[Layout], Layout]) -> None:
+        self._target = target
+        self._known: dict[Layout, tuple[Layout, Pair | None]] = {}
+
+    def __call__(self, tensor: DTensor) -> DTensor:
+        """The tensor as it should lie: itself if it does."""
+        layout = tensor._layout
+        found = self._known.get(layout)
+        if found is None:
+            found = self._planned(layout)
+        target, pair = found
+        if pair is None:
+            return tensor
+        with as_local():
+            local = tensor.as_subclass(torch.Tensor)
+            if local.requires_grad and torch.is_grad_enabled():
+                moved = apply_pair(local, pair)
+            else:
+                moved = pair.forward.start(local.detach()).wait()
+            if moved is local:
+                moved = moved.view_as(moved)
+        return wrap(moved, target)
+
+    def _planned(self, layout: Layout) -> tuple[Layout, Pair | None]:
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        target = self._target(layout)
+        pair = None if target is layout else make_pair(layout, target)
+        self._known[layout] = target, pair
+        return target, pair
+
+
+def wrapped(local: torch.Tensor, layout: Layout) -> DTensor:
+    """The DTensor of which this is the piece. What it is moved to is shared by all uses of `local`.
+
+    So modules that are handed the same plain tensor (as those for queries, keys and values are)
+    share the sum of their gradients: one all-reduce rather than three. Forward: nothing.
+    Backward: nothing; the sum is made by the operator that uses the tensor beside shards.
+    """
+    result = wrap(local.view_as(local), layout)
+    if not local.is_leaf:
+        # The moves, and not the result: that is a view, whose base is `local`, and a cycle through
+        # C++ is never freed. Of leaves dispatch keeps the moves itself.
+        shared = local.__dict__.setdefault("_moves", {}).setdefault(layout, {})
+        result._moved = shared  # type: ignore[attr-defined]
+    return result
+
+
+def check_mesh(tensor: DTensor, mesh: DeviceMesh, what: str) -> None:
+    """Refuse a DTensor of another mesh."""
+    if tensor._layout.mesh is not mesh:
+        raise PlanError(
+            f"{what}: expected a tensor on {mesh!r}, got one that lies as {tensor._layout!r} on "
+            f"{tensor._layout.mesh!r}; parallelize all modules on one mesh, or hand over "
+            "x.to_local() where that is what is meant"
+        )
+
+
+def local_of(tensor: Any) -> Any:
+    """This rank's piece of a DTensor; anything else as it is."""
+    return unwrap(tensor) if isinstance(tensor, DTensor) else tensor
