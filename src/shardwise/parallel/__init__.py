@@ -1,7 +1,29 @@
 """Tensor parallelism: torch's module styles, and plans that lay out a whole model."""
 
 from shardwise.parallel.activations import Activations
+from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.names import PlanError
+from shardwise.parallel.parallelize import parallelize_module
+from shardwise.parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
 from shardwise.parallel.sharding import shard_module
+from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-__all__ = ["Activations", "PlanError", "shard_module"]
+__all__ = [
+    "Activations",
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PlanError",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "loss_parallel",
+    "parallelize_module",
+    "shard_module",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,9 @@ def _check(argument: str, given: Any, keys: tuple[type, ...]) -> None:
         ]
         if given and not wrong:
             return
-    elif argument == "outputs" and isinstance(given, Sequence) and not isinstance(given, str):
-        if given and all(each is None or is_spec(each) for each in given):
+    elif argument == "outputs" and isinstance(given, tuple | list):
+        wrong = [each for each in given if not (each is None or is_spec(each))]
+        if given and not wrong:
             return
     raise PlanError(
         f"{argument}: expected placements, such as {{'tp': Shard(0)}} or one per axis, or several "

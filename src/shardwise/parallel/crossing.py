@@ -14,6 +14,8 @@ import torch
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
+from shardwise.pieces import check_piece, found_layout
+from shardwise.placement import Placement
 from shardwise.redistribute.moves import Pair, apply_pair, make_pair
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 
@@ -88,3 +90,40 @@ def check_mesh(tensor: DTensor, mesh: DeviceMesh, what: str) -> None:
 def local_of(tensor: Any) -> Any:
     """This rank's piece of a DTensor; anything else as it is."""
     return unwrap(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+class Pieces:
+    """How plain tensors lie that ranks bring as their pieces.
+
+    Arguments:
+        placement: how they lie on the one axis of the mesh.
+        features: the global size of the last dim, where the module knows it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement, features: int | None = None) -> None:
+        self._mesh, self._placement, self._features = mesh, placement, features
+        self._known: dict[torch.Size, Layout] = {}
+
+    def layout(self, local: torch.Tensor) -> Layout:
+        """The layout of the tensor of which this is the piece.
+
+        If a dim is split whose global size nothing tells, the ranks tell each other their sizes:
+        a small collective in each call. What one rank remembers would not do, as another rank's
+        size may have changed.
+        """
+        found = self._known.get(local.shape)
+        if found is not None:
+            return found
+        shape = list(local.shape)
+        whole = Layout.from_placements(self._mesh, shape, [self._placement])
+        split = [dim for dim, axes in enumerate(whole.shard_order) if axes]
+        if split and (self._features is None or split != [local.dim() - 1]):
+            return found_layout(local, self._mesh, [self._placement])
+        if split and self._features is not None:
+            shape[-1] = self._features
+            whole = Layout.from_placements(self._mesh, shape, [self._placement])
+            check_piece(local, whole)
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[local.shape] = whole
+        return whole

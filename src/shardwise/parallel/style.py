@@ -1,0 +1,148 @@
+"""What a style is: how one module's parameters lie, and what happens at its entrance and exit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.parallel.containers import changed_arguments, first_tensor, parameter_names
+from shardwise.parallel.crossing import Crossing, Pieces, check_mesh, wrapped
+from shardwise.parallel.names import PlanError, joined
+from shardwise.parallel.placing import Slot, check_ties, layout_for, place, slots
+from shardwise.placement import Placement, Replicate, as_placement
+from shardwise.tensor import DTensor, unwrap
+
+
+class ParallelStyle(ABC):
+    """How a module is made parallel. A style of your own has an `_apply`."""
+
+    src_data_rank: int | None = 0
+    """The rank whose parameters all ranks get; None: each its own."""
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Make the module parallel, in place."""
+
+
+class ModuleStyle(ParallelStyle):
+    """A style that says what it will do to a module, so that it can be checked beforehand."""
+
+    def check(self, path: str, module: nn.Module) -> None:
+        """Refuse a module that the style does not fit, naming both."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """How the module's parameters and buffers should lie, by name; others are left alone."""
+        return {}
+
+    @abstractmethod
+    def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Put hooks at the entrance and exit of the module's forward."""
+
+    def layouts(self, path: str, module: nn.Module, mesh: DeviceMesh) -> list[tuple[Slot, Layout]]:
+        """The same as `placements`, for this mesh, by where they are held."""
+        wanted = self.placements(module)
+        held = {slot.path: slot for slot in slots(module, path)}
+        found = []
+        for name, placement in wanted.items():
+            slot = held[joined(path, name)]
+            found.append((slot, layout_for(slot, mesh, [placement])))
+        return found
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = one_axis(device_mesh)
+        self.check("", module)
+        layouts = self.layouts("", module, mesh)
+        check_ties(layouts)
+        place(layouts, self.src_data_rank)
+        self.hooks("", module, mesh)
+        return module
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+def one_axis(device_mesh: Any) -> DeviceMesh:
+    """The mesh of a style: one axis."""
+    if device_mesh is None:
+        raise PlanError("device_mesh: expected a DeviceMesh of one axis, got None")
+    mesh = as_mesh(device_mesh)
+    if mesh.ndim != 1:
+        name = (mesh.mesh_dim_names or ("tp",))[-1]
+        raise PlanError(
+            f"device_mesh: expected one axis, got {mesh.axes_shown()}; pass the axis of tensor "
+            f"parallelism, device_mesh[{name!r}], or use shard_module for all axes at once"
+        )
+    return mesh
+
+
+def one_placement(given: Any, argument: str) -> Placement | None:
+    """A style's argument for one tensor: a placement, or a tuple of just one, or None."""
+    if isinstance(given, tuple | list) and len(given) == 1:
+        (given,) = given
+    if given is None:
+        return None
+    return as_placement(given, argument)
+
+
+def entrance(
+    what: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    given: Placement,
+    wanted: Placement,
+    features: int | None = None,
+) -> Callable[..., Any]:
+    """A hook that makes the first tensor a module is called with a DTensor, and moves it.
+
+    Arguments:
+        given: how plain tensors lie.
+        wanted: how the module needs it.
+        features: the global size of the last dim, where the module knows it.
+    """
+    names = parameter_names(module)
+    pieces = Pieces(mesh, given, features)
+    crossing = to_placement(wanted)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        where = (
+            0 if args and isinstance(args[0], torch.Tensor) else first_tensor(args, kwargs, names)
+        )
+        if where == -1:
+            raise PlanError(f"{what}: expected a tensor among its arguments, got none")
+        value = args[where] if isinstance(where, int) else kwargs[where]
+        if isinstance(value, DTensor):
+            check_mesh(value, mesh, what)
+        else:
+            value = wrapped(value, pieces.layout(value))
+        return changed_arguments(args, kwargs, {where: crossing(value)})
+
+    return enter
+
+
+def to_placement(placement: Placement) -> Crossing:
+    """Moves DTensors of a mesh of one axis."""
+    return Crossing(lambda layout: Layout.from_placements(layout.mesh, layout.shape, [placement]))
+
+
+def leaving(placement: Placement | None, use_local_output: bool) -> Callable[[DTensor], Any]:
+    """What a result goes through: moved to a placement, if one is asked for; made local."""
+    crossing = None if placement is None else to_placement(placement)
+
+    def leave(output: DTensor) -> Any:
+        if crossing is not None:
+            output = crossing(output)
+        return unwrap(output) if use_local_output else output
+
+    return leave
+
+
+WHOLE = Replicate()
