@@ -116,7 +116,8 @@ def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
         return execute(plan, local).wait()
 
 
-# A tensor remembers what it was moved to, as long as it is not changed. A leaf cannot hold what
+# A tensor remembers what it was moved to, as long as it is not changed; what plain tensors are
+# wrapped as (`_alias_of`) does so in their place, so that it is shared too. A leaf cannot hold what
 # leads back to it: the cycle goes through C++ and would never be freed. What leaves were moved to
 # is held here until a backward has passed through it, and no more than so many. Whether something
 # is alive must not decide, as ranks could differ and each move back is a collective.
@@ -125,22 +126,24 @@ _MOST_OF_LEAVES = 4096
 
 
 def _shared(tensor: Any, how: Transfer, needs_grad: bool) -> torch.Tensor | None:
-    key = (how.target, how.used_on, needs_grad)
-    if needs_grad and _is_leaf(tensor):
-        found = state.moved_leaves.get((id(tensor), *key))
+    key = (how.source, how.target, how.used_on, needs_grad)
+    owner = tensor.__dict__.get("_alias_of", tensor)
+    if needs_grad and _is_leaf(owner):
+        found = state.moved_leaves.get((id(owner), *key))
     else:
-        found = tensor.__dict__.get("_moved", {}).get(key)
+        found = owner.__dict__.get("_moved", {}).get(key)
     if found is None or found[1] != _version(tensor):
         return None
     return found[0]  # type: ignore[no-any-return]
 
 
 def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -> None:
-    key = (how.target, how.used_on, needs_grad)
-    if not (needs_grad and _is_leaf(tensor)):
-        tensor.__dict__.setdefault("_moved", {})[key] = result, _version(tensor)
+    key = (how.source, how.target, how.used_on, needs_grad)
+    owner = tensor.__dict__.get("_alias_of", tensor)
+    if not (needs_grad and _is_leaf(owner)):
+        owner.__dict__.setdefault("_moved", {})[key] = result, _version(tensor)
         return
-    kept, place = state.moved_leaves, (id(tensor), *key)  # the graph of the result holds the leaf
+    kept, place = state.moved_leaves, (id(owner), *key)  # the graph of the result holds the leaf
     if len(kept) >= _MOST_OF_LEAVES:
         del kept[next(iter(kept))]
     kept[place] = result, _version(tensor)

@@ -69,11 +69,7 @@ def wrapped(local: torch.Tensor, layout: Layout) -> DTensor:
     Backward: nothing; the sum is made by the operator that uses the tensor beside shards.
     """
     result = wrap(local.view_as(local), layout)
-    if not local.is_leaf:
-        # The moves, and not the result: that is a view, whose base is `local`, and a cycle through
-        # C++ is never freed. Of leaves dispatch keeps the moves itself.
-        shared = local.__dict__.setdefault("_moves", {}).setdefault(layout, {})
-        result._moved = shared  # type: ignore[attr-defined]
+    result._alias_of = local  # type: ignore[attr-defined]
     return result
 
 

@@ -19,6 +19,8 @@ class PlanError(ShardwiseError, ValueError):
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a dotted name fits a pattern, token by token: `layers.*.w[qkv]`."""
+    if not name:  # the module itself, which only the empty pattern means
+        return not pattern
     wanted, tokens = pattern.split("."), name.split(".")
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 

@@ -41,7 +41,7 @@ def parallelize_module(
         The module itself.
     """
     mesh = one_axis(device_mesh)
-    found = _once(list(_resolved(module, "", parallelize_plan, strict)))
+    found = _once(list(_resolved(module, parallelize_plan, strict)))
     # All is checked before anything is changed.
     layouts: list[tuple[Slot, Layout]] = []
     for path, submodule, style in found:
@@ -62,15 +62,28 @@ def parallelize_module(
 
 
 def _resolved(
-    module: nn.Module, prefix: str, plan: Any, strict: bool
+    module: nn.Module, plan: Any, strict: bool
 ) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
     """The modules that a plan names, each with its style, in the plan's order."""
+    modules = list(all_modules(module))
+    for pattern, style in _flat(plan, ""):
+        found = [each for each in modules if matches(pattern, each[0])]
+        if not found and strict:
+            raise unmatched("parallelize_plan", pattern, [name for name, _ in modules], "modules")
+        for path, submodule in found:
+            yield path, submodule, style
+
+
+def _flat(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
+    """The styles of a plan and of the plans in it, by whole patterns."""
     if inspect.isclass(plan) and issubclass(plan, ParallelStyle):
         plan = plan()
     if isinstance(plan, ParallelStyle):
-        yield prefix, module, plan
-        return
-    if not isinstance(plan, Mapping):
+        yield prefix, plan
+    elif isinstance(plan, Mapping):
+        for pattern, inner in plan.items():
+            yield from _flat(inner, joined(prefix, pattern))
+    else:
         where = f"[{prefix!r}]" if prefix else ""
         hint = ""
         if type(plan).__module__.startswith("torch.distributed.tensor"):
@@ -79,14 +92,6 @@ def _resolved(
             f"parallelize_plan{where}: expected a style, or a dict of them by name; "
             f"got {plan!r}{hint}"
         )
-    for pattern, inner in plan.items():
-        modules = list(all_modules(module))
-        hits = [each for each in modules if matches(pattern, each[0])]
-        if not hits and strict:
-            names = [name for name, _ in modules]
-            raise unmatched("parallelize_plan", joined(prefix, pattern), names, "modules")
-        for name, submodule in hits:
-            yield from _resolved(submodule, joined(prefix, name), inner, strict)
 
 
 def _once(
