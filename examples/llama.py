@@ -1,7 +1,7 @@
 """A Llama-style decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm.
 
-Ordinary PyTorch for one process: not one line knows of ranks. `llama_plan.py` says how to lay it out
-on a mesh, `train_llama.py` trains it.
+Ordinary PyTorch for one process: not one line knows of ranks. `llama_plan.py` says how to lay it
+out on a mesh, `train_llama.py` trains it.
 """
 
 from __future__ import annotations
