@@ -60,8 +60,7 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, enable_gqa=True
         )
-        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.wo(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -75,8 +74,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Change each position of [batch, length, width] by itself."""
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return out
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
@@ -92,8 +90,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """[batch, length, width] in and out."""
         x = x + self.attention(self.attention_norm(x), cosines, sines)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
-        return out
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
@@ -122,8 +119,7 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, cosines, sines)
-        out: Tensor = self.output(self.norm(x))
-        return out
+        return self.output(self.norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of the tokens that should follow."""

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Pending
+from shardwise.comm import Cause, Pending, trace
+from shardwise.comm.cause import acting, current
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import Axis
@@ -128,6 +129,7 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, pair: Pair, pending: Pending[torch.Tensor] | None
     ) -> torch.Tensor:
         ctx.pair, ctx.dtype = pair, local.dtype
+        ctx.cause = current() if trace.listeners else Cause()
         if pair.is_gather:
             ctx.origin = local  # for `apply_use`
         if pair.forward.is_nothing:
@@ -139,7 +141,11 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
+        if trace.listeners:
+            with acting(ctx.cause.backward):
+                result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
+        else:
+            result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
         return result.to(ctx.dtype), None, None
 
 
