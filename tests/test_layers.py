@@ -29,8 +29,8 @@ LAYERS: list[set[str]] = [
         "optimizers",
     },
     {"parallel", "fsdp", "export", "sharded", "checkpoint", "debug"},
-    {"pickling", "worker", "sim", "launch", "interop", "testing", "demo"},
-    {"cli", "__init__", "__main__"},
+    {"pickling", "worker", "sim", "launch", "interop", "testing"},
+    {"cli", "demo", "examples", "__init__", "__main__"},
 ]
 LAYER_OF = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 

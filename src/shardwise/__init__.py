@@ -3,7 +3,7 @@
 import importlib
 
 from shardwise.box import Box
-from shardwise.comm import Communicator, Event, Pending, communicator, listen
+from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
 from shardwise.dispatch.entry import DispatchError
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dispatch.state import (
@@ -57,6 +57,7 @@ __all__ = [
     "AxisCost",
     "Box",
     "CacheInfo",
+    "Cause",
     "CollectiveError",
     "Communicator",
     "Costs",

@@ -13,6 +13,7 @@ from shardwise import world
 from shardwise.checks import as_int
 from shardwise.comm.abstract import AbstractCommunicator
 from shardwise.comm.alone import AloneCommunicator
+from shardwise.comm.cause import Cause
 from shardwise.comm.groups import process_world
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
@@ -23,7 +24,7 @@ from shardwise.mesh import Axis, DeviceMesh, as_mesh
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-__all__ = ["Communicator", "Event", "Pending", "communicator", "listen"]
+__all__ = ["Cause", "Communicator", "Event", "Pending", "communicator", "listen"]
 
 world.provide(process_world)
 

@@ -1,4 +1,4 @@
-"""The one point that every collective passes: who, what, over which axes, how many bytes, when.
+"""The one point that every collective passes: who, what, on which axes, how many bytes, when, why.
 
 Nothing is built while nobody listens.
 """
@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from shardwise.comm.cause import Cause, current, watch_modules
 from shardwise.comm.pending import Pending
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ class Event:
     """What this rank puts in; None where that is no tensor."""
     bytes: int
     """What this rank must receive from others, at the least; of objects, once it is known."""
+    cause: Cause = field(default_factory=current)
+    """Why: the operator, the module and the direction it is for."""
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
     """When its result was waited for; None while it is under way."""
@@ -61,12 +64,14 @@ def listen(listener: Listener) -> Iterator[None]:
     global listeners
     with _changing:
         listeners = (*listeners, listener)
+        watch_modules(True)
     try:
         yield
     finally:
         with _changing:
             at = len(listeners) - 1 - listeners[::-1].index(listener)
             listeners = listeners[:at] + listeners[at + 1 :]
+            watch_modules(bool(listeners))
 
 
 def tell(event: Event) -> None:

@@ -13,6 +13,8 @@ import torch
 
 import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
+from shardwise.comm import trace as _trace
+from shardwise.comm.cause import is_running, running
 from shardwise.dispatch import functions, gradients, refused, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.arguments import tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get
@@ -31,6 +33,9 @@ def dispatch(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """What `__torch_function__` does: run `func` on DTensors."""
+    if _trace.listeners and not is_running(func):
+        with running(name_of(func), func):
+            return dispatch(cls, func, types, args, kwargs)
     # Most calls are of one or two tensors, or of a tensor and a number: their keys are made here.
     key: Any = None
     if not kwargs:

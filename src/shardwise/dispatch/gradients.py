@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from shardwise.dispatch.moving import check_gradient
 from shardwise.errors import LayoutError
 from shardwise.redistribute.plan import dual
 from shardwise.rules.collectives import used
@@ -135,6 +136,9 @@ def _edges(inputs: Sequence[Any]) -> list[Any]:
     """The places in the graph where gradients of inputs arrive. Were DTensors handed to torch, it
     would ask this module again; and while the graph runs, Python code in it must be dispatched."""
     with as_local():
+        for each in inputs:
+            if isinstance(each, DTensor):
+                check_gradient(each, "inputs")
         return [get_gradient_edge(each) if isinstance(each, DTensor) else each for each in inputs]
 
 
@@ -157,6 +161,8 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """`tensor.register_hook(hook)`: the hook is handed a DTensor, and may return one."""
     tensor, hook = (*args, *kwargs.values())
     layout = dual(tensor._layout)
+    with as_local():
+        check_gradient(tensor, "register_hook")
 
     def local_hook(gradient: torch.Tensor) -> torch.Tensor | None:
         with as_local():
@@ -169,6 +175,14 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     with as_local():
         return func(tensor, local_hook)
+
+
+@handler(torch.Tensor.retain_grad)
+def retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`tensor.retain_grad()`."""
+    with as_local():
+        check_gradient(args[0], "retain_grad")
+        func(*args, **kwargs)
 
 
 def _as_list(value: Any) -> list[Any]:

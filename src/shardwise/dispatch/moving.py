@@ -12,7 +12,7 @@ from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.redistribute.execute import execute
-from shardwise.redistribute.moves import Pair, apply_pair, make_pair
+from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.tensor import DTensor
 
@@ -20,6 +20,7 @@ _BASE: Any = torch._C.TensorBase
 _version = _BASE._version.__get__
 _requires_grad = _BASE.requires_grad.__get__
 _is_leaf = _BASE.is_leaf.__get__
+_hooks_of = _BASE._backward_hooks.__get__
 _is_inference = torch._C.TensorBase.is_inference
 
 
@@ -91,7 +92,11 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
                 f"{operator}: a pending reduction of {how.source!r} has no gradient, as it is not "
                 "linear; detach() the tensor first"
             )
-        result = apply_pair(tensor, how.pair, _own_part(tensor, how))
+        gather = _gather_to_pass(tensor) if how.source is how.target else None
+        if gather is None:
+            result = apply_pair(tensor, how.pair, _own_part(tensor, how))
+        else:
+            result = apply_use(tensor, gather, how.used_on)
     elif how.cut is not None:
         return tensor[how.cut]
     else:
@@ -99,6 +104,27 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     if is_shared:
         _share(tensor, how, needs_grad, result)
     return result
+
+
+def _gather_to_pass(tensor: torch.Tensor) -> Any:
+    """The gather that a tensor is the result of, unless somebody looks at the tensor's gradient."""
+    if _hooks_of(tensor) or tensor.retains_grad:
+        return None
+    return gather_of(tensor)
+
+
+def check_gradient(tensor: DTensor, what: str) -> None:
+    """Refuse to show the gradient of a gathered tensor that parts of it go past.
+
+    Runs within `as_local()`.
+    """
+    if getattr(gather_of(tensor), "is_passed", False):
+        raise LayoutError(
+            f"{what}: this tensor was gathered, and then used beside shards: its gradient is "
+            "never made, as it goes to the pieces in one reduce-scatter. Take that of the tensor "
+            "that was gathered, or of tensor.view_as(tensor) which is used instead; hooks and "
+            "retain_grad() before the first use are fine"
+        )
 
 
 def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from shardwise import world
 from shardwise.box import Box
-from shardwise.comm import Communicator, Pending, communicator
+from shardwise.comm import Communicator, Pending, communicator, trace
 from shardwise.comm.c10d import LARGE
+from shardwise.comm.cause import acting, current
 from shardwise.comm.reduction import check_reduction, reduce_contributions
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
@@ -53,9 +55,12 @@ class _Running:
         self._local = local
         self._left = list(plan.moves)
         self._result: torch.Tensor | None = None
+        self._cause = current() if trace.listeners else None
         while self._left and not self._left[0].communicates:
-            local = _start(self._left.pop(0), local).wait()
-        self._under_way = _start(self._left.pop(0), local) if self._left else Pending.done(local)
+            local = self._start(self._left.pop(0), local).wait()
+        self._under_way = (
+            self._start(self._left.pop(0), local) if self._left else Pending.done(local)
+        )
         self._moved = bool(plan.moves)
 
     def finish(self) -> torch.Tensor:
@@ -64,11 +69,17 @@ class _Running:
             result = self._under_way.wait()
             del self._under_way  # nobody else holds its result while the others run
             while self._left:
-                result = _start(self._left.pop(0), result).wait()
+                result = self._start(self._left.pop(0), result).wait()
             if self._moved and _share_memory(result, self._local):
                 result = result.clone(memory_format=torch.contiguous_format)
             self._result = result.contiguous()
         return self._result
+
+    def _start(self, step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
+        if self._cause is None:
+            return _start(step, local)
+        with acting(replace(self._cause, operator=self._cause.operator or "redistribute")):
+            return _start(step, local)
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:

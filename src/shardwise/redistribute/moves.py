@@ -11,7 +11,7 @@ The cotangent of a tensor lies like the tensor, with pending sums made whole (`d
 | Replicate -> Shard               | all-gather                   |
 | Replicate or Shard -> Partial    | nothing, slice               |
 | Shard -> Shard                   | the exchange, transposed     |
-| Replicate, used beside a shard   | all-reduce                   |
+| Replicate, used beside a shard   | all-reduce; if it was gathered, reduce-scatter (`apply_use`) |
 
 "Used beside a shard" means that each rank's gradient is only a contribution: the cotangent is
 pending a sum on those axes.
@@ -19,15 +19,18 @@ pending a sum on those axes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.comm import Pending
+from shardwise.comm import Cause, Pending, trace
+from shardwise.comm.cause import acting, current
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import Axis
@@ -75,6 +78,21 @@ class Pair:
         """The move of the gradient, and of its gradient."""
         return Pair(self.backward, self.forward)
 
+    @cached_property
+    def is_gather(self) -> bool:
+        """Whether it only gathers, so that a piece of the gradient is all that goes back."""
+        source, target = self.forward.source, self.forward.target
+        return (
+            source is not target
+            and source.mesh is target.mesh
+            and not (source.partial or target.partial or self.backward.source.partial)
+            and self.forward == Move(source, target)
+            and all(
+                after == before[: len(after)]
+                for before, after in zip(source.shard_order, target.shard_order, strict=True)
+            )
+        )
+
 
 def apply_pair(
     local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None = None
@@ -82,6 +100,24 @@ def apply_pair(
     """Run a move so that autograd knows it."""
     result: torch.Tensor = _Redistribute.apply(local, pair, started)  # type: ignore[no-untyped-call]
     return result
+
+
+def gather_of(tensor: torch.Tensor) -> Any:
+    """The node of the gather that a tensor, seen as a local one, is the result of; or None."""
+    node = tensor.grad_fn
+    return node if getattr(node, "origin", None) is not None else None
+
+
+def apply_use(tensor: torch.Tensor, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
+    """The result of a gather, about to be used beside shards on these axes.
+
+    Forward: nothing. Backward: contributions are summed where the gathered pieces came from, in a
+    reduce-scatter, past the gathered tensor: for that one alone, an all-reduce and a slice.
+    """
+    gather.is_passed = True
+    move = gather.pair.forward
+    pair = _used_pair(move.source, move.target, used_on)
+    return apply_pair(gather.origin, pair, Pending.done(tensor.detach()))
 
 
 class _Redistribute(torch.autograd.Function):
@@ -93,6 +129,9 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, pair: Pair, pending: Pending[torch.Tensor] | None
     ) -> torch.Tensor:
         ctx.pair, ctx.dtype = pair, local.dtype
+        ctx.cause = current() if trace.listeners else Cause()
+        if pair.is_gather:
+            ctx.origin = local  # for `apply_use`
         if pair.forward.is_nothing:
             # An alias that is no view of autograd's: its node stays when the tensor is changed
             # in place by an optimizer, as the gradient's way does not depend on the value.
@@ -102,7 +141,11 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
+        if trace.listeners:
+            with acting(ctx.cause.backward):
+                result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
+        else:
+            result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
         return result.to(ctx.dtype), None, None
 
 
@@ -190,6 +233,9 @@ def make_pair(
         Move(src, dst, 1.0, forward_dtype, costs, peak_bytes),
         Move(back, dual(src), factor, backward_dtype, costs, peak_bytes),
     )
+
+
+_used_pair = functools.lru_cache(4096)(make_pair)
 
 
 def _averaged(layout: Layout) -> int:

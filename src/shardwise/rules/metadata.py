@@ -22,8 +22,8 @@ _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
     "is_complex", "is_floating_point", "is_signed", "is_contiguous", "is_inference", "is_conj",
     "is_neg", "is_pinned", "is_shared", "is_coalesced", "is_distributed", "is_set_to", "_is_view",
     "_is_zerotensor", "element_size", "data_ptr", "storage_offset", "storage", "storage_type",
-    "untyped_storage", "_typed_storage", "get_device", "dense_dim", "sparse_dim", "retain_grad",
-    "result_type", "_has_compatible_shallow_copy_type", "__dlpack_device__",
+    "untyped_storage", "_typed_storage", "get_device", "dense_dim", "sparse_dim", "result_type",
+    "_has_compatible_shallow_copy_type", "__dlpack_device__",
 )  # fmt: skip
 def of_piece(func: Any, args: Any, kwargs: Any) -> Any:
     with as_local():

@@ -1,0 +1,1 @@
+"""Examples: ordinary models, how to lay them out on a mesh, and how to train them."""
