@@ -260,7 +260,8 @@ def test_sequence_parallel_gathers_and_scatters_in_pairs():
     def run(mesh):
         module = made(Mlp)
         parallelize_module(module, mesh, plan)
-        x = sw.distribute_tensor(data(2, 6, WIDTH), mesh, [Shard(1)]).requires_grad_()
+        # large enough that bytes count: of a few, an all-reduce and a slice are quicker
+        x = sw.distribute_tensor(data(16, 256, WIDTH), mesh, [Shard(1)]).requires_grad_()
         events = []
         with sw.listen(events.append):
             output = module(x)
