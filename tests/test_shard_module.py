@@ -1,0 +1,278 @@
+"""shard_module: a plan of patterns lays out parameters, inputs and outputs; and loss_parallel."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rule_cases import heard
+from torch import nn
+
+import shardwise as sw
+from shardwise import DTensor, Replicate, Shard
+from shardwise.mesh import init_device_mesh
+from shardwise.parallel import Activations, PlanError, loss_parallel, shard_module
+
+WIDTH, CLASSES = 6, 5
+
+
+class Net(nn.Module):
+    """Sizes that do not divide; a norm, a buffer and a tie."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return self.head(self.norm(x)) * self.scale
+
+
+PLAN = {
+    "layers.0.*": {"tp": Shard(0)},
+    "layers.1.weight": {"tp": Shard(1)},
+    "embedding.weight": {"tp": Shard(0)},
+    "": Activations(inputs={"dp": Shard(0)}),
+}
+
+
+def made(kind=Net):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def on_two_by_two(run):
+    return sw.simulate(lambda: run(init_device_mesh("cpu", (2, 2), ("dp", "tp"))), 4)
+
+
+TOKENS = torch.tensor([[0, 3, 2, 1], [4, 4, 0, 2], [1, 2, 3, 0]])
+
+
+def test_a_model_trains_as_in_one_process_with_no_change_to_its_code():
+    plain = made()
+    expected = F.cross_entropy(plain(TOKENS).flatten(0, 1), TOKENS.flatten())
+    expected.backward()
+
+    def run(mesh):
+        model = made()
+        assert shard_module(model, mesh, PLAN) is model
+        assert model.layers[0].bias.placements == (Replicate(), Shard(0))
+        assert model.layers[1].weight.placements == (Replicate(), Shard(1))
+        assert all(isinstance(each, DTensor) for each in [*model.parameters(), *model.buffers()])
+        assert model.head.weight is model.embedding.weight
+        output = model(TOKENS)
+        assert output.shape == (3, 4, CLASSES)
+        loss = F.cross_entropy(output.flatten(0, 1), TOKENS.flatten())
+        torch.testing.assert_close(loss.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+        loss.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-12)
+
+    on_two_by_two(run)
+
+
+def test_ranks_get_the_values_of_the_source_and_frozen_stays_frozen():
+    def run(mesh):
+        torch.manual_seed(mesh.get_rank())
+        model = Net()
+        model.norm.weight.requires_grad_(False)
+        model.norm.weight.note = "kept"
+        shard_module(model, mesh, PLAN)
+        assert not model.norm.weight.requires_grad and model.norm.weight.note == "kept"
+        return model.layers[0].weight.full_tensor()
+
+    torch.manual_seed(0)
+    expected = Net().layers[0].weight
+    for found in on_two_by_two(run):
+        assert torch.equal(found, expected)
+
+
+def test_nothing_is_communicated_for_a_plain_input_and_all_axes_but_the_named_stay():
+    class Same(nn.Module):
+        def forward(self, x):
+            return x
+
+    def run(mesh):
+        module = nn.Sequential(Same(), Same())
+        plan = {
+            "0": Activations(inputs={"dp": Shard(0)}),
+            "1": Activations(outputs={"tp": Shard(1)}),
+        }
+        shard_module(module, mesh, plan)
+        events, result = heard(mesh, lambda: module(torch.arange(15.0).reshape(5, 3)))
+        assert events == [] and result.placements == (Shard(0), Shard(1))
+        assert torch.equal(result.full_tensor(), torch.arange(15.0).reshape(5, 3))
+
+    on_two_by_two(run)
+
+
+@dataclass
+class Found:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Two(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x, y=None, *, scale=1):
+        return self.wrap(x, x if y is None else y)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "outputs"),
+    [
+        (lambda x, y: (x, y), (None, {"tp": Shard(0)})),
+        (lambda x, y: {"first": x, "second": y}, {"second": {"tp": Shard(0)}}),
+        (Found, {"second": [Replicate(), Shard(0)]}),
+    ],
+)
+def test_outputs_by_position_and_by_name(wrap, outputs):
+    def run(mesh):
+        module = Two(wrap)
+        plan = {
+            "": Activations(inputs={"y": {"dp": Shard(1)}, 0: [Replicate()] * 2}, outputs=outputs)
+        }
+        shard_module(module, mesh, plan)
+        result = module(torch.ones(4, 4), y=torch.ones(4, 4))
+        assert type(result) is type(wrap(1, 2))
+        get = (lambda at, name: result[at]) if isinstance(result, tuple) else (
+            lambda at, name: result[name] if isinstance(result, dict) else getattr(result, name)
+        )  # fmt: skip
+        assert get(0, "first").placements == (Replicate(), Replicate())
+        assert get(1, "second").placements[1] == Shard(0)
+
+    on_two_by_two(run)
+
+
+def test_the_last_pattern_counts_and_a_tie_takes_what_one_of_its_names_gets():
+    def run(mesh):
+        model = Net()
+        plan = {"layers.*.weight": {"tp": Shard(0)}, "layers.1.weight": {"tp": Shard(1)}}
+        shard_module(model, mesh, {**plan, "head.weight": {"tp": Shard(1)}})
+        assert model.layers[0].weight.placements[1] == Shard(0)
+        assert model.layers[1].weight.placements[1] == Shard(1)
+        assert model.embedding.weight.placements[1] == Shard(1)
+        assert model.head.weight is model.embedding.weight
+
+    on_two_by_two(run)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"layer.*.weight": {"tp": Shard(0)}}, r"matches nothing; near it are layers\.0\.weight"),
+        ({"layers.0": {"tp": Shard(0)}}, r"parameters or buffers; it matches nothing"),
+        ({"layers.0.weight": Activations()}, r"names, of modules; it matches nothing"),
+        ({"layers.*.weight": {"pp": Shard(0)}}, r"axes of the mesh, \(dp=2, tp=2\); got 'pp'"),
+        ({"layers.*.weight": [Shard(0)]}, r"expected 2 placements, one per axis"),
+        ({"layers.*.weight": {"tp": Shard(2)}}, r"layers\.0\.weight: .*a dim of a 2-d tensor"),
+        ({"layers.*.weight": 3}, r"layers\.\*\.weight.*expected 2 placements"),
+        (
+            {"embedding.weight": {"tp": Shard(0)}, "head.weight": {"tp": Shard(1)}},
+            r"head\.weight: it is tied to embedding\.weight",
+        ),
+        ({"": Activations(inputs={"x": {"tp": Shard(0)}})}, r"arguments, tokens; got 'x'"),
+        ({"": Activations(outputs={"pp": Shard(0)})}, r"outputs of the module: expected axes"),
+        ([Shard(0)], r"plan: expected a dict of patterns, got list"),
+    ],
+)
+def test_a_wrong_plan_is_named_and_nothing_is_done(plan, message):
+    def run(mesh):
+        model = Net()
+        with pytest.raises(PlanError, match=message):
+            shard_module(model, mesh, plan)
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+    on_two_by_two(run)
+
+
+def test_what_does_not_fit_is_left_out_if_it_is_not_strict():
+    def run(mesh):
+        model = shard_module(Net(), mesh, {"nothing": {"tp": Shard(0)}, **PLAN}, strict=False)
+        assert model(TOKENS).shape == (3, 4, CLASSES)
+
+    sw.simulate(lambda: run(init_device_mesh("cpu", (2,), ("tp",))), 2)  # it has no axis dp
+
+
+def test_activations_that_say_nothing_sensible_are_refused():
+    for wrong in (3, "tp", {}, {"x": 3}, [None], [3]):
+        with pytest.raises(PlanError, match="inputs: expected placements"):
+            Activations(inputs=wrong)
+    with pytest.raises(PlanError, match="outputs: expected placements"):
+        Activations(outputs=({"tp": Shard(0)}, 3))
+
+
+def test_a_tensor_of_another_mesh_is_refused():
+    def run(mesh):
+        module = shard_module(nn.Identity(), mesh, {"": Activations(inputs={"tp": Shard(0)})})
+        strange = sw.distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)])
+        with pytest.raises(PlanError, match="expected a tensor on"):
+            module(strange)
+
+    on_two_by_two(run)
+
+
+# ---- loss_parallel
+
+
+MANY = 23
+
+
+def options():
+    weight = torch.linspace(0.1, 3, MANY, dtype=torch.float64)
+    for reduction in ("mean", "sum", "none"):
+        yield {"reduction": reduction}
+        yield {"reduction": reduction, "weight": weight, "ignore_index": 3}
+        yield {"reduction": reduction, "weight": weight, "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("given", list(options()), ids=",".join)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_cross_entropy_of_split_classes_is_exact_and_gathers_nothing(given, shape):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(7, MANY, dtype=torch.float64), torch.arange(7) * 3
+    plain = logits.clone().requires_grad_()
+    expected = F.cross_entropy(plain, targets, **given)
+    expected.sum().backward()
+
+    def run():
+        mesh = init_device_mesh("cpu", shape)
+        placements = [Shard(1)] if len(shape) == 1 else [Shard(0), Shard(1)]
+        ours = sw.distribute_tensor(logits, mesh, placements, src_data_rank=None).requires_grad_()
+
+        def step():
+            with loss_parallel():
+                loss = F.cross_entropy(ours, targets, **given)
+                loss.sum().backward()
+            return loss
+
+        events, loss = heard(mesh, step)
+        assert max(event.bytes for event in events) < logits.numel() * 8  # rows, not classes
+        assert all(event.kind == "all_reduce" for event in events)
+        torch.testing.assert_close(loss.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-12)
+
+    sw.simulate(run, 4)
+
+
+def test_nothing_is_left_behind_when_the_body_raises():
+    def run(mesh):
+        before = F.cross_entropy
+        with pytest.raises(ZeroDivisionError), loss_parallel():
+            raise ZeroDivisionError
+        assert F.cross_entropy is before
+        plain = F.cross_entropy(torch.eye(3), torch.arange(3))
+        split = sw.distribute_tensor(torch.eye(3), mesh, [Replicate(), Shard(1)])
+        assert torch.allclose(F.cross_entropy(split, torch.arange(3)).full_tensor(), plain)
+
+    on_two_by_two(run)
