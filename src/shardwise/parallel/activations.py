@@ -124,25 +124,35 @@ def _entrance(given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict
             return changed_arguments(args, kwargs, {where: only(value)})
 
         return first
-    steps = {}
+    steps: dict[int | str, Callable[[Any], Any]] = {}
     for key, spec in given.items():
         if isinstance(key, str) and names and key not in names:
             raise PlanError(
                 f"{what}: expected names of its forward's arguments, {', '.join(names)}; "
                 f"got {key!r}"
             )
-        steps[key] = _step(spec, f"{what}[{key!r}]", mesh, strict)
+        alike = [
+            steps[other] for other, before in given.items() if before == spec and other in steps
+        ]
+        steps[key] = alike[0] if alike else _step(spec, f"{what}[{key!r}]", mesh, strict)
 
     def each(module: nn.Module, args: Any, kwargs: Any) -> Any:
         changes: dict[int | str, Any] = {}
+        done: dict[Any, Any] = {}  # attention of a sequence to itself is given it thrice
+
+        def changed(step: Callable[[Any], Any], value: Any) -> Any:
+            if (id(value), step) not in done:
+                done[id(value), step] = step(value)
+            return done[id(value), step]
+
         for key, step in steps.items():
             at = names.index(key) if isinstance(key, str) and key in names else key
             if isinstance(at, int) and at < len(args):
-                changes[at] = step(args[at])
+                changes[at] = changed(step, args[at])
                 continue
             name = names[at] if isinstance(at, int) and at < len(names) else str(at)
             if name in kwargs:
-                changes[name] = step(kwargs[name])
+                changes[name] = changed(step, kwargs[name])
         return changed_arguments(args, kwargs, changes)
 
     return each

@@ -1,0 +1,299 @@
+"""Ready plans: how well-known models lie on a mesh.
+
+`llama`, `gpt2` and `transformer` are plans for `shard_module`, `llama_styles` is one for
+`parallelize_module`. They are dicts: print one, or change it with `|`.
+
+All split a block as Megatron does: the first projections by their outputs (heads, hidden features),
+the last one by its inputs, so that a block needs one sum at its end, and one backward at its start.
+With sequence parallelism a block starts with an all-gather and ends with a reduce-scatter
+instead, and what is between blocks is split along the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shardwise.parallel.activations import Activations
+from shardwise.parallel.names import PlanError, all_modules, joined
+from shardwise.parallel.prepare import PrepareModuleInput
+from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardwise.placement import Replicate, Shard
+
+Plan = dict[str, Any]
+
+
+class Names(NamedTuple):
+    """What a Llama-style model calls its parts."""
+
+    embedding: str
+    layer: str
+    attention: str
+    queries: str
+    keys: str
+    mixed: str
+    feed_forward: str
+    up: str
+    down: str
+    norms: tuple[str, ...]
+    last_norm: str
+    head: str
+    tokens: str
+
+
+META = Names(
+    embedding="tok_embeddings",
+    layer="layers.*",
+    attention="attention",
+    queries="wq",
+    keys="w[kv]",
+    mixed="wo",
+    feed_forward="feed_forward",
+    up="w[13]",
+    down="w2",
+    norms=("attention_norm", "ffn_norm"),
+    last_norm="norm",
+    head="output",
+    tokens="tokens",
+)
+"""As in Meta's code, and in `examples/llama.py`."""
+
+HUGGING_FACE = Names(
+    embedding="model.embed_tokens",
+    layer="model.layers.*",
+    attention="self_attn",
+    queries="q_proj",
+    keys="[kv]_proj",
+    mixed="o_proj",
+    feed_forward="mlp",
+    up="[gu]*_proj",
+    down="down_proj",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    last_norm="model.norm",
+    head="lm_head",
+    tokens="input_ids",
+)
+"""As in `transformers`' LlamaForCausalLM, and those of its kind (Mistral, Qwen2, ...)."""
+
+
+def llama(
+    axis: str = "tp",
+    *,
+    data_axis: str | None = None,
+    sequence_parallel: bool = False,
+    head_dim: int = 1,
+    queries_per_key: int = 1,
+    names: Names = META,
+) -> Plan:
+    """A Llama-style decoder, for `shard_module`.
+
+    Arguments:
+        axis: the axis of tensor parallelism.
+        data_axis: the axis that splits the batch, if there is one.
+        sequence_parallel: whether what is between blocks is split along the sequence.
+        head_dim: the features of a head, where heads do not divide evenly and are not to be torn.
+        queries_per_key: how many heads of queries share one of keys and values, for the same sake.
+        names: what the model calls its parts: `META` or `HUGGING_FACE`.
+
+    Example:
+        >>> shard_module(model, mesh, plans.llama("tp", data_axis="dp"))
+    """
+    layer, attention = names.layer, f"{names.layer}.{names.attention}"
+    feed_forward = f"{layer}.{names.feed_forward}"
+    queries = head_dim * queries_per_key
+    plan: Plan = {
+        f"{names.embedding}.weight": {axis: Shard(0)},
+        f"{names.head}.weight": {axis: Shard(0)},
+        f"{attention}.{names.queries}.*": {axis: _in_units(0, queries)},
+        f"{attention}.{names.keys}.*": {axis: _in_units(0, head_dim)},
+        f"{attention}.{names.mixed}.weight": {axis: _in_units(1, queries)},
+        f"{feed_forward}.{names.up}.*": {axis: Shard(0)},
+        f"{feed_forward}.{names.down}.weight": {axis: Shard(1)},
+    }
+    plan |= _between_blocks(axis, sequence_parallel, names.embedding, (attention, feed_forward))
+    if sequence_parallel:
+        plan[names.head] = Activations(inputs={axis: Replicate()})
+    if data_axis is not None:
+        plan[""] = Activations(inputs={names.tokens: {data_axis: Shard(0)}})
+    return plan
+
+
+def gpt2(
+    axis: str = "tp",
+    *,
+    data_axis: str | None = None,
+    sequence_parallel: bool = False,
+    head_dim: int = 1,
+) -> Plan:
+    """`transformers`' GPT2LMHeadModel, for `shard_module`.
+
+    Its projection of queries, keys and values is one: each third of it is split by itself.
+
+    Arguments:
+        axis: the axis of tensor parallelism.
+        data_axis: the axis that splits the batch, if there is one.
+        sequence_parallel: whether what is between blocks is split along the sequence.
+        head_dim: the features of a head, where heads do not divide evenly and are not to be torn.
+    """
+    block = "transformer.h.*"
+    plan: Plan = {
+        "transformer.wte.weight": {axis: Shard(0)},
+        f"{block}.attn.c_attn.weight": {axis: Shard(1, pieces=3, unit=head_dim)},
+        f"{block}.attn.c_attn.bias": {axis: Shard(0, pieces=3, unit=head_dim)},
+        f"{block}.attn.c_proj.weight": {axis: _in_units(0, head_dim)},
+        f"{block}.mlp.c_fc.weight": {axis: Shard(1)},
+        f"{block}.mlp.c_fc.bias": {axis: Shard(0)},
+        f"{block}.mlp.c_proj.weight": {axis: Shard(0)},
+    }
+    plan |= _between_blocks(
+        axis, sequence_parallel, "transformer.wte", (f"{block}.attn", f"{block}.mlp")
+    )
+    if sequence_parallel:
+        plan["lm_head"] = Activations(inputs={axis: Replicate()})
+    if data_axis is not None:
+        plan[""] = Activations(inputs={"input_ids": {data_axis: Shard(0)}})
+    return plan
+
+
+def transformer(
+    module: nn.Module,
+    axis: str = "tp",
+    *,
+    data_axis: str | None = None,
+    sequence_parallel: bool = False,
+) -> Plan:
+    """torch's own nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, for `shard_module`.
+
+    Arguments:
+        module: one such layer, or anything that has some: nn.TransformerEncoder, your model.
+        axis: the axis of tensor parallelism.
+        data_axis: the axis that splits the batch, if there is one; the inputs of `module` are split
+            if it is one of torch's, else name those of your model in the plan.
+        sequence_parallel: whether what is between blocks is split along the sequence.
+    """
+    plan: Plan = {}
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    for path, layer in all_modules(module):
+        if isinstance(layer, kinds):
+            plan |= {
+                joined(path, name): each
+                for name, each in _torch_layer(layer, axis, sequence_parallel).items()
+            }
+    if not plan:
+        raise PlanError(
+            "module: expected an nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or "
+            f"something that has one; got {type(module).__name__}"
+        )
+    of_torch = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *kinds)
+    if isinstance(module, of_torch):
+        plan[""] = _torch_inputs(module, axis, data_axis, sequence_parallel)
+    return plan
+
+
+def llama_styles(
+    *, sequence_parallel: bool = False, head_dim: int = 1, queries_per_key: int = 1
+) -> Plan:
+    """A Llama-style decoder, for `parallelize_module`: the modules work on local tensors.
+
+    Names are Meta's, as in `examples/llama.py`. The code must take the number of heads from the
+    tensors (`unflatten(-1, (-1, head_dim))`). The logits are a DTensor that is split along the vocabulary: `cross_entropy` takes it.
+
+    Arguments:
+        sequence_parallel: whether what is between blocks is split along the sequence. It is made of
+            DTensors then.
+        head_dim: the features of a head, where heads do not divide evenly.
+        queries_per_key: how many heads of queries share one of keys and values.
+    """
+    names = META
+    layer, attention = names.layer, f"{names.layer}.{names.attention}"
+    feed_forward = f"{layer}.{names.feed_forward}"
+    between = Shard(1) if sequence_parallel else Replicate()
+    is_local = not sequence_parallel
+    queries = head_dim * queries_per_key
+    plan: Plan = {
+        names.embedding: RowwiseParallel(output_layouts=between, use_local_output=is_local),
+        f"{attention}.{names.queries}": ColwiseParallel(unit=queries),
+        f"{attention}.{names.keys}": ColwiseParallel(unit=head_dim),
+        f"{attention}.{names.mixed}": RowwiseParallel(
+            output_layouts=between, use_local_output=is_local, unit=queries
+        ),
+        f"{feed_forward}.{names.up}": ColwiseParallel(),
+        f"{feed_forward}.{names.down}": RowwiseParallel(
+            output_layouts=between, use_local_output=is_local
+        ),
+        names.head: ColwiseParallel(use_local_output=False),
+    }
+    if sequence_parallel:
+        for each in (attention, feed_forward):
+            plan[each] = PrepareModuleInput(
+                input_kwarg_layouts={"x": Shard(1)},
+                desired_input_kwarg_layouts={"x": Replicate()},
+            )
+        for norm in (*(f"{layer}.{each}" for each in names.norms), names.last_norm):
+            plan[norm] = SequenceParallel()
+    return plan
+
+
+def _in_units(dim: int, unit: int) -> Shard:
+    """A split that tears no unit."""
+    return Shard(dim) if unit == 1 else Shard(dim, unit=unit)
+
+
+def _between_blocks(
+    axis: str, sequence_parallel: bool, embedding: str, blocks: tuple[str, ...], dim: int = 1
+) -> Plan:
+    """How tensors lie that go from block to block: whole, or split along the sequence."""
+    if not sequence_parallel:
+        whole = Activations(outputs={axis: Replicate()})
+        return {embedding: whole, **dict.fromkeys(blocks, whole)}
+    split = Activations(inputs={axis: Replicate()}, outputs={axis: Shard(dim)})
+    return {embedding: Activations(outputs={axis: Shard(dim)}), **dict.fromkeys(blocks, split)}
+
+
+def _torch_layer(layer: nn.Module, axis: str, sequence_parallel: bool) -> Plan:
+    plan: Plan = {
+        "linear1.*": {axis: Shard(0)},
+        "linear2.weight": {axis: Shard(1)},
+    }
+    sequence = 0
+    for name, attention in layer.named_children():
+        if not isinstance(attention, nn.MultiheadAttention):
+            continue
+        sequence = 1 if attention.batch_first else 0
+        head = attention.head_dim
+        for key in attention._parameters:
+            if getattr(attention, key) is not None:
+                pieces = 3 if key.startswith("in_proj") else None
+                plan[f"{name}.{key}"] = {axis: Shard(0, pieces=pieces, unit=head)}
+        plan[f"{name}.out_proj.weight"] = {axis: Shard(1, unit=head)}
+        outputs = ({axis: Shard(sequence) if sequence_parallel else Replicate()}, None)
+        inputs = None
+        if sequence_parallel:
+            inputs = {each: {axis: Replicate()} for each in ("query", "key", "value")}
+        plan[name] = Activations(inputs, outputs)
+    if sequence_parallel:
+        plan["linear1"] = Activations(inputs={axis: Replicate()})
+    between = Shard(sequence) if sequence_parallel else Replicate()
+    plan["linear2"] = Activations(outputs={axis: between})
+    return plan
+
+
+def _torch_inputs(
+    module: nn.Module, axis: str, data_axis: str | None, sequence_parallel: bool
+) -> Activations:
+    batch_first = any(
+        each.batch_first for each in module.modules() if isinstance(each, nn.MultiheadAttention)
+    )
+    spec: dict[str, Any] = {}
+    if data_axis is not None:
+        spec[data_axis] = Shard(0 if batch_first else 1)
+    if sequence_parallel:
+        spec[axis] = Shard(1 if batch_first else 0)
+    names = {
+        nn.Transformer: ("src", "tgt"),
+        nn.TransformerDecoder: ("tgt", "memory"),
+        nn.TransformerDecoderLayer: ("tgt", "memory"),
+    }
+    found = next((each for kind, each in names.items() if isinstance(module, kind)), ("src",))
+    return Activations(inputs=dict.fromkeys(found, spec) if spec else None)
