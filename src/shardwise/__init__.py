@@ -103,6 +103,7 @@ __all__ = [
     "listen",
     "local_map",
     "ones",
+    "parallel",
     "plain_tensors",
     "plan_redistribute",
     "rand",
@@ -119,6 +120,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Submodules that few programs need, and that take long to import."""
-    if name in ("interop", "testing"):
+    if name in ("interop", "parallel", "testing"):
         return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

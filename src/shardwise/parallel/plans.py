@@ -197,7 +197,8 @@ def llama_styles(
     """A Llama-style decoder, for `parallelize_module`: the modules work on local tensors.
 
     Names are Meta's, as in `examples/llama.py`. The code must take the number of heads from the
-    tensors (`unflatten(-1, (-1, head_dim))`). The logits are a DTensor that is split along the vocabulary: `cross_entropy` takes it.
+    tensors (`unflatten(-1, (-1, head_dim))`). The logits are a DTensor that is split along the
+    vocabulary: `cross_entropy` takes it.
 
     Arguments:
         sequence_parallel: whether what is between blocks is split along the sequence. It is made of
