@@ -1,6 +1,6 @@
 """The model of `tensor_parallel`: a Llama-like decoder, ordinary PyTorch code.
 
-Not one line knows of ranks; heads are counted by `-1`, as torch's styles hand modules local tensors.
+Not one line knows of ranks; heads are counted by `-1`, as styles hand modules local tensors.
 """
 
 from __future__ import annotations
