@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+import shardwise.parallel
 from benchmarks._transformer import MODELS, SIZES, Size
 
 ROUNDS = {"small": 40, "large": 8}
@@ -84,20 +85,27 @@ def by_hand(model: nn.Module) -> nn.Module:
 # ---- ours
 
 
+def with_styles(model: nn.Module) -> nn.Module:
+    """Our styles."""
+    from shardwise import parallel
+
+    return _styled(model, _mesh(), parallel, sw.Replicate)
+
+
 def with_plan(model: nn.Module) -> nn.Module:
-    """Placements of parameters."""
-    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for _, module in model.named_modules():
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            module._parameters[key] = nn.Parameter(sw.distribute_tensor(parameter.detach(), mesh))
-    for layer in model.layers:
-        for part in (layer.attention, layer.feed_forward):
-            for name, linear in part.named_children():
-                dim = 1 if name in ("wo", "w2") else 0
-                linear.weight = nn.Parameter(
-                    linear.weight.detach().redistribute(placements=[sw.Shard(dim)])
-                )
-    return model
+    """Our plan: placements of parameters, by name."""
+    columns, rows = {"tp": sw.Shard(0)}, {"tp": sw.Shard(1)}
+    plan = {
+        "layers.*.attention.w[qkv].weight": columns,
+        "layers.*.attention.wo.weight": rows,
+        "layers.*.feed_forward.w[13].weight": columns,
+        "layers.*.feed_forward.w2.weight": rows,
+    }
+    return sw.parallel.shard_module(model, _mesh(), plan)
+
+
+def _mesh() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
 
 # ---- torch's
@@ -131,6 +139,7 @@ def _styled(model: nn.Module, mesh: Any, parallel: Any, replicate: Any) -> nn.Mo
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "by hand": by_hand,
+    "styles": with_styles,
     "plan": with_plan,
     "torch": with_torch,
 }
