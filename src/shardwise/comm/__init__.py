@@ -48,6 +48,10 @@ def communicator(
         >>> communicator(mesh, "tp").all_reduce(x)
         >>> communicator(mesh, ("dp", "tp")).all_gather(x, dim=1)
     """
+    if type(axes) is tuple and type(mesh) is DeviceMesh and rank is None and not mesh.is_abstract:
+        found = world.current().communicators.get((mesh, axes))  # as every move asks for it
+        if found is not None and found.is_usable:
+            return found
     mesh = as_mesh(mesh)
     if axes is None:
         axes = range(mesh.ndim)

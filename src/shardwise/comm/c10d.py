@@ -97,7 +97,9 @@ class C10dCommunicator(Communicator):
         ordered = op in ("max", "min") and x.device.type == "cpu" and wide in _SAME_SIZE
         if ordered:
             total = _ordered(total, op)
-        work = self._group.allreduce([total], _allreduce_options(_REDUCE_OPS[backend_op]))
+        work = self._group.allreduce([total], _ALLREDUCE_OPTIONS[backend_op])
+        if wide is x.dtype and not ordered and op != "avg":
+            return self._pending("all_reduce", work, lambda: total, x)
 
         def finish() -> torch.Tensor:
             result = total / self.size if op == "avg" else total
@@ -331,7 +333,9 @@ def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     if x.dtype is torch.bool:
         x, op = x.view(torch.uint8), BOOL_OPS[op]
     wider = (_WIDER if x.device.type == "cpu" else UNSIGNED).get(x.dtype, x.dtype)
-    return x.to(wider, copy=True, memory_format=torch.contiguous_format), op
+    if wider is x.dtype:
+        return x.clone(memory_format=torch.contiguous_format), op
+    return x.to(wider, memory_format=torch.contiguous_format), op
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
@@ -350,6 +354,9 @@ def _allreduce_options(op: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return options
+
+
+_ALLREDUCE_OPTIONS = {name: _allreduce_options(op) for name, op in _REDUCE_OPS.items()}
 
 
 def _owned(x: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,10 @@ def process_world(start: bool) -> World:
     """The world of this process; joins the ranks that torchrun started if it may."""
     if not dist.is_available():
         return _alone
+    default = dist.GroupMember.WORLD
+    found = None if default is None else _worlds.get(default)
+    if found is not None:  # asked for several times in every collective
+        return found
     if not dist.is_initialized():
         if not (
             start and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()

@@ -130,7 +130,7 @@ def check_gradient(tensor: DTensor, what: str) -> None:
 def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | None:
     """What a cut keeps: an alias, that is no view of autograd's. As it may be kept for other uses,
     it must show what is written to the tensor unseen, as through `data`."""
-    if how.cut is None:
+    if how.cut is None or how.source is how.target:
         return None
     return Pending.done(tensor.detach()[how.cut].detach())
 

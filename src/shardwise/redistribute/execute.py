@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -34,6 +35,8 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
     if plan.moves and (local._is_zerotensor() or local.is_conj() or local.is_neg()):
         # torch's zeros without memory, and signs that are not in memory yet, cannot be sent.
         local = local.clone()
+    if len(plan.moves) == 1 and plan.moves[0].kind in _MAKES_NEW and not trace.listeners:
+        return _start(plan.moves[0], local)
     running = _Running(plan, local)
     if sum(map(collectives, plan.moves)) <= 1:
         return Pending(running.finish)
@@ -98,12 +101,17 @@ def check_local(local: torch.Tensor, layout: Layout) -> None:
     place = layout.mesh.get_coordinate()
     if place is None:
         return  # this rank has no piece; the tensor only tells the dtype
-    expected = layout.local_shape(place)
-    if tuple(local.shape) != expected:
+    expected = _local_shape(layout, place)
+    if local.shape != expected:
         raise LayoutError(
             f"local: expected shape {expected}, rank {layout.mesh.get_rank()}'s piece of "
             f"{layout!r} at {place}; got {tuple(local.shape)}"
         )
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(layout: Layout, place: tuple[int, ...]) -> tuple[int, ...]:
+    return layout.local_shape(place)
 
 
 def _box(layout: Layout) -> Box | None:
@@ -396,3 +404,5 @@ _RUN: dict[str, Callable[[Step, torch.Tensor], Pending[torch.Tensor]]] = {
     "exchange": _exchange,
     "reduce_exchange": _reduce_exchange,
 }
+_MAKES_NEW = ("all_reduce", "all_gather", "reduce_scatter")
+"""One collective each, whose result is contiguous and new: there is nothing to do after it."""

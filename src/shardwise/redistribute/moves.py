@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Axis
 from shardwise.redistribute.cost import Costs
 from shardwise.redistribute.execute import check_local, execute
-from shardwise.redistribute.plan import check_arguments, dual, plan_redistribute
+from shardwise.redistribute.plan import Plan, check_arguments, dual, plan_redistribute
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Move:
     """What travels, and what comes out. None: as it goes in."""
     costs: Costs | str | Path | None = None
     peak_bytes: int | None = None
+    _plans: dict[torch.dtype, Plan] = field(default_factory=dict, init=False, compare=False)
 
-    @property
+    @cached_property
     def is_nothing(self) -> bool:
         """Whether the tensor stays as it is."""
         return self.source is self.target and self.factor == 1 and self.dtype is None
@@ -59,9 +60,11 @@ class Move:
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
         """Run it on this rank's piece."""
         wire = local if self.dtype is None else local.to(self.dtype)
-        plan = plan_redistribute(
-            self.source, self.target, wire.dtype, peak_bytes=self.peak_bytes, costs=self.costs
-        )
+        plan = self._plans.get(wire.dtype)
+        if plan is None:
+            plan = self._plans[wire.dtype] = plan_redistribute(
+                self.source, self.target, wire.dtype, peak_bytes=self.peak_bytes, costs=self.costs
+            )
         pending = execute(plan, wire)
         return pending if self.factor == 1 else pending.then(lambda x: x * self.factor)
 
@@ -141,12 +144,20 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        if trace.listeners:
-            with acting(ctx.cause.backward):
-                result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
-        else:
-            result = apply_pair(gradients[0].contiguous(), ctx.pair.transposed())
-        return result.to(ctx.dtype), None, None
+        if not trace.listeners:
+            return _moved_back(ctx, *gradients), None, None
+        with acting(ctx.cause.backward):
+            return _moved_back(ctx, *gradients), None, None
+
+
+def _moved_back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():  # it will be differentiated again
+        result = apply_pair(gradient.contiguous(), ctx.pair.transposed())
+    elif ctx.pair.backward.is_nothing:
+        result = gradient
+    else:
+        result = ctx.pair.backward.start(gradient.contiguous()).wait()
+    return result.to(ctx.dtype)
 
 
 def redistribute_local(
