@@ -187,6 +187,15 @@ def _replaced(value: Any, path: list[int | str], change: Any) -> Any:
     return parts if isinstance(value, list) else type(value)(parts)
 
 
+def replaced_at(
+    args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another one at a path."""
+    given, keywords = list(args), dict(kwargs)
+    _replace(given, keywords, path, lambda _: value)
+    return tuple(given), keywords
+
+
 def get(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
     """The argument at a path."""
     first, *rest = path

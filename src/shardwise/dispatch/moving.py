@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from shardwise.comm import Pending
+from shardwise.dispatch.reduced import remember_reduced
 from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, wrap
 
 _BASE: Any = torch._C.TensorBase
 _version = _BASE._version.__get__
@@ -39,6 +40,8 @@ class Transfer:
     """Whether every rank has what it needs; on one that needs nothing, `cut` is None."""
     is_linear: bool
     """Whether it has a gradient."""
+    stages: tuple[Transfer, Transfer] | None
+    """The same in two: the sum, which other uses can share, and what gradients need."""
 
 
 def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transfer:
@@ -47,7 +50,10 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
     pair = make_pair(source, target, used_on)
     is_cut = _is_cut(source, target)
     cut = _cut(source, target) if is_cut else None
-    return Transfer(source, target, used_on, pair, cut, is_cut, is_linear)
+    stages = None
+    if used_on and source.partial and target is source.relaid(partial={}):
+        stages = transfer(source, target, ()), transfer(target, target, used_on)
+    return Transfer(source, target, used_on, pair, cut, is_cut, is_linear, stages)
 
 
 def _is_cut(source: Layout, target: Layout) -> bool:
@@ -74,15 +80,23 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     needs_grad = torch.is_grad_enabled() and _requires_grad(tensor)
     if how.source is how.target and not needs_grad:
         return tensor  # the gradient alone would have moved
+    if how.stages is not None:
+        reduced, entered = how.stages
+        return moved(moved(tensor, reduced, operator), entered, operator)
     # All ranks must agree on what is shared, as the moves back of its gradients are collectives.
     is_shared = (
         type(tensor) is DTensor
         and (how.source is how.target or how.source.partial or (needs_grad and how.is_cut))
         and not _is_inference(tensor)  # it has no version that would tell of changes
     )
+    # A leaf must not hold what leads back to it: see below.
+    makes_sums = how.source.partial and not how.target.partial and not how.used_on
+    remembers = is_shared and makes_sums and not (needs_grad and _is_leaf(tensor))
     if is_shared:
         found = _shared(tensor, how, needs_grad)
         if found is not None:
+            if remembers:
+                remember_reduced(tensor, found, needs_grad)  # type: ignore[arg-type]
             return found
     if state.explicit:
         _refuse_communication(how, tensor.dtype, operator)
@@ -102,7 +116,11 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     else:
         result = _run(tensor, how)
     if is_shared:
+        if makes_sums:
+            result = wrap(result, how.target)  # so that it can remember moves of its own
         _share(tensor, how, needs_grad, result)
+    if remembers:
+        remember_reduced(tensor, result, needs_grad)  # type: ignore[arg-type]
     return result
 
 
@@ -181,6 +199,7 @@ def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -
 def forget(tensor: DTensor) -> None:
     """Drop what a tensor was moved to: its data change, which its version does not tell."""
     tensor.__dict__.pop("_moved", None)
+    tensor.__dict__.pop("_reduced", None)
     mine = id(tensor)
     for place in [each for each in state.moved_leaves if each[0] == mine]:
         del state.moved_leaves[place]

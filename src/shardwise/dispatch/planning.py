@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardwise.dispatch.aside import (
 )
 from shardwise.dispatch.entry import Entry, Path, get
 from shardwise.dispatch.fallback import WholeEntry
+from shardwise.dispatch.flowing import FlowEntry, flowing_paths
 from shardwise.dispatch.moving import Transfer, transfer
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
@@ -94,7 +96,7 @@ def _by_rule(
     first = (
         moves and moves[0][0] == paths[order[0]] and moves[0][1].source is not moves[0][1].target
     )
-    return Entry(
+    made = Entry(
         name,
         run,
         paths,
@@ -105,6 +107,14 @@ def _by_rule(
         fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
         severed=bool(spec.is_view and first),
     )
+    # What is written to, by itself or through a view, must be the tensor that was given.
+    if inplace or spec.is_view or not any(each.partial for each in choice.outputs):
+        return made
+    flowing = flowing_paths(
+        layouts, choice.inputs, [paths[at] for at in order], [tensors[at] for at in order]
+    )
+    again = functools.partial(plan, func, known)
+    return FlowEntry(made, flowing, again) if flowing else made
 
 
 def _by_position(func: Any) -> Callable[..., Any]:

@@ -1,0 +1,91 @@
+"""Calls through which a pending sum flows, although it was already made for another call.
+
+Letting it flow costs nothing now, but leaves a second sum to be made of values that are at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import Entry, Path, get, replaced_at
+from shardwise.dispatch.reduced import reduced
+from shardwise.rules.choose import estimate
+from shardwise.tensor import DTensor
+
+Plan = Callable[[tuple[Any, ...], dict[str, Any]], Entry]
+
+
+class FlowEntry(Entry):
+    """A call whose result is pending a sum because an input is."""
+
+    __slots__ = ("flowing", "others", "plan")
+
+    def __init__(self, made: Entry, flowing: list[Path], plan: Plan) -> None:
+        super().__init__(
+            made.name,
+            made.run,
+            made.tensors,
+            made.moves,
+            made.layouts,
+            plain=made.plain,
+            inplace=made.inplace,
+            fresh=made.fresh,
+            severed=made.severed,
+        )
+        self.direct = self.simple = self.direct_without_grad = False  # there is something to ask
+        self.flowing = flowing
+        """Where the inputs stand that are pending."""
+        self.plan = plan
+        self.others: dict[Any, Entry | None] = {}
+        """The same call with made sums in place of pending ones, by which and how they lie; None
+        where that gains nothing."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it, with sums that are made already where the result is then not pending."""
+        found: dict[Path, DTensor] = {}
+        for path in self.flowing:
+            made = reduced(get(args, kwargs, path))
+            if made is not None:
+                found[path] = made
+        if found:
+            result = self._with(found, args, kwargs)
+            # A call that returns its argument (x.to with nothing to do) must return that one.
+            if result is not None and not any(result is each for each in found.values()):
+                return result
+        return super().__call__(args, kwargs)
+
+    def _with(
+        self, found: dict[Path, DTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        for path, made in found.items():
+            args, kwargs = replaced_at(args, kwargs, path, made)
+        key = tuple((path, made._layout) for path, made in found.items())
+        if key not in self.others:
+            other = self.plan(args, kwargs)
+            self.others[key] = other if self._is_worse_than(other) else None
+        chosen = self.others[key]
+        return None if chosen is None else chosen(args, kwargs)
+
+    def _is_worse_than(self, other: Entry) -> bool:
+        """Whether the other call leaves less to be reduced, and communicates nothing either."""
+        if any(estimate(how.source, how.target) for _, how in other.moves):
+            return False
+        return _pending(other) < _pending(self)
+
+
+def _pending(entry: Entry) -> int:
+    return sum(len(layout.partial) for layout in entry.layouts)
+
+
+def flowing_paths(
+    layouts: Any, targets: Any, paths: list[Path], tensors: list[torch.Tensor]
+) -> list[Path]:
+    """Where the DTensors stand that are pending and stay so in a call."""
+    return [
+        path
+        for before, after, path, tensor in zip(layouts, targets, paths, tensors, strict=True)
+        if before.partial and after.partial and type(tensor) is DTensor
+    ]
