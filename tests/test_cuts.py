@@ -135,7 +135,7 @@ def test_relaid_keeps_the_cut_of_a_dim_whose_axes_stay() -> None:
 
 def test_a_box_of_several_ranges_is_refused_and_says_why() -> None:
     layout = Layout.from_placements(PAIR, (8,), [Shard(0, pieces=2)])
-    with pytest.raises(LayoutError, match=r"dim 0 of \[\(4\+4\)@tp\].*several ranges"):
+    with pytest.raises(LayoutError, match=r"dim 0 of \[\(4\+4\)@tp\].*several ranges of it"):
         layout.box((1,))
 
 

@@ -102,14 +102,50 @@ def between(cut: Cut, start: int, stop: int) -> Cut | None:
     return tuple(found)
 
 
-def scaled(cut: Cut, numerator: int, denominator: int) -> Cut | None:
-    """The cut of a dim that is longer by a factor; None if units would be torn."""
+def rescaled(cut: Cut, size: int, counts: tuple[int, ...]) -> Cut | None:
+    """The cut of a dim of another size, at the same places up to scale; None if that is at no
+    whole index."""
+    total = sum(length for length, _ in cut)
+    if total == size or not total:
+        return cut if total == size else None
+    parts = math.prod(counts)
+    if len(cut) == 1 and cut[0][1] == 1 and total % parts == 0 and size % parts == 0:
+        return ((size, 1),)
     found = []
-    for length, unit in cut:
-        if unit * numerator % denominator or length * numerator % denominator:
+    for piece in cut:
+        made = _rescaled_piece(piece, size, total, counts)
+        if made is None:
             return None
-        found.append((length * numerator // denominator, unit * numerator // denominator))
+        found.append(made)
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _rescaled_piece(
+    piece: tuple[int, int], numerator: int, denominator: int, counts: tuple[int, ...]
+) -> tuple[int, int] | None:
+    length, unit = piece
+    bounds = [bound for (share,) in all_shares((piece,), counts) for bound in share]
+    if any(bound * numerator % denominator for bound in (length, *bounds)):
+        return None
+    length = length * numerator // denominator
+    if unit * numerator % denominator == 0:  # as many units as before
+        return length, unit * numerator // denominator
+    wanted = [bound * numerator // denominator for bound in bounds]
+    common = math.gcd(length, *wanted)
+    for each in range(max(common, 1), 0, -1):
+        if common % each == 0:
+            made = all_shares(((length, each),), counts)
+            if [bound for (share,) in made for bound in share] == wanted:
+                return length, each
+    return None
+
+
+def repeated(cut: Cut, count: int) -> Cut | None:
+    """The first of `count` equal parts of a cut, if it is made of such."""
+    if not count or len(cut) % count or cut != cut[: len(cut) // count] * count:
+        return None
+    return cut[: len(cut) // count]
 
 
 def shown(cut: Cut) -> str:

@@ -271,6 +271,19 @@ class Layout:
             sum(stop - start for start, stop in self.ranges(dim, place)) for dim in range(self.ndim)
         )
 
+    def piece_of(
+        self, whole: torch.Tensor, coordinate: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The piece of a whole tensor held at `coordinate` (default: this rank): a view of it, or
+        a copy if that is of several boxes."""
+        if not self.is_cut:
+            return whole[self.box(coordinate).slices]
+        for dim in range(self.ndim):
+            ranges = self.ranges(dim, coordinate)
+            parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return whole
+
     @property
     def ndim(self) -> int:
         """The number of dims of the tensor."""
@@ -312,14 +325,14 @@ class Layout:
     # ---- inside
 
     def _one_range(self, dim: int, place: tuple[int, ...]) -> Range:
-        ranges = self.ranges(dim, place)
-        if len(ranges) > 1:
+        cut = self.cuts[dim]
+        if cut is not None and len(cut) > 1:  # on every rank, though some may hold but one range
             raise LayoutError(
-                f"dim {dim} of {self!r}: at {place} it holds several ranges, {ranges}, and an "
-                "ordinary split is needed here; use layout.boxes(), or redistribute it to "
-                f"Shard({dim}) first"
+                f"dim {dim} of {self!r}: a rank may hold several ranges of it, here "
+                f"{self.ranges(dim, place)}, and one is needed; use layout.boxes(), or "
+                f"redistribute it to Shard({dim}) first"
             )
-        return ranges[0]
+        return self.ranges(dim, place)[0]
 
     def _place(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
         if coordinate is None:
