@@ -84,12 +84,12 @@ def test_how_the_words_are_made_does_not_matter(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random, "_BLOCK", block)
         patch.setattr(random, "_JUMP", jump)
-        random._runs_at.cache_clear()
+        random._boxes.cache_clear()
         for rank in range(mesh.size()):
             place = mesh.coordinate_of(rank)
             found = random.words(KEY, layout, place)
             assert (found == expected[layout.box(place).slices]).all()
-    random._runs_at.cache_clear()
+    random._boxes.cache_clear()
 
 
 def test_a_shard_far_into_a_huge_tensor_is_made_alone() -> None:

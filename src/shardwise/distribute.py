@@ -111,8 +111,8 @@ def _sent_piece(whole: torch.Tensor, layout: Layout, source: int) -> torch.Tenso
         )
         pieces = None
         if group.ranks[root] == mesh.get_rank():
-            boxes = [bare.box(mesh.coordinate_of(rank)) for rank in group.ranks]
-            pieces = [whole[box.slices].contiguous() for box in boxes]
+            places = map(mesh.coordinate_of, group.ranks)
+            pieces = [bare.piece_of(whole, place).contiguous() for place in places]
         piece = group.scatter(piece, pieces, root)
     elif not split:
         piece = whole.contiguous()

@@ -74,6 +74,11 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
     for axis, placement in enumerate(layout.placements):
         match placement:
             case Shard(dim):
+                if layout.cuts[dim] is not None:
+                    raise LayoutError(
+                        f"tensor: dim {dim} of {layout!r} is cut in pieces, for which torch has no "
+                        f"placement; x.redistribute() it to Shard({dim}) first"
+                    )
                 axes = layout.shard_order[dim]
                 before = axes[: axes.index(axis)]
                 later = math.prod(layout.mesh.shape[each] for each in before if each > axis)

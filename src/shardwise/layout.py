@@ -1,7 +1,8 @@
 """Layout: how one global tensor lies on one mesh.
 
 A layout is the mesh, the global shape, for every dim the *ordered* axes that split it (outer to
-inner) and the axes whose contributions are still to be reduced. It is frozen and interned: equal
+inner) and perhaps the pieces that they split each on its own (`shardwise.cut`), and the axes whose
+contributions are still to be reduced. It is frozen and interned: equal
 layouts are one object, so comparing and hashing cost nothing, and a layout can be the key of a
 cache. All its answers are arithmetic on one coordinate; none looks at another rank.
 """
@@ -12,23 +13,44 @@ import math
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
+from shardwise import cut as cuts_of
 from shardwise.box import Box, chunk
 from shardwise.checks import as_int, as_ints
+from shardwise.cut import Cut, Range
 from shardwise.errors import LayoutError
 from shardwise.mesh import Axis, DeviceMesh, as_mesh
-from shardwise.placement import Partial, Placement, Replicate, Shard, as_placement
+from shardwise.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    as_placement,
+    shard_in_pieces,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 _interned: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 _interning = threading.Lock()
-_FIELDS = ("mesh", "shape", "shard_order", "partial", "placements", "size", "numel")
+_FIELDS = (
+    "mesh",
+    "shape",
+    "shard_order",
+    "partial",
+    "cuts",
+    "placements",
+    "size",
+    "numel",
+    "is_cut",
+)
 
 
 class Layout:
@@ -40,6 +62,8 @@ class Layout:
         shard_order: for each dim, the axes that split it, outer to inner. May be a mapping that
             names only the dims that are split.
         partial: the reduction that is pending, for each axis that has one.
+        cuts: for each dim the pieces that are split each on its own, as (length, unit), or None.
+            May be a mapping that names only the dims that are cut.
 
     Example:
         >>> mesh = DeviceMesh.abstract((2, 4), ("dp", "tp"))
@@ -58,12 +82,16 @@ class Layout:
     """For each dim the positions of the axes that split it, outer to inner."""
     partial: tuple[tuple[int, str], ...]
     """The positions of the axes with a pending reduction, ascending, each with its op."""
+    cuts: tuple[Cut | None, ...]
+    """For each dim its pieces, as (length, unit); None for an ordinary one."""
     placements: tuple[Placement, ...]
     """The same seen per axis, as torch does. It does not tell the order of nested shards."""
     size: torch.Size
     """The global shape, as torch's own type."""
     numel: int
     """The number of elements of the global tensor."""
+    is_cut: bool
+    """Whether some dim is cut in pieces, so that a rank may hold several boxes."""
 
     def __new__(
         cls,
@@ -71,13 +99,14 @@ class Layout:
         shape: Sequence[int],
         shard_order: Sequence[Sequence[Axis]] | Mapping[int, Sequence[Axis]] = (),
         partial: Mapping[Axis, str] | None = None,
+        cuts: Sequence[Cut | None] | Mapping[int, Cut | None] = (),
     ) -> Layout:
         mesh, shape = as_mesh(mesh), _as_shape(shape)
         order = _as_order(mesh, shape, shard_order)
         if partial is not None and not isinstance(partial, Mapping):
             raise LayoutError(f"partial: expected such as {{'pp': 'sum'}}, got {partial!r}")
         pending = tuple(sorted((mesh.axis(axis), op) for axis, op in (partial or {}).items()))
-        return _intern(mesh, shape, order, pending)
+        return _intern(mesh, shape, order, pending, _as_cuts(shape, cuts) if cuts else None)
 
     @staticmethod
     def from_placements(
@@ -101,15 +130,23 @@ class Layout:
         placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
         split: dict[int, list[int]] = {}
         partial: dict[Axis, str] = {}
+        cuts: dict[int, Cut | None] = {}
         for axis, placement in enumerate(placements):
             match placement:
                 case Shard(dim):
-                    dim = _as_dim(dim, len(shape), f"placements[{axis}] = {placement}")
+                    where = f"placements[{axis}] = {placement}"
+                    dim = _as_dim(dim, len(shape), where)
                     split.setdefault(dim, []).append(axis)
+                    cut = placement.cut(shape[dim], where)
+                    if cut is not None and cuts.setdefault(dim, cut) != cut:
+                        raise LayoutError(
+                            f"{where}: expected the pieces of dim {dim} that another axis has, "
+                            f"{cuts_of.shown(cuts[dim] or ())}; got {cuts_of.shown(cut)}"
+                        )
                 case Partial(reduce_op):
                     partial[axis] = reduce_op
         if shard_order is None:
-            return Layout(mesh, shape, split, partial)
+            return Layout(mesh, shape, split, partial, cuts)
         ordered = _as_order(mesh, shape, shard_order)
         for dim, axes in enumerate(ordered):
             wanted = split.get(dim, [])
@@ -119,7 +156,7 @@ class Layout:
                     f"split dim {dim} over, {_shown(mesh, wanted)}; got {_shown(mesh, axes)}"
                 )
             split[dim] = list(axes or wanted)
-        return Layout(mesh, shape, split, partial)
+        return Layout(mesh, shape, split, partial, cuts)
 
     @staticmethod
     def parse(text: str, mesh: DeviceMesh | TorchMesh) -> Layout:
@@ -134,10 +171,15 @@ class Layout:
         match = _LAYOUT.fullmatch(text.strip())
         if match is None:
             raise LayoutError(f"text: expected such as '[8@dp, 4096@tp.ep] +sum@pp', got {text!r}")
-        shape, split = [], []
+        shape: list[int] = []
+        split: list[list[Axis]] = []
+        cuts: dict[int, Cut | None] = {}
         for entry in filter(None, re.split(r"\s*,\s*", match["dims"].strip())):
             size, _, axes = entry.partition("@")
-            shape.append(int(size))
+            cut = cuts_of.parsed(size)
+            if size.startswith("("):
+                cuts[len(shape)] = cut
+            shape.append(sum(length for length, _ in cut))
             split.append([_parse_axis(axis) for axis in axes.split(".") if axis])
         partial: dict[Axis, str] = {}
         for op, axes in _PENDING.findall(match["partial"]):
@@ -145,22 +187,28 @@ class Layout:
                 if mesh.axis(_parse_axis(axis)) in partial:
                     raise LayoutError(f"text: axis {axis} is pending twice in {text!r}")
                 partial[mesh.axis(_parse_axis(axis))] = op
-        return Layout(mesh, shape, split, partial)
+        return Layout(mesh, shape, split, partial, cuts)
 
     def relaid(
         self,
         shard_order: Iterable[Iterable[int]] | None = None,
         partial: Mapping[int, str] | None = None,
+        cuts: tuple[Cut | None, ...] | None = None,
     ) -> Layout:
         """The same tensor on the same mesh, laid out otherwise. Axes are positions.
 
         Arguments:
             shard_order: for each dim the axes that split it; by default as it is.
             partial: the reductions that are pending; by default as they are.
+            cuts: for each dim its pieces; by default as they are where the axes of a dim stay, and
+                none where they do not.
         """
         order = self.shard_order if shard_order is None else tuple(map(tuple, shard_order))
         pending = self.partial if partial is None else tuple(sorted(partial.items()))
-        return _intern(self.mesh, self.shape, order, pending)
+        if cuts is None and self.is_cut:
+            each = zip(self.cuts, self.shard_order, order, strict=True)
+            cuts = tuple(cut if before == after else None for cut, before, after in each)
+        return _intern(self.mesh, self.shape, order, pending, cuts)
 
     # ---- what a rank holds
 
@@ -168,17 +216,73 @@ class Layout:
         """The indices of the global tensor held at `coordinate` (default: this rank)."""
         place = self._place(coordinate)
         start, stop = [], []
-        for size, axes in zip(self.shape, self.shard_order, strict=True):
+        for dim, (size, axes) in enumerate(zip(self.shape, self.shard_order, strict=True)):
             first, end = 0, size
-            for axis in axes:
-                first, end = chunk(first, end, self.mesh.shape[axis], place[axis])
+            if self.is_cut and self.cuts[dim] is not None:
+                first, end = self._one_range(dim, place)
+            else:
+                for axis in axes:
+                    first, end = chunk(first, end, self.mesh.shape[axis], place[axis])
             start.append(first)
             stop.append(end)
         return Box(tuple(start), tuple(stop))
 
+    def ranges(self, dim: int, coordinate: Sequence[int] | None = None) -> list[Range]:
+        """The indices along one dim held at `coordinate` (default: this rank), in their order.
+
+        One range for an ordinary dim; of one that is cut in pieces those of the pieces, without
+        empty ones, and made one where they touch.
+        """
+        place = self._place(coordinate)
+        axes, cut = self.shard_order[dim], self.cuts[dim]
+        counts = [self.mesh.shape[axis] for axis in axes]
+        pieces = ((self.shape[dim], 1),) if cut is None else cut
+        return cuts_of.joined(cuts_of.shares(pieces, counts, [place[axis] for axis in axes]))
+
+    def boxes(self, coordinate: Sequence[int] | None = None) -> list[tuple[Box, Box]]:
+        """What is held at `coordinate` (default: this rank): each box of indices of the global
+        tensor, and where it lies in the local one.
+
+        One, if perhaps empty, unless a dim is cut in pieces.
+        """
+        if not self.is_cut:
+            box = self.box(coordinate)
+            return [(box, Box((0,) * self.ndim, box.shape))]
+        along = []
+        for dim in range(self.ndim):
+            ranges, offset = [], 0
+            for start, stop in self.ranges(dim, coordinate):
+                ranges.append(((start, stop), (offset, offset + stop - start)))
+                offset += stop - start
+            along.append(ranges)
+        found = []
+        for choice in product(*along):
+            there = zip(*(each[0] for each in choice), strict=True)
+            here = zip(*(each[1] for each in choice), strict=True)
+            found.append((Box(*there), Box(*here)))
+        return found
+
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """The shape of the piece held at `coordinate` (default: this rank)."""
-        return self.box(coordinate).shape
+        if not self.is_cut:
+            return self.box(coordinate).shape
+        place = self._place(coordinate)
+        return tuple(
+            sum(stop - start for start, stop in self.ranges(dim, place)) for dim in range(self.ndim)
+        )
+
+    def piece_of(
+        self, whole: torch.Tensor, coordinate: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The piece of a whole tensor held at `coordinate` (default: this rank): a view of it, or
+        a copy if that is of several boxes."""
+        if not self.is_cut:
+            return whole[self.box(coordinate).slices]
+        for dim in range(self.ndim):
+            ranges = self.ranges(dim, coordinate)
+            parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return whole
 
     @property
     def ndim(self) -> int:
@@ -195,8 +299,9 @@ class Layout:
     def __repr__(self) -> str:
         name = self.mesh.axis_name
         dims = [
-            f"{size}@{'.'.join(map(name, axes))}" if axes else str(size)
-            for size, axes in zip(self.shape, self.shard_order, strict=True)
+            (str(size) if cut is None else cuts_of.shown(cut))
+            + (f"@{'.'.join(map(name, axes))}" if axes else "")
+            for size, axes, cut in zip(self.shape, self.shard_order, self.cuts, strict=True)
         ]
         pending: dict[str, list[str]] = {}
         for axis, op in self.partial:
@@ -209,7 +314,7 @@ class Layout:
         raise AttributeError(f"{name}: a Layout cannot be changed; make another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.mesh, self.shape, self.shard_order, dict(self.partial))
+        return Layout, (self.mesh, self.shape, self.shard_order, dict(self.partial), self.cuts)
 
     def __copy__(self) -> Layout:
         return self
@@ -218,6 +323,16 @@ class Layout:
         return self
 
     # ---- inside
+
+    def _one_range(self, dim: int, place: tuple[int, ...]) -> Range:
+        cut = self.cuts[dim]
+        if cut is not None and len(cut) > 1:  # on every rank, though some may hold but one range
+            raise LayoutError(
+                f"dim {dim} of {self!r}: a rank may hold several ranges of it, here "
+                f"{self.ranges(dim, place)}, and one is needed; use layout.boxes(), or "
+                f"redistribute it to Shard({dim}) first"
+            )
+        return self.ranges(dim, place)[0]
 
     def _place(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
         if coordinate is None:
@@ -234,7 +349,8 @@ class Layout:
 
 # A dtype may stand in front, as the repr of a tensor has it: `f32[8@dp, 4]`.
 _LAYOUT = re.compile(
-    r"\w*\[(?P<dims>\s*(\d+(@\w+(\.\w+)*)?(\s*,\s*|\s*(?=\])))*)\](?P<partial>(\s*\+\w+@\w+(\.\w+)*)*)"
+    r"\w*\[(?P<dims>\s*((\d+|\(\d+(/\d+)?(\+\d+(/\d+)?)*\))(@\w+(\.\w+)*)?(\s*,\s*|\s*(?=\])))*)\]"
+    r"(?P<partial>(\s*\+\w+@\w+(\.\w+)*)*)"
 )
 _PENDING = re.compile(r"\+(\w+)@([\w.]+)")
 
@@ -252,14 +368,17 @@ def _intern(
     shape: tuple[int, ...],
     order: tuple[tuple[int, ...], ...],
     partial: tuple[tuple[int, str], ...],
+    cuts: tuple[Cut | None, ...] | None = None,
 ) -> Layout:
     """The one layout with these properties."""
-    key = (mesh, shape, order, partial)
+    cuts = _whole_cuts(len(shape)) if cuts is None else _canonical(mesh, shape, order, cuts)
+    key = (mesh, shape, order, partial, cuts)
     with _interning:
         found = _interned.get(key)
         if found is None:
-            placements = _placements(mesh, order, partial)
-            values = (*key, placements, torch.Size(shape), math.prod(shape))
+            placements = _placements(mesh, order, partial, cuts)
+            is_cut = any(cut is not None for cut in cuts)
+            values = (*key, placements, torch.Size(shape), math.prod(shape), is_cut)
             found = object.__new__(Layout)
             for field, value in zip(_FIELDS, values, strict=True):
                 object.__setattr__(found, field, value)
@@ -267,12 +386,35 @@ def _intern(
     return found
 
 
+@lru_cache(maxsize=64)
+def _whole_cuts(ndim: int) -> tuple[None, ...]:
+    return (None,) * ndim
+
+
+def _canonical(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    order: tuple[tuple[int, ...], ...],
+    cuts: tuple[Cut | None, ...],
+) -> tuple[Cut | None, ...]:
+    """None for dims that are not split, or whose shards are an ordinary dim's."""
+    return tuple(
+        cuts_of.canonical(size, tuple(mesh.shape[axis] for axis in axes), cut)
+        for size, axes, cut in zip(shape, order, cuts, strict=True)
+    )
+
+
 def _placements(
-    mesh: DeviceMesh, order: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, str], ...]
+    mesh: DeviceMesh,
+    order: tuple[tuple[int, ...], ...],
+    partial: tuple[tuple[int, str], ...],
+    cuts: tuple[Cut | None, ...],
 ) -> tuple[Placement, ...]:
     result: list[Placement | None] = [None] * mesh.ndim
-    uses: list[tuple[int, Placement]]
-    uses = [(axis, Shard(dim)) for dim, axes in enumerate(order) for axis in axes]
+    uses: list[tuple[int, Placement]] = []
+    for dim, (axes, cut) in enumerate(zip(order, cuts, strict=True)):
+        shard = Shard(dim) if cut is None else shard_in_pieces(dim, cut)
+        uses += [(axis, shard) for axis in axes]
     uses += [(axis, Partial(op)) for axis, op in partial]
     for axis, placement in uses:
         if result[axis] is not None:
@@ -319,3 +461,30 @@ def _as_order(
             raise LayoutError(f"shard_order: expected each dim once, got {list(order)}")
         result[position] = tuple(mesh.axis(axis) for axis in axes)
     return tuple(result.get(dim, ()) for dim in range(len(shape)))
+
+
+def _as_cuts(
+    shape: tuple[int, ...], cuts: Sequence[Cut | None] | Mapping[int, Cut | None]
+) -> tuple[Cut | None, ...]:
+    """One cut, or None, per dim; of whole units, and as long as the dim."""
+    if not isinstance(cuts, Mapping):
+        if len(cuts) != len(shape):
+            raise LayoutError(f"cuts: expected {len(shape)} entries, one per dim; got {cuts}")
+        cuts = dict(enumerate(cuts))
+    result: dict[int, Cut | None] = {}
+    for dim, cut in cuts.items():
+        position = _as_dim(dim, len(shape), "cuts")
+        if cut is None:
+            continue
+        good = all(len(each) == 2 and None not in map(as_int, each) for each in cut)
+        if not good or any(unit < 1 or length < 0 or length % unit for length, unit in cut):
+            raise LayoutError(
+                f"cuts[{dim}]: expected pieces such as ((24, 8), (12, 4)), each a length and the "
+                f"unit that divides it; got {cut!r}"
+            )
+        if sum(length for length, _ in cut) != shape[position]:
+            raise LayoutError(
+                f"cuts[{dim}]: expected lengths that add up to {shape[position]}, got {cut!r}"
+            )
+        result[position] = tuple((int(length), int(unit)) for length, unit in cut)
+    return tuple(result.get(dim) for dim in range(len(shape)))

@@ -227,6 +227,14 @@ class DeviceMesh:
         sizes = [math.prod(map(mesh.size, each)) for each in merged]
         return mesh._derive(ranks.reshape(sizes), wanted)
 
+    def along(self, axes: Sequence[int], coordinate: Sequence[int]) -> DeviceMesh:
+        """The sub-mesh along axes, given by position, that contains a coordinate."""
+        ranks = np.array(self.ranks_along(axes, coordinate), dtype=np.int64)
+        named = self.mesh_dim_names is not None
+        names = [self.axis_name(axis) for axis in axes] if named else None
+        sizes = [self.shape[axis] for axis in axes]
+        return _intern(self.device_type, ranks.reshape(sizes), names, self.is_abstract)
+
     def flatten(self, *axes: Axis, name: str | None = None) -> DeviceMesh:
         """Merge several adjacent axes (default: all) into one, the first varying slowest.
 

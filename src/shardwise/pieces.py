@@ -11,7 +11,7 @@ from shardwise.comm import communicator
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.placement import Placement, as_placement
+from shardwise.placement import Placement, Shard, as_placement
 
 _MOST_DIMS = 32
 
@@ -19,7 +19,8 @@ _MOST_DIMS = 32
 def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """The layout of pieces whose global shape nobody gave."""
     placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
-    probe = Layout.from_placements(mesh, local.shape, placements)
+    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
+    probe = Layout.from_placements(mesh, local.shape, ordinary)
     if not any(probe.shard_order) or mesh.is_abstract:
         shape = [
             size * math.prod(mesh.shape[axis] for axis in axes)
@@ -42,7 +43,7 @@ def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
             raise LayoutError(
                 f"local_tensor: the pieces are no legal sharding {tuple(placements)} of one "
                 f"tensor: rank {mesh.rank_at(place)} has {found}, and would have "
-                f"{layout.local_shape(place)} of {tuple(shape)}, as torch.chunk cuts it; "
+                f"{layout.local_shape(place)} of {layout!r}, as torch.chunk cuts it; "
                 "redistribute the rows, or gather them and use distribute_tensor"
             )
     return layout

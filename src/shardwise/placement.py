@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checks import as_int
+from shardwise.checks import as_int, as_ints
+from shardwise.cut import Cut
 from shardwise.errors import LayoutError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -35,21 +36,100 @@ class Shard(Placement):
     """The tensor is split along `dim` over the axis, by the rules of `torch.chunk`.
 
     A negative `dim` counts from the end; it is resolved where the tensor is known.
+
+    Arguments:
+        dim: what is split.
+        pieces: the number of equal pieces that the dim is made of, or their lengths: each is split
+            on its own, as those of a fused projection (queries, keys and values) must be.
+        unit: what is never torn apart, such as the features of one head; one for all pieces, or
+            one for each.
+
+    Example:
+        >>> Shard(0, pieces=(24, 12, 12), unit=(8, 4, 4))  # 6 heads of 4 that share 3, in groups
     """
 
     dim: int
+    pieces: int | Sequence[int] | None = None
+    unit: int | Sequence[int] = 1
 
     def __post_init__(self) -> None:
         dim = as_int(self.dim)
         if dim is None:
             raise LayoutError(f"Shard(dim): expected an int, got {_shown(self.dim)}")
         object.__setattr__(self, "dim", dim)
+        if self.pieces is not None or self.unit != 1:
+            self._check_pieces()
+
+    def _check_pieces(self) -> None:
+        pieces = None if self.pieces is None else as_int(self.pieces) or as_ints(self.pieces)
+        if self.pieces is not None and (not pieces or _least(pieces) < (type(pieces) is int)):
+            raise LayoutError(
+                f"Shard(pieces): expected a number of pieces or their lengths, "
+                f"got {_shown(self.pieces)}"
+            )
+        unit = as_int(self.unit) or as_ints(self.unit)
+        if not unit or _least(unit) < 1:
+            raise LayoutError(
+                f"Shard(unit): expected a length, or one per piece; got {_shown(self.unit)}"
+            )
+        if isinstance(unit, tuple):
+            count = len(pieces) if isinstance(pieces, tuple) else pieces or 1
+            if len(unit) != count:
+                raise LayoutError(
+                    f"Shard(unit): expected {count} lengths, one per piece; got {self.unit!r}"
+                )
+            unit = unit[0] if len(set(unit)) == 1 else unit
+        object.__setattr__(self, "pieces", None if pieces == 1 else pieces)
+        object.__setattr__(self, "unit", unit)
+
+    def cut(self, size: int, argument: str) -> Cut | None:
+        """The pieces of a dim of this size; None for an ordinary one."""
+        if self.pieces is None and self.unit == 1:
+            return None
+        if isinstance(self.pieces, Sequence):
+            lengths = list(self.pieces)
+            if sum(lengths) != size:
+                raise LayoutError(
+                    f"{argument}: expected pieces that make up dim {self.dim}, of size {size}; "
+                    f"got {'+'.join(map(str, lengths))} = {sum(lengths)}"
+                )
+        else:
+            count = self.pieces or 1
+            if size % count:
+                raise LayoutError(
+                    f"{argument}: expected a dim {self.dim} that {count} pieces divide, got size "
+                    f"{size}; give their lengths"
+                )
+            lengths = [size // count] * count
+        units = list(self.unit) if isinstance(self.unit, Sequence) else [self.unit] * len(lengths)
+        for length, unit in zip(lengths, units, strict=True):
+            if length % unit:
+                raise LayoutError(
+                    f"{argument}: expected pieces of whole units, got a piece of {length} of "
+                    f"units of {unit}"
+                )
+        return tuple(zip(lengths, units, strict=True))
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
     def __repr__(self) -> str:
-        return f"Shard({self.dim})"
+        pieces = "" if self.pieces is None else f", pieces={self.pieces}"
+        unit = "" if self.unit == 1 else f", unit={self.unit}"
+        return f"Shard({self.dim}{pieces}{unit})"
+
+
+def _least(values: int | Sequence[int]) -> int:
+    return values if isinstance(values, int) else min(values)
+
+
+def shard_in_pieces(dim: int, cut: Cut) -> Shard:
+    """The placement of a dim that is cut so, as short as can be."""
+    lengths, units = zip(*cut, strict=True)
+    pieces: int | tuple[int, ...] | None = lengths
+    if len(set(lengths)) == 1:
+        pieces = len(cut)
+    return Shard(dim, pieces, units[0] if len(set(units)) == 1 else units)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from shardwise.box import Box
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.random_state import check_if_suspect
@@ -98,22 +99,29 @@ _stream = _Stream()
 
 def words(key: int, layout: Layout, coordinate: Sequence[int] | None = None) -> Words:
     """One word for each element of the shard at `coordinate` (default: this rank's)."""
-    runs = _runs(layout, None if coordinate is None else tuple(coordinate))
-    return np.concatenate([_NONE, *_blocks(key, runs)]).reshape(runs.shape)
+    place = layout.mesh.get_coordinate() if coordinate is None else tuple(coordinate)
+    boxes = _boxes(layout, place)
+    parts = [np.concatenate([_NONE, *_blocks(key, runs)]).reshape(runs.shape) for runs, _ in boxes]
+    if len(parts) == 1:
+        return parts[0]
+    result = np.empty(layout.local_shape(place), dtype=np.uint64)
+    for part, (_, here) in zip(parts, boxes, strict=True):
+        result[here.slices] = part
+    return result
 
 
 _NONE: Words = np.empty(0, dtype=np.uint64)
 
 
 class _Runs(NamedTuple):
-    """Which words a shard has: runs that follow each other in the global tensor, with gaps.
+    """Which words a box of a shard has: runs that follow each other in the global one, with gaps.
 
     Either each run is made alone, or also what lies between, if that costs less than to jump: dims
     from `level` on are then made whole, and cut.
     """
 
     shape: tuple[int, ...]
-    """Of the shard. The rest is of the same box in a tensor of as few dims as can be."""
+    """Of the box. The rest is of the same box in a tensor of as few dims as can be."""
     sizes: list[int]
     starts: list[int]
     counts: list[int]
@@ -121,15 +129,14 @@ class _Runs(NamedTuple):
     level: int
 
 
-def _runs(layout: Layout, coordinate: tuple[int, ...] | None) -> _Runs:
-    # not cached under None: simulated ranks share the cache
-    return _runs_at(layout, coordinate or layout.mesh.get_coordinate())
-
-
 @lru_cache(maxsize=4096)
-def _runs_at(layout: Layout, place: tuple[int, ...] | None) -> _Runs:
-    box = layout.box(place)
-    sizes, starts, counts = _merged(layout.shape, box.start, box.shape)
+def _boxes(layout: Layout, place: tuple[int, ...] | None) -> list[tuple[_Runs, Box]]:
+    """The runs of each box that a shard is made of, and where in the shard it lies."""
+    return [(_runs(layout.shape, there), here) for there, here in layout.boxes(place)]
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> _Runs:
+    sizes, starts, counts = _merged(shape, box.start, box.shape)
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     last = len(sizes) - 1
 
@@ -210,7 +217,19 @@ def _filled(
     key: int, layout: Layout, convert: Convert, dtype: torch.dtype, device: Device
 ) -> torch.Tensor:
     """This rank's shard, made of its words."""
-    runs = _runs(layout, None)
+    # not cached under None: simulated ranks share the cache
+    place = layout.mesh.get_coordinate()
+    boxes = _boxes(layout, place)
+    parts = [_filled_box(key, runs, convert, dtype) for runs, _ in boxes]
+    if len(parts) == 1:
+        return parts[0].to(device)
+    result = torch.empty(layout.local_shape(place), dtype=dtype, device="cpu")
+    for part, (_, here) in zip(parts, boxes, strict=True):
+        result[here.slices] = part
+    return result.to(device)
+
+
+def _filled_box(key: int, runs: _Runs, convert: Convert, dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(runs.shape)
     blocks = _blocks(key, runs)
     if size <= _BLOCK:  # there is one, or none
@@ -221,7 +240,7 @@ def _filled(
         for block in blocks:
             result[at : at + len(block)] = torch.from_numpy(convert(block))
             at += len(block)
-    return result.view(runs.shape).to(device)
+    return result.view(runs.shape)
 
 
 def _filled_complex(
@@ -229,7 +248,9 @@ def _filled_complex(
 ) -> torch.Tensor:
     """A shard of complex numbers: the real and the imaginary part are numbers beside each other."""
     real = torch.empty((), dtype=dtype, device="meta").real.dtype
-    pairs = Layout(layout.mesh, (*layout.shape, 2), (*layout.shard_order, ()))
+    pairs = Layout(
+        layout.mesh, (*layout.shape, 2), (*layout.shard_order, ()), {}, (*layout.cuts, None)
+    )
     return torch.view_as_complex(_filled(key, pairs, convert, real, device))
 
 
@@ -461,5 +482,5 @@ def permutation(
 ) -> torch.Tensor:
     """This rank's shard of a random order of 0 to n - 1. Every rank makes all of it."""
     order = np.random.Generator(np.random.Philox(key=key)).permutation(layout.shape[0])
-    box = layout.box()
-    return torch.from_numpy(order[box.slices].copy()).to(device=device, dtype=dtype or torch.int64)
+    piece = layout.piece_of(torch.from_numpy(order)).clone()
+    return piece.to(device=device, dtype=dtype or torch.int64)

@@ -14,7 +14,7 @@ from shardwise.layout import Layout
 
 
 def chunks(layout: Layout) -> list[Any]:
-    """The box that this rank holds; nothing if that is empty."""
+    """The boxes that this rank holds; nothing if they are empty."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if layout.partial:
@@ -22,10 +22,20 @@ def chunks(layout: Layout) -> list[Any]:
             f"checkpoint: {layout!r} is pending a reduction, and a checkpoint stores values; "
             "x.redistribute() makes it whole"
         )
-    box = layout.box()
-    if box.is_empty and layout.numel:
-        return []
-    return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))]
+    return [
+        ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+        for box, _ in layout.boxes()
+        if not (box.is_empty and layout.numel)
+    ]
+
+
+def chunk_at(local: torch.Tensor, layout: Layout, offsets: Any) -> torch.Tensor:
+    """The part of this rank's piece that is stored as the box at these offsets."""
+    if layout.is_cut and offsets is not None:
+        for box, here in layout.boxes():
+            if box.start == tuple(offsets):
+                return local[here.slices]
+    return local
 
 
 def write_items(name: str, local: torch.Tensor, layout: Layout) -> list[Any]:

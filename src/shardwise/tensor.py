@@ -400,7 +400,7 @@ class DTensor(torch.Tensor):
     # ---- what torch.distributed.checkpoint asks for
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The box that this rank holds, in the words of torch's checkpoints."""
+        """The boxes that this rank holds, in the words of torch's checkpoints."""
         return stored.chunks(self._layout)
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
@@ -409,7 +409,7 @@ class DTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Where a checkpoint is read to, or written from."""
-        return unwrap(self).detach()
+        return stored.chunk_at(unwrap(self).detach(), self._layout, index.offset)
 
 
 def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:

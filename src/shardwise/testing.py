@@ -146,7 +146,7 @@ def piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's piece of a tensor that every rank has; contributions that add up to it."""
     place = layout.mesh.get_coordinate()
     assert place is not None, "every rank is on the mesh"
-    local = tensor[layout.box(place).slices].clone()
+    local = layout.piece_of(tensor, place).clone()
     for axis, _ in layout.partial:
         size = layout.mesh.shape[axis]
         generator = torch.Generator().manual_seed(17 + axis)

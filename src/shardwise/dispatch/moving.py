@@ -37,7 +37,8 @@ class Transfer:
     cut: tuple[slice, ...] | None
     """What to keep of the local tensor, if that is all there is to do on this rank."""
     is_cut: bool
-    """Whether every rank has what it needs; on one that needs nothing, `cut` is None."""
+    """Whether every rank has what it needs; on one that needs nothing, and where it is cut in
+    pieces, `cut` is None."""
     is_linear: bool
     """Whether it has a gradient."""
     stages: tuple[Transfer, Transfer] | None
@@ -58,14 +59,16 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
 
 def _is_cut(source: Layout, target: Layout) -> bool:
     within = all(
-        before == after[: len(before)]
-        for before, after in zip(source.shard_order, target.shard_order, strict=True)
+        before == after[: len(before)] and (not before or source.cuts[dim] == target.cuts[dim])
+        for dim, (before, after) in enumerate(
+            zip(source.shard_order, target.shard_order, strict=True)
+        )
     )
     return within and not source.partial and not target.partial and source.mesh is target.mesh
 
 
 def _cut(source: Layout, target: Layout) -> tuple[slice, ...] | None:
-    if source.mesh.get_coordinate() is None:
+    if source.mesh.get_coordinate() is None or target.is_cut:
         return None
     before, after = source.box(), target.box()
     return None if after.is_empty else after.within(before).slices

@@ -18,6 +18,7 @@ from shardwise.comm.cause import acting, current
 from shardwise.comm.reduction import check_reduction, reduce_contributions
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
+from shardwise.redistribute.in_pieces import in_order
 from shardwise.redistribute.overlap import Transfer, receives, sends
 from shardwise.redistribute.owners import Ownership
 from shardwise.redistribute.plan import Plan
@@ -121,10 +122,22 @@ def _box(layout: Layout) -> Box | None:
 
 def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Keep a part of what is here. Backward: gather."""
+    if step.target.is_cut:
+        return Pending.done(_pieces(local, step.target))
     before, after = step.source.box(), step.target.box()
     if after.is_empty:  # and so perhaps not within what is here
         return Pending.done(local.new_empty(after.shape))
     return Pending.done(local[after.within(before).slices])
+
+
+def _pieces(local: torch.Tensor, target: Layout) -> torch.Tensor:
+    """This rank's share of each piece, of dims that are whole here."""
+    for dim, cut in enumerate(target.cuts):
+        if cut is not None:
+            ranges = target.ranges(dim)
+            parts = [local.narrow(dim, start, stop - start) for start, stop in ranges]
+            local = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return local
 
 
 def _scale(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
@@ -190,7 +203,15 @@ def _all_reduce(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
 def _all_gather(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Shard -> Replicate. Backward: slice."""
     group = communicator(step.source.mesh, step.axes)
-    return group.all_gather_async(local, step.dim, _lengths(step.source, step))
+    pending = group.all_gather_async(local, step.dim, _lengths(step.source, step))
+    if step.source.cuts[step.dim] is None:
+        return pending
+    order = in_order(step.source, step.dim)
+    return pending.then(
+        lambda whole: torch.cat(
+            [whole.narrow(step.dim, start, stop - start) for start, stop in order], step.dim
+        )
+    )
 
 
 def _reduce_scatter(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:

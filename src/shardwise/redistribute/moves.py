@@ -238,7 +238,7 @@ def make_pair(
                     f"used_on: expected axes on which {dst!r} is whole, "
                     f"got {dst.mesh.axis_name(axis)}: {dst.placements[axis]}"
                 )
-        back = Layout(dst.mesh, dst.shape, dst.shard_order, dict.fromkeys(used_on, "sum"))
+        back = dst.relaid(partial=dict.fromkeys(map(dst.mesh.axis, used_on), "sum"))
     factor = _averaged(dst) / _averaged(src)
     return Pair(
         Move(src, dst, 1.0, forward_dtype, costs, peak_bytes),

@@ -24,6 +24,7 @@ from shardwise.redistribute.candidates import (
     rescaled,
 )
 from shardwise.redistribute.cost import Costs, as_costs
+from shardwise.redistribute.in_pieces import stages
 from shardwise.redistribute.memory import peaks
 from shardwise.redistribute.search import as_steps, cheapest_chain
 from shardwise.redistribute.step import Step
@@ -166,7 +167,10 @@ def plan_redistribute(
     check_arguments(src, dst, dtype)
     if peak_bytes is not None and as_int(peak_bytes) is None:
         raise MemoryCapError(f"peak_bytes: expected a number of bytes, got {peak_bytes!r}")
-    return _plan(src, dst, dtype, peak_bytes, as_costs(costs, src.mesh.device_type))
+    model = as_costs(costs, src.mesh.device_type)
+    if src.is_cut or dst.is_cut:
+        return _plan_in_pieces(src, dst, dtype, peak_bytes, model, src.mesh.get_coordinate())
+    return _plan(src, dst, dtype, peak_bytes, model)
 
 
 def check_arguments(src: object, dst: object, *dtypes: object) -> None:
@@ -212,6 +216,46 @@ def _plan(
         for step, held in zip(best, peaks(best, dtype), strict=True)
     )
     return Plan(src, dst, dtype, tuple(best), in_bytes, least, costs)
+
+
+@lru_cache(maxsize=65536)
+def _plan_in_pieces(
+    src: Layout,
+    dst: Layout,
+    dtype: torch.dtype,
+    peak_bytes: int | None,
+    costs: Costs,
+    place: tuple[int, ...] | None,
+) -> Plan:
+    """The plan of the rank at `place`: where a dim that is cut in pieces stays, the ranks that
+    have the same share of it make one of their own."""
+    _check(src, dst)
+    moves: list[Step] = []
+    in_bytes: list[PlanStep] = []
+    least = 0
+    parts = stages(src, dst, place)
+    for stage in parts:
+        step = stage.step
+        if step is None:
+            part = _plan(stage.source, stage.target, dtype, peak_bytes, costs)
+            moves += part.moves
+            in_bytes += part.steps
+            least = part.lower_bound if len(parts) == 1 else 0
+            continue
+        first = (0,) * step.source.mesh.ndim
+        held = sum(math.prod(each.local_shape(first)) for each in (step.source, step.target))
+        received = step.received * dtype.itemsize
+        seconds = 0.0
+        if step.communicates:
+            seconds = costs.seconds(step.axis_names, step.peers, received, 1)
+        moves.append(step)
+        in_bytes.append(_in_bytes(step, dtype.itemsize, held * dtype.itemsize, seconds))
+        if peak_bytes is not None and held * dtype.itemsize > peak_bytes:
+            raise MemoryCapError(
+                f"peak_bytes: {src!r} -> {dst!r} in {dtype} holds {held * dtype.itemsize} bytes "
+                f"where its pieces are put in order, got {peak_bytes}"
+            )
+    return Plan(src, dst, dtype, tuple(moves), tuple(in_bytes), least, costs)
 
 
 Timed = list[tuple[float, list[Step]]]

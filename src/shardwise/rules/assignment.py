@@ -93,6 +93,7 @@ def ASSIGN(target: torch.Tensor, key: Any, value: torch.Tensor) -> Spec:  # noqa
         [Out(where.whole, tuple(target.shape))],
         linear=[(0, 1)],
         lower=lower,
+        positions=where.parts,
     )
 
 

@@ -11,16 +11,16 @@ dropout by global position, and the gradient of a mask on an empty shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from shardwise.cut import rescaled
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.random import bernoulli, draw_key
 from shardwise.rules.collectives import extreme, total_used
-from shardwise.rules.cuts import same_cuts
 from shardwise.rules.matmul import contraction, expanded_dims, leading
 from shardwise.rules.precision import autocast, widened
 from shardwise.rules.registry import rule
@@ -72,14 +72,13 @@ def attention(
     gathers_queries = _gathering_queries_is_cheaper(query, key, value)
 
     def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
-        if is_shared and not heads.fit(mesh, splits.get("h", ())):  # type: ignore[union-attr]
-            return False
         # If one axis splits keys and queries, the queries stay split: the result is as they are.
         return gathers_queries or not set(queries) & set(splits.get("s", ()))
 
     def lower(here: Here) -> Callable[..., Tensor] | None:
         order = [here.axes(name) for name in (*batch, "l", "s")]
-        local = Local(Layout(here.mesh, whole, order), here.axes("s"), heads, is_shared)
+        weights = Layout(here.mesh, whole, order, {}, (*here.outputs[0].cuts[:-1], None))
+        local = Local(weights, here.axes("s"), heads, is_shared)
         is_empty = 0 in here.outputs[0].local_shape()
         if dropout_p > 0 or here.axes("s") or (is_empty and attn_mask is not None):
             return local.by_parts
@@ -88,7 +87,14 @@ def attention(
         return local.by_kernel if is_offset or is_regrouped else None
 
     return Spec(
-        inputs, spec.outputs, reduces={"s": "sum"}, linear=[(2,)], allows=allows, lower=lower
+        inputs,
+        spec.outputs,
+        reduces={"s": "sum"},
+        linear=[(2,)],
+        allows=allows,
+        lower=lower,
+        positions=["l", "s", *(["h"] if heads is not None and not is_shared else [])],
+        scales=is_shared,
     )
 
 
@@ -112,16 +118,17 @@ class Heads:
     keys: int
     values: int
 
-    def fit(self, mesh: DeviceMesh, axes: Sequence[int]) -> bool:
-        """Whether each rank's heads of queries are just those of its keys and values."""
-        return all(same_cuts(self.queries, count, mesh, axes) for count in (self.keys, self.values))
-
     def split_alike(self, query: Tensor, key: Tensor) -> bool:
-        """Whether keys and values are to be split with the queries as these lie, or be whole."""
+        """Whether keys and values are to be split with the queries as these lie, or be whole:
+        each rank's heads of queries must be just those of its keys and values."""
         for tensor in (query, key):
             axes = axes_of(tensor, -3)
             if axes:
-                return self.fit(tensor._layout.mesh, axes)  # type: ignore[attr-defined]
+                layout: Layout = tensor._layout  # type: ignore[attr-defined]
+                counts = tuple(layout.mesh.shape[axis] for axis in axes)
+                cut = layout.cuts[-3] or ((layout.shape[-3], 1),)
+                sizes = (self.queries, self.keys, self.values)
+                return all(rescaled(cut, size, counts) is not None for size in sizes)
         return True
 
 
@@ -153,7 +160,7 @@ class Local:
             key, value = self._of_queries(key, value)
             enable_gqa = False
         if is_causal:
-            last = self.weights.box().stop[-2]
+            ((_, last),) = self.weights.ranges(-2)
             if query.shape[-2] and last < key.shape[-2]:  # no query here looks further
                 key, value = key[..., :last, :], value[..., :last, :]
                 attn_mask = _cut(attn_mask, last)
@@ -194,22 +201,23 @@ class Local:
     def _of_queries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """One head of keys and values for each of the queries'."""
         assert self.heads is not None, "only called for groups"
-        box = self.weights.box()
+        ranges = self.weights.ranges(-3)
+        count_here = sum(stop - start for start, stop in ranges)
         found = []
         for tensor, count in ((key, self.heads.keys), (value, self.heads.values)):
             each = self.heads.queries // count
-            wanted = torch.arange(box.start[-3], box.stop[-3], device=tensor.device) // each
-            if self.is_shared and len(wanted):
-                wanted -= box.start[-3] // each  # the pieces begin at the same head
+            # Where keys are split alike, the pieces begin at the same head.
+            first = 0 if self.is_shared else ranges[0][0]
+            wanted = torch.arange(first, first + count_here, device=tensor.device) // each
             found.append(tensor.index_select(-3, wanted))
         return found[0], found[1]
 
     def _causal(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
         """The mask, and that no query looks at later keys, by global positions."""
-        start = self.weights.box().start
+        ((query_start, _),), ((key_start, _),) = self.weights.ranges(-2), self.weights.ranges(-1)
         past = torch.ones(
             query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
-        ).tril(start[-2] - start[-1])
+        ).tril(query_start - key_start)
         if mask is None:
             return past
         return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -math.inf)

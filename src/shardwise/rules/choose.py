@@ -9,14 +9,16 @@ rule alone: all ranks make the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple
 
+from shardwise import cut as cuts_of
+from shardwise.cut import Cut
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.rules.spec import Dims, Here, Spec
+from shardwise.rules.spec import Dims, Here, Out, Spec
 
 _SECONDS_PER_COLLECTIVE = 3e-5
 _SECONDS_PER_ELEMENT = 4e-9
@@ -29,6 +31,10 @@ class Way(NamedTuple):
     factor: str | None = None
     flow: tuple[int, ...] | None = None
     op: str = "sum"
+    cut: Cut | None = None
+    """The pieces of the factor's dim, if it is cut."""
+    size: int | None = None
+    """Of the dim that the cut is of, or that others are scaled to."""
 
 
 WHOLE = Way()
@@ -101,12 +107,12 @@ def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
     """What can be done on an axis, in a fixed order, the inputs' own ways first."""
     seen: set[Way] = set()
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
-        for factor, axes in zip(dims, layout.shard_order, strict=True):
+        for dim, (factor, axes) in enumerate(zip(dims, layout.shard_order, strict=True)):
             if axis in axes and factor is not None and _splits(spec, factor):
-                way = Way(factor)
-                if way not in seen:
-                    seen.add(way)
-                    yield way
+                for way in _splitting(spec, factor, layout, dim):
+                    if way not in seen:
+                        seen.add(way)
+                        yield way
         for pending, op in layout.partial:
             if pending != axis or op not in ("sum", "avg"):
                 continue
@@ -116,6 +122,20 @@ def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
                     seen.add(way)
                     yield way
     yield WHOLE
+
+
+def _splitting(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[Way]:
+    """As a dim of an input is split, with its pieces if it may keep them; and without."""
+    cut, size = layout.cuts[dim], layout.shape[dim]
+    if cut is not None and _may_be_cut(spec, factor):
+        yield Way(factor, cut=cut, size=size)
+    yield Way(factor, size=size if spec.scales else None)
+
+
+def _may_be_cut(spec: Spec, factor: str) -> bool:
+    if spec.positions is None:
+        return spec.lower is None and spec.allows is None
+    return factor not in spec.positions
 
 
 def _splits(spec: Spec, factor: str) -> bool:
@@ -134,6 +154,79 @@ def _made(
             splits[factor] = _ordered(spec, layouts, factor, axes)
     if spec.allows is not None and splits and not spec.allows(splits, mesh):
         return None
+    try:
+        cuts = _Cuts(spec, mesh, splits, ways)
+        return _with_cuts(spec, layouts, mesh, ways, splits, cuts)
+    except _TornError:
+        return None
+
+
+class _TornError(Exception):
+    """A cut that would have to be between indices, or within a unit."""
+
+
+class _Cuts:
+    """How the dims of split factors are cut in pieces."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        mesh: DeviceMesh,
+        splits: Mapping[str, tuple[int, ...]],
+        ways: Sequence[Way],
+    ) -> None:
+        self.spec = spec
+        self.counts = {
+            factor: tuple(mesh.shape[axis] for axis in axes) for factor, axes in splits.items()
+        }
+        self.given: dict[str, tuple[Cut, int]] = {}
+        """The cut that inputs have, of a dim of this size; only where there is one to heed."""
+        for way in sorted(ways, key=lambda way: way.cut is None):  # those that are cut first
+            if way.factor is not None and way.size is not None:
+                cut = way.cut or ((way.size, 1),)
+                self.given.setdefault(way.factor, (cut, way.size))
+
+    def of_inputs(self, dims: Dims, shape: Sequence[int]) -> tuple[Cut | None, ...] | None:
+        """Those of an input's dims."""
+        if not self.given:
+            return None
+        return tuple(map(self._scaled, dims, shape))
+
+    def of_output(self, number: int, dims: Dims, shape: Sequence[int]) -> dict[int, Cut | None]:
+        """Those of a result's dims."""
+        found = {}
+        for dim, (factor, size) in enumerate(zip(dims, shape, strict=True)):
+            if factor not in self.given:
+                continue
+            if self.spec.recut is None:
+                found[dim] = self._scaled(factor, size)
+            else:
+                cut, _ = self.given[factor]
+                found[dim] = self.spec.recut(factor, number, cut, self.counts[factor])
+                if found[dim] is None:
+                    raise _TornError
+        return found
+
+    def _scaled(self, factor: str | None, size: int) -> Cut | None:
+        if factor is None or factor not in self.given:
+            return None
+        cut, known = self.given[factor]
+        if size == known:
+            return cut
+        made = cuts_of.rescaled(cut, size, self.counts[factor]) if self.spec.scales else None
+        if made is None:
+            raise _TornError
+        return made
+
+
+def _with_cuts(
+    spec: Spec,
+    layouts: Sequence[Layout],
+    mesh: DeviceMesh,
+    ways: tuple[Way, ...],
+    splits: dict[str, tuple[int, ...]],
+    cuts: _Cuts,
+) -> Choice:
     targets, used = [], []
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
         order = tuple(splits.get(each, ()) if each is not None else () for each in dims)
@@ -150,20 +243,28 @@ def _made(
                     pending.append((axis, "sum"))
                 elif mesh.shape[axis] > 1:
                     beside.append(axis)
-        targets.append(laid(layout, order, tuple(pending)))
+        pieces = cuts.of_inputs(dims, layout.shape)
+        targets.append(laid(layout, order, tuple(pending), pieces))
         used.append(tuple(beside))
-    outputs = tuple(_output(spec, mesh, out.dims, out.shape, splits, ways) for out in spec.outputs)
+    outputs = tuple(
+        _output(spec, mesh, out, splits, ways, cuts.of_output(number, out.dims, out.shape))
+        for number, out in enumerate(spec.outputs)
+    )
     seconds = sum(map(estimate, layouts, targets))
     return Choice(Here(mesh, splits, tuple(targets), outputs), tuple(used), seconds)
 
 
 def laid(
-    layout: Layout, order: tuple[tuple[int, ...], ...], pending: tuple[tuple[int, str], ...]
+    layout: Layout,
+    order: tuple[tuple[int, ...], ...],
+    pending: tuple[tuple[int, str], ...],
+    cuts: tuple[Cut | None, ...] | None = None,
 ) -> Layout:
-    """The layout with this order and these pending reductions; itself if it has them."""
-    if layout.shard_order == order and layout.partial == pending:
+    """The layout with this order, these pending reductions and cuts; itself if it has them."""
+    cuts = (None,) * layout.ndim if cuts is None else cuts
+    if layout.shard_order == order and layout.partial == pending and layout.cuts == cuts:
         return layout
-    return layout.relaid(order, dict(pending))
+    return layout.relaid(order, dict(pending), cuts)
 
 
 def _ordered(
@@ -182,21 +283,21 @@ def _ordered(
 def _output(
     spec: Spec,
     mesh: DeviceMesh,
-    dims: Dims,
-    shape: tuple[int, ...],
+    out: Out,
     splits: dict[str, tuple[int, ...]],
     ways: tuple[Way, ...],
+    cuts: Mapping[int, Cut | None],
 ) -> Layout:
-    order = {dim: splits[name] for dim, name in enumerate(dims) if name in splits}
+    order = {dim: splits[name] for dim, name in enumerate(out.dims) if name in splits}
     pending: dict[int | str, str] = {}
     for axis, way in enumerate(ways):
         if way.flow is not None:
             pending[axis] = way.op
-        elif way.factor is not None and way.factor not in dims:
+        elif way.factor is not None and way.factor not in out.dims:
             op = spec.reduces.get(way.factor, "whole")
             if op != "whole":
                 pending[axis] = op
-    return Layout(mesh, shape, order, pending)
+    return Layout(mesh, out.shape, order, pending, cuts)
 
 
 def estimate(source: Layout, target: Layout) -> float:

@@ -59,7 +59,8 @@ def _kept(input: DTensor, p: float, *, is_feature: bool, scaled: bool) -> DTenso
         if input.dim() < 2:
             raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
         shape = (*layout.shape[:2], *[1] * (layout.ndim - 2))
-        layout = Layout(layout.mesh, shape, dict(enumerate(layout.shard_order[:2])))
+        order, cuts = layout.shard_order[:2], layout.cuts[:2]
+        layout = Layout(layout.mesh, shape, dict(enumerate(order)), {}, dict(enumerate(cuts)))
     value = 1 / (1 - p) if scaled and p < 1 else 1.0
     dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
 

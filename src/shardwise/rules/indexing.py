@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.cut import Cut
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed
 from shardwise.rules.collectives import total
@@ -34,6 +35,7 @@ from shardwise.rules.padding import padded, with_a_row
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.rows import exchange, severed
 from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.splitting import whole_pieces
 from shardwise.tensor import DTensor
 
 # ---- what lookups in a split dim are made of
@@ -106,9 +108,15 @@ def basic(input: torch.Tensor, key: Any) -> Spec:
             result = total(result, here.mesh, axes)
             for dim in reversed(local.dropped):
                 result = result.select(dim, 0)
-            return severed(result, "__getitem__")
+            return severed(result, "__getitem__") if local.severed else result
 
         return run
+
+    def recut(factor: str, number: int, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
+        pick = taken[where.whole.index(factor)]
+        return cut if pick.is_all else whole_pieces(factor, [pick.rows])(factor, 0, cut, counts)
+
+    taken = [pick for pick in where.picks if pick is not None]
 
     return Spec(
         [(input, where.whole)],
@@ -116,15 +124,16 @@ def basic(input: torch.Tensor, key: Any) -> Spec:
         reduces=dict.fromkeys(single, "whole"),
         linear=[(0,)],
         lower=lower,
+        positions=single,
+        recut=recut,
         is_view=True,
     )
 
 
 def _rows_moved(here: Here, dim: int, pick: Pick, at: int) -> Callable[..., torch.Tensor]:
     """How a part of a split dim, which is dim `at` of the result, gets to where it will lie."""
-    rows = range(pick.start, pick.start + pick.count * pick.step, pick.step)
     sizes = [here.inputs[0].shape[dim]], [pick.count]
-    return exchange("__getitem__", here.mesh, here.axes(f"d{dim}"), at, *sizes, rows)
+    return exchange("__getitem__", here.mesh, here.axes(f"d{dim}"), at, *sizes, pick.rows)
 
 
 # ---- its tensors
@@ -220,6 +229,7 @@ def advanced(input: torch.Tensor, indices: Indices) -> Spec:
         reduces={f"d{dim}": "whole" for dim in indexed},
         linear=[(0,)],
         lower=lower,
+        positions=[f"d{dim}" for dim in indexed],
     )
 
 

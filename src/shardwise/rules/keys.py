@@ -43,6 +43,19 @@ class Pick:
         """Whether what it takes can stay split: it is not a single row."""
         return not self.drops and self.count != 1
 
+    @property
+    def rows(self) -> range:
+        """Its indices."""
+        return range(self.start, self.start + self.count * self.step, self.step)
+
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Where its indices, which follow one another, begin in a local tensor that has these
+        ranges of a dim; and how many there are."""
+        stop = self.start + self.count
+        before = sum(min(end, max(first, self.start)) - first for first, end in ranges)
+        until = sum(min(end, max(first, stop)) - first for first, end in ranges)
+        return before, until - before
+
     def part(self, first: int, end: int) -> tuple[int, int, slice]:
         """Of its indices, those in `[first, end)`: from which on, how many; and the slice that
         takes them from the piece that begins at `first`."""
@@ -139,6 +152,8 @@ class LocalRegion:
     whole: dict[int, tuple[int, Pick]]
     """Its dims along which it still is all that this rank holds: the tensor's dim, and what to
     take."""
+    severed: bool
+    """Whether a split dim was taken apart, so that it is no view of what torch's would be."""
 
 
 def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalRegion:
@@ -147,7 +162,7 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
     Arguments:
         but_long: take all, not yet a part, of split dims of which the part is longer than 1.
     """
-    box = here.inputs[0].box()
+    layout = here.inputs[0]
     key: list[Any] = []
     spans: dict[int, tuple[int, int, int]] = {}
     dropped: list[int] = []
@@ -160,11 +175,14 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
             continue
         if pick.is_all:
             key.append(ALL)
+        elif but_long and layout.cuts[dim] is not None:  # whole pieces of it
+            start, length = pick.pieces(layout.ranges(dim))
+            key.append(slice(start, start + length))
         elif but_long and pick.is_long and here.axes(where.whole[dim]):
             key.append(ALL)
             whole[position] = dim, pick
         elif here.axes(where.whole[dim]):
-            before, length, taken = pick.part(box.start[dim], box.stop[dim])
+            before, length, taken = pick.part(*_one_range(layout, dim))
             key.append(taken)
             spans[position] = before, length, pick.count - before - length
             dropped += [position] if pick.drops else []
@@ -175,7 +193,12 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
             key.append(slice(pick.start, pick.start + pick.count * pick.step, pick.step))
         dim += 1
         position += 1
-    return LocalRegion(tuple(key), spans, tuple(dropped), whole)
+    return LocalRegion(tuple(key), spans, tuple(dropped), whole, bool(spans or whole))
+
+
+def _one_range(layout: Layout, dim: int) -> tuple[int, int]:
+    (found,) = layout.ranges(dim)
+    return found
 
 
 # ---- a whole key

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import random
+from shardwise.cut import Cut
 from shardwise.dispatch.arguments import check_target
 from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
@@ -266,6 +267,7 @@ def joint_layout(shapes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Layo
     """Of a result that operands are broadcast to: each dim is split as the first that splits it."""
     shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     order: dict[int, tuple[int, ...]] = {}
+    cuts: dict[int, Cut | None] = {}
     layouts = [each._layout for each in tensors if isinstance(each, DTensor)]
     for layout in layouts:
         skipped = len(shape) - layout.ndim
@@ -274,7 +276,8 @@ def joint_layout(shapes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Layo
             fits = layout.shape[dim] == shape[skipped + dim] and skipped + dim not in order
             if axes and fits and not used.intersection(axes):
                 order[skipped + dim] = axes
-    return Layout(layouts[0].mesh, shape, order)
+                cuts[skipped + dim] = layout.cuts[dim]
+    return Layout(layouts[0].mesh, shape, order, {}, cuts)
 
 
 class _Sampled(torch.autograd.Function):

@@ -1,80 +1,157 @@
 """Reshapes, and whatever else makes a dim longer or shorter by a factor and keeps its order.
 
-A split dim stays split if its chunks, scaled, are the chunks of the dim that it becomes: nothing
-moves then. Otherwise it is made whole.
+A split dim stays split if its chunks, scaled, are at whole indices of the dim that it becomes,
+which may be cut in pieces or units then: nothing moves. Otherwise it is made whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.mesh import DeviceMesh
-from shardwise.rules.cuts import same_cuts
+from shardwise import cut as cuts_of
+from shardwise.cut import Cut
+from shardwise.layout import Layout
 from shardwise.rules.dims import as_sizes, replaced
 from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
 
-Scales = dict[str, tuple[int, int]]
-"""For each factor whose dim changes its size, both sizes."""
+_MOST_PIECES = 256
+"""A dim that is split within another is cut in as many pieces as that is long; no more than so
+many are kept."""
 
 
-def allows_scaled(scales: Scales) -> Callable[[Mapping[str, tuple[int, ...]], DeviceMesh], bool]:
-    """Allow only splits that cut each dim before and after at the same places."""
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Where a factor stands in dims that are joined and taken apart: how many indices the dims
+    outside it have, and how long it is."""
 
-    def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
-        return all(
-            same_cuts(*scales[factor], mesh, axes)
-            for factor, axes in splits.items()
-            if factor in scales
-        )
+    outer: int
+    size: int
 
-    return allows
+    def flat(self, cut: Cut, length: int, counts: tuple[int, ...]) -> Cut | None:
+        """How all dims together, of this length, are cut where this one is cut so."""
+        inside = cuts_of.rescaled(cut, length // self.outer, counts)
+        return None if inside is None else inside * self.outer
+
+    def of_flat(self, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
+        """How this dim is cut where all dims together are cut so."""
+        inside = cuts_of.repeated(cut, self.outer)
+        return None if inside is None else cuts_of.rescaled(inside, self.size, counts)
 
 
-def matched(shape: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, Scales]:
-    """The factors of a reshape, and the sizes of those whose dim changes.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Dims of equal product before and after a reshape, as few as can be."""
 
-    Dims are grouped as small as can be, each group of equal product before and after. The first
-    dim of a group goes with the first of the result: the only one whose chunks are contiguous.
-    """
-    before: list[str | None] = [None] * len(shape)
-    after: list[str | None] = [None] * len(target)
-    scales: Scales = {}
-    if math.prod(shape) == 0:  # products say nothing: what is the same from the left stays
-        for at, (old, new) in enumerate(zip(shape, target, strict=False)):
-            if old != new:
-                break
-            before[at] = after[at] = f"d{at}"
-        return tuple(before), tuple(after), scales
+    before: list[int]
+    after: list[int]
+
+
+def _groups(shape: Sequence[int], target: Sequence[int]) -> Iterator[Group]:
     left = right = 0
     while left < len(shape) and right < len(target):
         if shape[left] == target[right]:
-            before[left] = after[right] = f"d{left}"
+            yield Group([left], [right])
             left, right = left + 1, right + 1
         elif shape[left] == 1:
             left += 1
         elif target[right] == 1:
             right += 1
         else:
-            before[left] = after[right] = f"d{left}"
-            scales[f"d{left}"] = shape[left], target[right]
+            group = Group([left], [right])
             old, new = shape[left], target[right]
             left, right = left + 1, right + 1
             while old != new:
                 if old < new:
+                    group.before.append(left)
                     old, left = old * shape[left], left + 1
                 else:
+                    group.after.append(right)
                     new, right = new * target[right], right + 1
+            yield group
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The factors of a reshape, and what becomes of those whose dim changes."""
+
+    before: Dims
+    after: Dims
+    joined: dict[str, tuple[Joined, Joined, int]]
+    """For each such factor where it stands before and after, and the length of its group."""
+
+    def recut(self, factor: str, number: int, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
+        """How the result's dim is cut."""
+        if factor not in self.joined:
+            return cut
+        old, new, length = self.joined[factor]
+        flat = old.flat(cut, length, counts)
+        return None if flat is None else new.of_flat(flat, counts)
+
+
+def matched(input: torch.Tensor, target: Sequence[int]) -> Match:
+    """The factors of a reshape.
+
+    Dims are grouped as small as can be. The first dim of a group goes with the first of the result,
+    whose chunks are contiguous, unless another is split, or it is cut in pieces, so that each
+    index of the dims outside is such a piece.
+    """
+    shape = tuple(input.shape)
+    before: list[str | None] = [None] * len(shape)
+    after: list[str | None] = [None] * len(target)
+    joined: dict[str, tuple[Joined, Joined, int]] = {}
+    if math.prod(shape) == 0:  # products say nothing: what is the same from the left stays
+        for at, (old, new) in enumerate(zip(shape, target, strict=False)):
+            if old != new:
+                break
+            before[at] = after[at] = f"d{at}"
+        return Match(tuple(before), tuple(after), joined)
+    for group in _groups(shape, target):
+        left, right = _carried(group, getattr(input, "_layout", None), target)
+        before[left] = after[right] = name = f"d{left}"
+        if shape[left] != target[right] or len(group.before) > 1 or len(group.after) > 1:
+            outer = math.prod(shape[dim] for dim in group.before if dim < left)
+            first = math.prod(target[dim] for dim in group.after if dim < right)
+            length = math.prod(shape[dim] for dim in group.before)
+            places = Joined(outer, shape[left]), Joined(first, target[right])
+            joined[name] = *places, length
     # Dims of size 1 that found no counterpart beside them may have one elsewhere.
     lone = [dim for dim, size in enumerate(shape) if size == 1 and before[dim] is None]
     free = [dim for dim, size in enumerate(target) if size == 1 and after[dim] is None]
     for old, new in zip(lone, free, strict=False):
         before[old] = after[new] = f"d{old}"
-    return tuple(before), tuple(after), scales
+    return Match(tuple(before), tuple(after), joined)
+
+
+def _carried(group: Group, layout: Layout | None, target: Sequence[int]) -> tuple[int, int]:
+    """The dims before and after between which a split can be kept."""
+    first = group.before[0], group.after[0]
+    if layout is None or len(group.before) == len(group.after) == 1:
+        return first
+    split = [dim for dim in group.before if layout.shard_order[dim]]
+    if not split:
+        return first
+    left = split[0]
+    cut, size = layout.cuts[left], layout.shape[left]
+    if left == group.before[0] and cut is None:
+        return first
+    counts = tuple(layout.mesh.shape[axis] for axis in layout.shard_order[left])
+    outer = math.prod(layout.shape[dim] for dim in group.before if dim < left)
+    length = math.prod(layout.shape[dim] for dim in group.before)
+    flat = Joined(outer, size).flat(cut or ((size, 1),), length, counts)
+    if flat is None or len(flat) > _MOST_PIECES:
+        return first
+    inner = 1
+    for right in reversed(group.after):  # as few pieces as can be
+        inner *= target[right]
+        if Joined(length // inner, target[right]).of_flat(flat, counts) is not None:
+            return left, right
+    return first
 
 
 def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **extra: Any) -> Spec:
@@ -85,7 +162,7 @@ def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **ex
         local: the sizes that the call itself gives; if they are right for the local tensor too, it
             is left as it is.
     """
-    before, after, scales = matched(input.shape, target)
+    match = matched(input, target)
 
     def lower(here: Here) -> Callable[..., Any] | None:
         shape = here.outputs[0].local_shape()
@@ -94,12 +171,14 @@ def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **ex
         return takes_shards(lambda x, *args, **kwargs: x.view(shape))
 
     return Spec(
-        [(input, before)],
-        [Out(after, tuple(target))],
+        [(input, match.before)],
+        [Out(match.after, tuple(target))],
         **{
             "linear": [(0,)],
             "lower": lower,
-            "allows": allows_scaled(scales) if scales else None,
+            "positions": (),
+            "scales": True,
+            "recut": match.recut,
             "is_view": True,
             **extra,
         },
@@ -216,12 +295,6 @@ def at_least(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def scaled(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]) -> Spec:
     """The spec of an operator that makes some dims longer or shorter, and keeps their order."""
-    sizes = dict(zip(after, target, strict=True))
-    scales = {
-        factor: (size, sizes[factor])
-        for factor, size in zip(before, input.shape, strict=True)
-        if factor is not None and sizes.get(factor, size) != size
-    }
 
     def lower(here: Here) -> Callable[..., Any] | None:
         shape = here.outputs[0].local_shape()
@@ -235,7 +308,8 @@ def scaled(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]
         [Out(after, tuple(target))],
         linear=[(0,)],
         lower=lower,
-        allows=allows_scaled(scales),
+        positions=(),
+        scales=True,
     )
 
 
@@ -246,18 +320,15 @@ def repeat_interleave(
     if not isinstance(repeats, int):
         return None
     if dim is None:
-        before, after, scales = matched(input.shape, (input.numel(),))
+        # of the dims only the first that is longer than 1 can stay split
+        first = next((at for at, size in enumerate(input.shape) if size != 1), 0)
+        before = tuple(f"d{at}" if at == first else None for at in range(input.dim()))
+        after: Dims = (f"d{first}",) if input.numel() and input.dim() else (None,)
         target: tuple[int, ...] = (input.numel() * repeats,)
-        scales = {
-            factor: (size, target[0])
-            for factor, size in zip(before, input.shape, strict=True)
-            if factor is not None and factor in after
-        }
     else:
         at = normalized(dim, input.dim())
         before = after = dims_of(input)
         target = replaced(input.shape, at, input.shape[at] * repeats)
-        scales = {f"d{at}": (input.shape[at], target[at])}
 
     def lower(here: Here) -> Callable[..., Any] | None:
         if output_size is None or not here.splits:
@@ -269,7 +340,8 @@ def repeat_interleave(
         [Out(after, target)],
         linear=[(0,)],
         lower=lower,
-        allows=allows_scaled(scales),
+        positions=(),
+        scales=True,
     )
 
 

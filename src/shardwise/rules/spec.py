@@ -8,12 +8,13 @@ contributions, what a choice costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from shardwise.cut import Cut
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 
@@ -33,8 +34,8 @@ class Out:
 class Spec:
     """One call of an operator, in factors. A rule returns it.
 
-    A rule may look at shapes and at arguments that are no tensors, and at nothing else: what it
-    says is remembered for calls that agree in these.
+    A rule may look at shapes and layouts and at arguments that are no tensors, and at nothing else:
+    what it says is remembered for calls that agree in these.
     """
 
     inputs: Sequence[tuple[torch.Tensor, Dims]]
@@ -53,6 +54,17 @@ class Spec:
     with the operator's own arguments. None to run the operator."""
     allows: Callable[[Mapping[str, tuple[int, ...]], DeviceMesh], bool] | None = None
     """Whether these splits (axes by factor) are possible; any are by default."""
+    positions: Collection[str] | None = None
+    """Factors along which the lowering must know which indices a rank holds: these are never cut
+    in pieces (`shardwise.cut`). None: all, if there is a lowering or a say in what splits are
+    possible, and else none."""
+    scales: bool = False
+    """Whether dims of one factor may differ in size: they are split at the same places, up to
+    scale, and not at all where these are between indices."""
+    recut: Callable[[str, int, Cut, tuple[int, ...]], Cut | None] | None = None
+    """Given a factor, the number of a result, how the inputs' dim is cut, and into how many chunks
+    the axes split it: how the result's dim is cut; None where it cannot be. By default as the
+    inputs' dim. A dim that is in one piece has units of 1."""
     is_view: bool = False
     """Whether torch returns a view of the first input."""
     writes: bool = False

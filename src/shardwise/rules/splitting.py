@@ -1,7 +1,7 @@
 """Parts of a tensor along a dim: views of what is here, unless the dim itself is split.
 
 Of a split dim, a part that is itself long stays split (its rows change hands), and a single row is
-given to all by who owns it.
+given to all by who owns it. Pieces of a dim that is cut in such stay where they are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwise import cut as cuts_of
+from shardwise.cut import Cut
 from shardwise.rules.dims import replaced, without
 from shardwise.rules.registry import rule
 from shardwise.rules.rows import exchange, owned_part, severed
@@ -52,8 +54,39 @@ def one_row(
         reduces={f"d{dim}": "whole"},
         linear=[(0,)],
         lower=lower,
+        positions=(f"d{dim}",),
         is_view=is_view,
     )
+
+
+# ---- parts of a dim that is cut in pieces: whole pieces are views of what is here
+
+Recut = Callable[[str, int, Cut, tuple[int, ...]], Cut | None]
+
+
+def whole_pieces(name: str | None, parts: Sequence[range]) -> Recut:
+    """What `Spec.recut` says where each result has one of these parts of a factor's dim."""
+
+    def recut(factor: str, number: int, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
+        if factor != name:
+            return cut
+        rows = parts[number]
+        if len(rows) > 1 and rows.step != 1:
+            return None
+        return cuts_of.between(cut, rows.start, max(rows.stop, rows.start))
+
+    return recut
+
+
+def pieces_here(here: Here, dim: int, parts: Sequence[range]) -> list[tuple[int, int]]:
+    """Of parts that are whole pieces of a split dim: where each begins in the local tensor, and
+    its length."""
+    ranges = here.inputs[0].ranges(dim)
+    found = []
+    for rows, out in zip(parts, here.outputs, strict=True):
+        before = sum(min(stop, max(start, rows.start)) - start for start, stop in ranges)
+        found.append((before, out.local_shape()[dim]))
+    return found
 
 
 def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: bool = True) -> Spec:
@@ -61,16 +94,15 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
     if len(rows) == 1 and input.shape[dim] > 1:
         return one_row(input, dim, rows[0], name, keep=True, is_view=is_view)
     dims, shape = dims_of(input), tuple(input.shape)
-    is_all = rows == range(shape[dim])
 
     def lower(here: Here) -> Callable[..., Any] | None:
         axes = here.axes(dims[dim])
         if not axes:
             return None
-        if is_all:
-            length = here.inputs[0].local_shape()[dim]
+        if here.inputs[0].cuts[dim] is not None or rows == range(shape[dim]):
+            ((start, length),) = pieces_here(here, dim, [rows])
             take = torch.narrow if is_view else torch.narrow_copy
-            return takes_shards(lambda x, *args, **kwargs: take(x, dim, 0, length))
+            return takes_shards(lambda x, *args, **kwargs: take(x, dim, start, length))
         move = exchange(name, here.mesh, axes, dim, [shape[dim]], [len(rows)], rows)
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -79,7 +111,15 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
         return run
 
     out = Out(dims, replaced(shape, dim, len(rows)))
-    return Spec([(input, dims)], [out], linear=[(0,)], lower=lower, is_view=is_view)
+    return Spec(
+        [(input, dims)],
+        [out],
+        linear=[(0,)],
+        lower=lower,
+        positions=(),
+        recut=whole_pieces(dims[dim], [rows]),
+        is_view=is_view,
+    )
 
 
 @rule("select", inplace=False)
@@ -139,11 +179,17 @@ def parts_of(
     """The spec of several parts along a dim."""
     dims, shape = dims_of(input), tuple(input.shape)
     lengths = [len(part) for part in parts]
+    take = torch.narrow if is_view else torch.narrow_copy
 
     def lower(here: Here) -> Callable[..., Any] | None:
         axes = here.axes(dims[dim])
         if not axes:
             return None
+        if here.inputs[0].cuts[dim] is not None:
+            places = pieces_here(here, dim, parts)
+            return takes_shards(
+                lambda x, *args, **kwargs: tuple(take(x, dim, *place) for place in places)
+            )
         rows = [row for part in parts for row in part]
         move = exchange(name, here.mesh, axes, dim, [shape[dim]], lengths, rows)
         local = [out.local_shape()[dim] for out in here.outputs]
@@ -155,7 +201,15 @@ def parts_of(
         return run
 
     outs = [Out(dims, replaced(shape, dim, length)) for length in lengths]
-    return Spec([(input, dims)], outs, linear=[(0,)], lower=lower, is_view=is_view)
+    return Spec(
+        [(input, dims)],
+        outs,
+        linear=[(0,)],
+        lower=lower,
+        positions=(),
+        recut=whole_pieces(dims[dim], parts),
+        is_view=is_view,
+    )
 
 
 def _cut(size: int, at: Sequence[int]) -> list[range]:
