@@ -210,6 +210,70 @@ def test_embeddings_split_by_features_and_by_rows(style):
     on(3, run)
 
 
+# ---- fused projections
+
+QUERY_HEADS, KEY_HEADS = 6, 3
+
+
+class Fused(nn.Module):
+    """Grouped-query attention and SwiGLU, each with one projection for all it needs."""
+
+    def __init__(self):
+        super().__init__()
+        queries, keys = QUERY_HEADS * HEAD, KEY_HEADS * HEAD
+        self.qkv, self.out = nn.Linear(WIDTH, queries + 2 * keys), nn.Linear(queries, WIDTH)
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        share = heads.shape[1] // 4  # of four heads two are of queries
+        q, k, v = heads.split([2 * share, share, share], dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+FUSED = {
+    "qkv": ColwiseParallel(pieces=(18, 9, 9), unit=(6, 3, 3)),
+    "out": RowwiseParallel(unit=6),
+    "gate_up": ColwiseParallel(pieces=2),
+    "down": RowwiseParallel(),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fused_projections_on_local_tensors_with_uneven_groups_of_heads(ranks):
+    assert_trains_alike(lambda: made(Fused), FUSED, data(2, 5, WIDTH), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fused_projections_with_global_outputs(ranks):
+    plan = {
+        "qkv": ColwiseParallel(pieces=(18, 9, 9), unit=(6, 3, 3), use_local_output=False),
+        "out": RowwiseParallel(unit=6),
+        "gate_up": ColwiseParallel(pieces=2, use_local_output=False),
+        "down": RowwiseParallel(),
+    }
+    assert_trains_alike(lambda: made(Fused), plan, data(2, 5, WIDTH), ranks)
+
+
+def test_each_piece_of_a_fused_weight_is_split_by_itself_and_the_whole_keeps_its_order():
+    def run(mesh):
+        linear = nn.Linear(2, 12, bias=False)
+        whole = linear.weight.detach().clone()
+        parallelize_module(linear, mesh, ColwiseParallel(pieces=3))
+        assert torch.equal(linear.weight.full_tensor(), whole)
+        mine = [piece.chunk(2)[mesh.get_rank()] for piece in whole.chunk(3)]
+        assert torch.equal(linear.weight.to_local(), torch.cat(mine))
+        with pytest.raises(PlanError, match=r"weight: .*5 pieces divide"):
+            parallelize_module(nn.Linear(2, 12), mesh, ColwiseParallel(pieces=5))
+        with pytest.raises(sw.LayoutError, match="unit"):
+            ColwiseParallel(unit=0)
+
+    sw.simulate(lambda: (torch.manual_seed(0), run(init_device_mesh("cpu", (2,), ("tp",)))), 2)
+
+
 # ---- what is communicated
 
 
