@@ -36,7 +36,7 @@ LLAMA = {
     "": BATCH,
 }
 
-FUSED = {"tp": Shard(-1)}
+FUSED = {"tp": Shard(-1, pieces=3)}
 
 GPT2 = {
     "transformer.wte.weight": {"tp": Shard(0)},
@@ -300,12 +300,12 @@ def test_sampling_is_that_of_one_rank():
 
 
 def collectives(run):
-    """Kind, axes and shape of what rank 0 takes part in."""
+    """Kind and number of elements of what rank 0 takes part in."""
     found = []
 
     def hear(event):
         if event.rank == 0:
-            found.append((event.kind, event.axes, event.shape))
+            found.append((event.kind, math.prod(event.shape)))
 
     with sw.listen(hear):
         run()
@@ -314,40 +314,58 @@ def collectives(run):
 
 @attentions
 @heads
-def test_a_step_of_llama_takes_one_all_reduce_each_way_per_block(tied, attention):
+@models
+def test_a_step_takes_one_all_reduce_each_way_per_block(name, tied, attention):
     tokens, labels, mask = data()
-    hidden = ("all_reduce", ("tp",), (4, LENGTH, 32))
-    rows = 4 * LENGTH
 
     def run():
-        model = made("llama", (2,), tie_word_embeddings=tied, attn_implementation=attention)
+        model = made(name, (2,), tie_word_embeddings=tied, attn_implementation=attention)
         losses = []
-        forward = collectives(
-            lambda: losses.append(model(input_ids=tokens, labels=labels, attention_mask=mask).loss)
-        )
-        return forward, collectives(losses[0].backward)
+
+        def forward():
+            losses.append(model(input_ids=tokens, labels=labels, attention_mask=mask).loss)
+
+        return collectives(forward), collectives(lambda: losses[0].backward())
 
     forward, backward = on_ranks((2,), run)
-    # One after the embedding, one for each attention and each MLP; of the logits only what the
-    # loss needs of each row: the largest, and two sums.
-    largest = ("all_reduce", ("tp",), (rows, 1))
-    assert forward == [hidden] * (1 + 2 * LAYERS) + [largest, ("all_reduce", ("tp",), (2, rows))]
-    # One for the head, one for each MLP and each attention.
-    assert backward == [hidden] * (1 + 2 * LAYERS)
+    rows, blocks = 4 * LENGTH, 2 * LAYERS  # an attention and an MLP per layer
+    # One for the embedding and one for each block; of the logits only what the loss needs of each
+    # row: the largest, and two sums.
+    assert forward == [("all_reduce", rows * 32)] * (1 + blocks) + [
+        ("all_reduce", rows),
+        ("all_reduce", 2 * rows),
+    ]
+    # One for the head and one for each block.
+    assert backward == [("all_reduce", rows * 32)] * (1 + blocks)
 
 
-def test_a_token_of_llama_takes_one_all_reduce_per_block():
+@models
+def test_a_token_takes_one_all_reduce_per_block(name):
     def run():
-        model = made("llama", (2,)).eval()
+        model = made(name, (2,))
         return collectives(lambda: generate(model))
 
     found = on_ranks((2,), run)
-    prompt, token = (("all_reduce", ("tp",), (4, length, 32)) for length in (5, 1))
     blocks = 1 + 2 * LAYERS
-    assert found.count(prompt) == blocks and found.count(token) == 7 * blocks
-    # The choice of a token: the largest score, and where it is.
-    assert len(found) == 8 * (blocks + 2)
-    assert found.count(("all_reduce", ("tp",), (4, 1))) == 8 * 2
+    # The choice of a token takes two more: the largest score, and where it is.
+    choice = [("all_reduce", 4)] * 2
+    prompt, token = ([("all_reduce", 4 * length * 32)] * blocks for length in (5, 1))
+    assert found == prompt + choice + (token + choice) * 7
+
+
+def test_heads_that_stay_whole_on_their_ranks_take_no_more_on_three():
+    plan = LLAMA | {
+        "model.layers.*.self_attn.[qkv]_proj.weight": {"tp": Shard(0, unit=8)},
+        "model.layers.*.self_attn.o_proj.weight": {"tp": Shard(1, unit=8)},
+    }
+    tokens, labels, _ = data()
+
+    def run():
+        mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        model = shard_module(made("llama"), mesh, plan, strict=False)
+        return collectives(lambda: model(input_ids=tokens, labels=labels).loss.backward())
+
+    assert len(on_ranks((3,), run)) == 2 * (1 + 2 * LAYERS) + 2
 
 
 # ---- the page

@@ -37,7 +37,7 @@ def alias(input: Any) -> Spec:
 
 @rule("detach", inplace=False)
 def detach(input: Any) -> Spec:
-    return broadcast([input], [(0,)], is_view=True, lower=lambda here: _detached)
+    return broadcast([input], [(0,)], is_view=True, lower=lambda here: _detached, positions=())
 
 
 @takes_shards
