@@ -70,6 +70,19 @@ def test_each_thread_has_its_own_cache_and_policies():
     assert seen == [0]
 
 
+def test_arguments_may_all_be_keywords():
+    def run(mesh):
+        x, at = split(full(3, 4), mesh, Replicate()), torch.tensor([[3], [0], [1]])
+        taken = torch.take_along_dim(input=full(3, 4), indices=at, dim=1)
+        for indices in (at, split(at, mesh, Replicate())):
+            ours = torch.take_along_dim(input=x, indices=indices, dim=1)
+            assert torch.equal(ours.full_tensor(), taken)
+        ours = torch.take_along_dim(input=full(3, 4), indices=split(at, mesh, Replicate()), dim=1)
+        assert torch.equal(ours.full_tensor(), taken)
+
+    ranks(run)
+
+
 # ---- policies
 
 

@@ -211,3 +211,15 @@ def test_a_copy_that_looks_like_a_view_is_not_written_to():
                 write()
 
     on_two_ranks(run)
+
+
+def test_a_parameter_of_a_tensor_cut_in_pieces_is_cut_so_and_nothing_moves():
+    def run(mesh):
+        fused = distribute_tensor(torch.arange(12.0), mesh, [Shard(0, pieces=3)])
+        events = []
+        with listen(events.append):
+            parameter = torch.nn.Parameter(fused)
+        assert events == [] and parameter.layout is fused.layout is fused.detach().layout
+        return parameter.to_local().tolist()
+
+    assert on_two_ranks(run) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]

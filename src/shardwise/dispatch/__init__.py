@@ -81,7 +81,7 @@ def dispatch(
             result.__class__ = DTensor
             result._layout = entry.single  # type: ignore[attr-defined]
             return result
-        if result is args[0]:  # in place, or with nothing to do
+        if args and result is args[0]:  # in place, or with nothing to do
             return result
         with as_local():
             return entry.retyped(result, (args, kwargs or {}))
