@@ -89,16 +89,18 @@ class C10dWorld(World):
 _worlds: WeakKeyDictionary[dist.ProcessGroup, C10dWorld] = WeakKeyDictionary()
 _alone = AloneWorld()
 _making = threading.Lock()
+_latest: tuple[Any, Any] = (lambda: None, lambda: None)
+"""References to the default group that was last seen, and to its world."""
 
 
 def process_world(start: bool) -> World:
     """The world of this process; joins the ranks that torchrun started if it may."""
+    global _latest
     if not dist.is_available():
         return _alone
-    default = dist.GroupMember.WORLD
-    found = None if default is None else _worlds.get(default)
-    if found is not None:  # asked for several times in every collective
-        return found
+    default = c10d._world.default_pg
+    if default is not None and _latest[0]() is default:  # asked for several times per collective
+        return _latest[1]()  # type: ignore[no-any-return]
     if not dist.is_initialized():
         if not (
             start and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -112,6 +114,7 @@ def process_world(start: bool) -> World:
     if found is None:
         with _making:
             found = _worlds.setdefault(default, C10dWorld(default))
+    _latest = ref(default), ref(found)
     return found
 
 

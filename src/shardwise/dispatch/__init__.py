@@ -100,7 +100,7 @@ def _found(func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[s
         elif kind is float or kind is int:
             parts.append(kind if ignores_numbers else arg)
         else:
-            parts.append(_part(arg, ignores_numbers))
+            parts.append(None if arg is None else _part(arg, ignores_numbers))
     for name, arg in kwargs.items():
         parts.append(name)
         parts.append(_part(arg, ignores_numbers))
@@ -136,10 +136,12 @@ def _part(arg: Any, ignores_numbers: bool) -> Any:
         return _True if arg else _False
     if kind is int or kind is float or kind is complex:
         return kind if ignores_numbers else (kind, arg)
+    if kind is tuple or kind is list or isinstance(arg, list | tuple):
+        return kind, *[_part(each, ignores_numbers) for each in arg]
+    if arg is None:
+        return None
     if isinstance(arg, _Tensor):
         return _Plain, tuple(arg.shape)
-    if isinstance(arg, list | tuple):
-        return kind, *[_part(each, ignores_numbers) for each in arg]
     if kind is slice:
         return slice, arg.start, arg.stop, arg.step
     return arg

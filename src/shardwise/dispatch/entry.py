@@ -53,6 +53,7 @@ class Entry:
     """A planned call. Cheap to run again with other tensors of the same layouts."""
 
     __slots__ = (
+        "at_top",
         "direct",
         "direct_without_grad",
         "fresh",
@@ -104,9 +105,13 @@ class Entry:
         enters = all(how.source is how.target for _, how in moves)
         self.direct_without_grad = enters and not plain and self.single is not None
         """The same, when no gradients are recorded: only they would move."""
+        self.at_top = not inplace and all(len(path) == 1 for path in tensors)
+        """Whether its tensors are arguments themselves, and not in lists."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
+        if self.at_top:
+            return self._on_arguments(args, kwargs)
         with as_local():
             given: list[Any] = list(args)
             keywords = dict(kwargs)
@@ -123,6 +128,26 @@ class Entry:
             result = self.run(*given, **keywords)
             operands = () if self.fresh and not self.moves else (given, keywords)
             return self.retyped(result, operands)
+
+    def _on_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same where tensors are arguments themselves, as in most calls."""
+        given: list[Any] = list(args)
+        keywords = dict(kwargs) if kwargs else kwargs
+        with as_local():
+            for path, how in self.moves:
+                at: Any = path[0]
+                among: Any = keywords if type(at) is str else given
+                among[at] = moved(among[at], how, self.name)
+            if self.plain:
+                for path in self.tensors:
+                    at = path[0]
+                    among = keywords if type(at) is str else given
+                    among[at] = _as_plain(among[at])
+            result = self.run(*given, **keywords) if keywords else self.run(*given)
+            is_one = type(result) is torch.Tensor and self.single is not None
+            if is_one and not self.severed and not _is_among(result, (given, keywords)):
+                return wrap(result, self.single)  # type: ignore[arg-type]
+            return self.retyped(result, (given, keywords))
 
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
         """The local results as DTensors."""
@@ -160,10 +185,11 @@ def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_among(value: torch.Tensor, operands: Any) -> bool:
-    if isinstance(operands, dict):
-        operands = operands.values()
-    for each in operands:
-        if each is value or (isinstance(each, list | tuple | dict) and _is_among(value, each)):
+    for each in operands.values() if type(operands) is dict else operands:
+        if each is value:
+            return True
+        kind = type(each)
+        if (kind is list or kind is tuple or kind is dict) and _is_among(value, each):
             return True
     return False
 

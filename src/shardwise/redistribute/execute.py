@@ -32,12 +32,14 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
     is waited for. Plans with several are finished in the order they were started, whichever is
     waited for first: so ranks that wait in different orders still meet in the same collectives.
     """
-    check_local(local, plan.source)
+    place = check_local(local, plan.source)
     if plan.moves and (local._is_zerotensor() or local.is_conj() or local.is_neg()):
         # torch's zeros without memory, and signs that are not in memory yet, cannot be sent.
         local = local.clone()
-    if len(plan.moves) == 1 and plan.moves[0].kind in _MAKES_NEW and not trace.listeners:
-        return _start(plan.moves[0], local)
+    if len(plan.moves) == 1 and place is not None and not trace.listeners:
+        (step,) = plan.moves
+        if step.kind in _MAKES_NEW:
+            return _RUN[step.kind](step, local)
     running = _Running(plan, local)
     if sum(map(collectives, plan.moves)) <= 1:
         return Pending(running.finish)
@@ -97,17 +99,18 @@ def _start(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     return _RUN[step.kind](step, local)
 
 
-def check_local(local: torch.Tensor, layout: Layout) -> None:
-    """Refuse a local tensor that is not this rank's piece of its layout."""
+def check_local(local: torch.Tensor, layout: Layout) -> tuple[int, ...] | None:
+    """Refuse a local tensor that is not this rank's piece of its layout; where the rank stands."""
     place = layout.mesh.get_coordinate()
     if place is None:
-        return  # this rank has no piece; the tensor only tells the dtype
+        return None  # this rank has no piece; the tensor only tells the dtype
     expected = _local_shape(layout, place)
     if local.shape != expected:
         raise LayoutError(
             f"local: expected shape {expected}, rank {layout.mesh.get_rank()}'s piece of "
             f"{layout!r} at {place}; got {tuple(local.shape)}"
         )
+    return place
 
 
 @lru_cache(maxsize=4096)

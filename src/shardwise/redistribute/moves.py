@@ -38,6 +38,8 @@ from shardwise.redistribute.cost import Costs
 from shardwise.redistribute.execute import check_local, execute
 from shardwise.redistribute.plan import Plan, check_arguments, dual, plan_redistribute
 
+_NO_CAUSE = Cause()
+
 
 @dataclass(frozen=True)
 class Move:
@@ -101,8 +103,9 @@ def apply_pair(
     local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Run a move so that autograd knows it."""
-    result: torch.Tensor = _Redistribute.apply(local, pair, started)  # type: ignore[no-untyped-call]
-    return result
+    if type(local) is not torch.Tensor and torch._C._is_torch_function_enabled():
+        return _Redistribute.apply(local, pair, started)  # type: ignore[no-any-return,no-untyped-call]
+    return _apply(local, pair, started)  # type: ignore[no-any-return]
 
 
 def gather_of(tensor: torch.Tensor) -> Any:
@@ -132,7 +135,7 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, pair: Pair, pending: Pending[torch.Tensor] | None
     ) -> torch.Tensor:
         ctx.pair, ctx.dtype = pair, local.dtype
-        ctx.cause = current() if trace.listeners else Cause()
+        ctx.cause = current() if trace.listeners else _NO_CAUSE
         if pair.is_gather:
             ctx.origin = local  # for `apply_use`
         if pair.forward.is_nothing:
@@ -148,6 +151,11 @@ class _Redistribute(torch.autograd.Function):
             return _moved_back(ctx, *gradients), None, None
         with acting(ctx.cause.backward):
             return _moved_back(ctx, *gradients), None, None
+
+
+# Without what `torch.autograd.Function.apply` does in Python before: binding default arguments that
+# there are none of, and asking for torch.func's transforms, which no move can be part of.
+_apply: Any = super(torch.autograd.Function, _Redistribute).apply
 
 
 def _moved_back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
