@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 import shardwise as sw
 from shardwise import DTensor, Shard
-from shardwise.parallel import Activations, shard_module
-
-pytest.importorskip("transformers")
-
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
+from shardwise.parallel import Activations, plans, shard_module
 
 logging.set_verbosity_error()
 
@@ -255,6 +252,23 @@ def test_dropout_is_that_of_one_rank(name):
     assert (one["loss 0"] - without["loss 0"]).abs() > 1e-3
 
 
+READY = {
+    "llama": lambda **options: plans.llama(names=plans.HUGGING_FACE, **options),
+    "gpt2": plans.gpt2,
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@models
+def test_the_ready_plans_train_the_same(name, sequence_parallel):
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = READY[name](data_axis="dp", sequence_parallel=sequence_parallel)
+        return train(shard_module(made(name, dtype=torch.float64), mesh, plan))
+
+    compare(on_ranks((2, 2), run), train(made(name, dtype=torch.float64)), 1e-10)
+
+
 # ---- generation
 
 
@@ -325,7 +339,7 @@ def test_a_step_takes_one_all_reduce_each_way_per_block(name, tied, attention):
         def forward():
             losses.append(model(input_ids=tokens, labels=labels, attention_mask=mask).loss)
 
-        return collectives(forward), collectives(lambda: losses[0].backward())
+        return collectives(forward), collectives(losses[0].backward)
 
     forward, backward = on_ranks((2,), run)
     rows, blocks = 4 * LENGTH, 2 * LAYERS  # an attention and an MLP per layer
@@ -363,7 +377,7 @@ def test_heads_that_stay_whole_on_their_ranks_take_no_more_on_three():
     def run():
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
         model = shard_module(made("llama"), mesh, plan, strict=False)
-        return collectives(lambda: model(input_ids=tokens, labels=labels).loss.backward())
+        return collectives(model(input_ids=tokens, labels=labels).loss.backward)
 
     assert len(on_ranks((3,), run)) == 2 * (1 + 2 * LAYERS) + 2
 
