@@ -377,7 +377,11 @@ def test_heads_that_stay_whole_on_their_ranks_take_no_more_on_three():
     def run():
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
         model = shard_module(made("llama"), mesh, plan, strict=False)
-        return collectives(model(input_ids=tokens, labels=labels).loss.backward)
+
+        def step():
+            model(input_ids=tokens, labels=labels).loss.backward()
+
+        return collectives(step)
 
     assert len(on_ranks((3,), run)) == 2 * (1 + 2 * LAYERS) + 2
 

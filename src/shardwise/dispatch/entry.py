@@ -56,6 +56,7 @@ class Entry:
         "at_top",
         "direct",
         "direct_without_grad",
+        "flowing",
         "fresh",
         "hits",
         "inplace",
@@ -97,6 +98,8 @@ class Entry:
         """Whether every tensor argument is a DTensor: a plain result is then never one of them."""
         self.severed = severed
         """Whether torch would return a view, and this call returns a copy."""
+        self.flowing: tuple[Path, ...] = ()
+        """Inputs that are pending a sum, and so is the result; of a `FlowEntry`."""
         self.single = layouts[0] if len(layouts) == 1 else None
         self.direct = not moves and not plain and self.single is not None
         """Whether to run it is all there is to do: no input moves, the result is one tensor."""
@@ -148,6 +151,10 @@ class Entry:
             if is_one and not self.severed and not _is_among(result, (given, keywords)):
                 return wrap(result, self.single)  # type: ignore[arg-type]
             return self.retyped(result, (given, keywords))
+
+    def with_sums_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, if sums that are made already leave less pending in it; or None."""
+        return None
 
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
         """The local results as DTensors."""

@@ -21,7 +21,7 @@ Plan = Callable[[tuple[Any, ...], dict[str, Any]], Entry]
 class FlowEntry(Entry):
     """A call whose result is pending a sum because an input is."""
 
-    __slots__ = ("flowing", "others", "plan")
+    __slots__ = ("first", "others", "plan")
 
     def __init__(self, made: Entry, flowing: list[Path], plan: Plan) -> None:
         super().__init__(
@@ -35,27 +35,31 @@ class FlowEntry(Entry):
             fresh=made.fresh,
             severed=made.severed,
         )
-        self.direct = self.simple = self.direct_without_grad = False  # there is something to ask
-        self.flowing = flowing
-        """Where the inputs stand that are pending."""
+        self.flowing = tuple(flowing)
+        places = [path[0] for path in flowing if len(path) == 1 and type(path[0]) is int]
+        self.first = (places[0], places[-1]) if len(flowing) == len(places) <= 2 else None
+        """The same, where they are one or two of the positional arguments."""
         self.plan = plan
         self.others: dict[Any, Entry | None] = {}
         """The same call with made sums in place of pending ones, by which and how they lie; None
         where that gains nothing."""
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it, with sums that are made already where the result is then not pending."""
+    def with_sums_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, if sums that are made already leave less pending in it; or None."""
+        if self.first is not None:  # most calls: of one or two tensors, of which no sum was made
+            first, second = self.first
+            if "_reduced" not in args[first].__dict__ and "_reduced" not in args[second].__dict__:
+                return None
         found: dict[Path, DTensor] = {}
         for path in self.flowing:
             made = reduced(get(args, kwargs, path))
             if made is not None:
                 found[path] = made
-        if found:
-            result = self._with(found, args, kwargs)
-            # A call that returns its argument (x.to with nothing to do) must return that one.
-            if result is not None and not any(result is each for each in found.values()):
-                return result
-        return super().__call__(args, kwargs)
+        if not found:
+            return None
+        result = self._with(found, args, kwargs)
+        # A call that returns its argument (x.to with nothing to do) must return that one.
+        return None if any(result is each for each in found.values()) else result
 
     def _with(
         self, found: dict[Path, DTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
