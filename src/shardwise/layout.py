@@ -219,7 +219,7 @@ class Layout:
         for dim, (size, axes) in enumerate(zip(self.shape, self.shard_order, strict=True)):
             first, end = 0, size
             if self.is_cut and self.cuts[dim] is not None:
-                first, end = self._one_range(dim, place)
+                first, end = self.range(dim, place)
             else:
                 for axis in axes:
                     first, end = chunk(first, end, self.mesh.shape[axis], place[axis])
@@ -238,6 +238,17 @@ class Layout:
         counts = [self.mesh.shape[axis] for axis in axes]
         pieces = ((self.shape[dim], 1),) if cut is None else cut
         return cuts_of.joined(cuts_of.shares(pieces, counts, [place[axis] for axis in axes]))
+
+    def range(self, dim: int, coordinate: Sequence[int] | None = None) -> Range:
+        """The indices along one dim, that is not cut in several pieces, held at `coordinate`."""
+        cut = self.cuts[dim]
+        if cut is not None and len(cut) > 1:  # on every rank, though some may hold but one range
+            raise LayoutError(
+                f"dim {dim} of {self!r}: a rank may hold several ranges of it, here "
+                f"{self.ranges(dim, coordinate)}, and one is needed; use layout.boxes(), or "
+                f"redistribute it to Shard({dim}) first"
+            )
+        return self.ranges(dim, coordinate)[0]
 
     def boxes(self, coordinate: Sequence[int] | None = None) -> list[tuple[Box, Box]]:
         """What is held at `coordinate` (default: this rank): each box of indices of the global
@@ -323,16 +334,6 @@ class Layout:
         return self
 
     # ---- inside
-
-    def _one_range(self, dim: int, place: tuple[int, ...]) -> Range:
-        cut = self.cuts[dim]
-        if cut is not None and len(cut) > 1:  # on every rank, though some may hold but one range
-            raise LayoutError(
-                f"dim {dim} of {self!r}: a rank may hold several ranges of it, here "
-                f"{self.ranges(dim, place)}, and one is needed; use layout.boxes(), or "
-                f"redistribute it to Shard({dim}) first"
-            )
-        return self.ranges(dim, place)[0]
 
     def _place(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
         if coordinate is None:
