@@ -638,3 +638,19 @@ def test_a_checkpoint_stores_each_box(tmp_path: Any) -> None:
         ]
 
     assert run_on((2,), each) == [[(0, 16), (24, 8), (36, 8)], [(16, 8), (32, 4), (44, 4)]]
+
+
+def test_ranks_with_other_shares_do_not_share_the_plans_of_moves() -> None:
+    torch.manual_seed(0)
+    full, data = torch.randn(48, 6), torch.randn(8, 6)
+    plain = full.clone().requires_grad_()
+    (data @ plain.t()).square().sum().backward()
+
+    def each(mesh: DeviceMesh) -> None:
+        split = sw.distribute_tensor(full, mesh, [Shard(1), QKV]).requires_grad_()
+        weight = split.redistribute(placements=[Replicate(), QKV])  # gathered, as FSDP does
+        x = sw.distribute_tensor(data, mesh, [Shard(0), Replicate()])
+        F.linear(x, weight).square().sum().backward()
+        assert torch.allclose(split.grad.full_tensor(), plain.grad, atol=1e-4)
+
+    run_on((2, 2), each)
