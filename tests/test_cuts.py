@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise import DeviceMesh, Layout, LayoutError, Shard, redistribute_local
+from shardwise import DeviceMesh, Layout, LayoutError, Replicate, Shard, redistribute_local
 from shardwise.mesh import init_device_mesh
 
 PAIR = DeviceMesh.abstract((2,), ("tp",))
@@ -265,3 +267,390 @@ def test_a_plan_says_what_happens_to_pieces() -> None:
     back = sw.plan_redistribute(Layout(GRID, (48, 2)), cut)
     assert "no communication" in back.explain()
     assert sw.plan_redistribute(cut, cut).explain().endswith("nothing to do")
+
+
+# ---- operators
+
+
+def run_on(ranks: tuple[int, ...], each: Any) -> list[Any]:
+    """What each simulated rank returns, given the mesh."""
+
+    def run() -> Any:
+        return each(init_device_mesh("cpu", ranks, ("dp", "tp")[-len(ranks) :]))
+
+    return sw.simulate(run, len(list(product(*map(range, ranks)))))
+
+
+def distributed(full: torch.Tensor, mesh: DeviceMesh, placement: Any) -> Any:
+    """On the last axis, and whole on the others; a leaf."""
+    placements = [Replicate()] * (mesh.ndim - 1) + [placement]
+    return sw.distribute_tensor(full, mesh, placements).requires_grad_(full.requires_grad)
+
+
+QKV = Shard(0, pieces=(24, 12, 12), unit=(8, 4, 4))
+
+
+def grouped_attention(x: Any, weight: Any, bias: Any, out: Any, how: str) -> tuple[Any, Any]:
+    """Six heads of queries, three of keys and values, from one projection; and what they give."""
+    batch, length, _ = x.shape
+    fused = F.linear(x, weight, bias)
+    if how == "slices":
+        q, k, v = fused[..., :24], fused[..., 24:36], fused.narrow(-1, 36, 12)
+    else:
+        q, k, v = fused.split([24, 12, 12], dim=-1)
+    q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in (q, k, v))
+    if how == "repeat":  # as Hugging Face does
+        k, v = (
+            each[:, :, None].expand(batch, 3, 2, length, 4).reshape(batch, 6, length, 4)
+            for each in (k, v)
+        )
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=how != "repeat")
+    joined = found.transpose(1, 2).reshape(batch, length, 24)
+    return joined, F.linear(joined, out)
+
+
+@pytest.mark.parametrize("ranks", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("how", ["split", "slices", "repeat"])
+def test_fused_grouped_attention_over_uneven_heads_needs_no_communication_but_its_two_sums(
+    ranks: tuple[int, ...], how: str
+) -> None:
+    torch.manual_seed(0)
+    shapes = ((3, 5, 8), (48, 8), (48,), (8, 24))
+    plain = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    _, expected = grouped_attention(*plain, how)
+    expected.square().sum().backward()
+
+    def each(mesh: DeviceMesh) -> Any:
+        placements = (Replicate(), QKV, QKV, Shard(1, unit=8))
+        given = [
+            distributed(each.detach().requires_grad_(), mesh, how)
+            for each, how in zip(plain, placements, strict=True)
+        ]
+        with own_events() as events:
+            joined, result = grouped_attention(*given, how)
+            forward = len(events)
+            result.square().sum().backward()
+        even = mesh.shape[-1] == 3
+        assert repr(joined.layout) == ("[3, 5, 24@tp]" if even else "[3, 5, (24/8)@tp]")
+        assert torch.allclose(result.full_tensor(), expected)
+        for one, other in zip(given, plain, strict=True):
+            assert torch.allclose(one.grad.full_tensor(), other.grad)
+            assert one.grad.layout is one.layout
+        return forward, [(event.kind, event.axes) for event in events]
+
+    for forward, events in run_on(ranks, each):
+        assert forward == 0
+        assert events == [("all_reduce", ("tp",))] * 2  # of the result, and of the input's gradient
+
+
+def test_the_third_dim_of_a_fused_result_is_one_piece() -> None:
+    """`x.view(b, s, 3, heads, head_dim)`, and the reverse."""
+    full = torch.arange(2.0 * 36).reshape(2, 36)
+
+    def each(mesh: DeviceMesh) -> Any:
+        x = distributed(full, mesh, Shard(1, pieces=3, unit=4))
+        with own_events() as events:
+            apart = x.view(2, 3, 3, 4)
+            one = apart.unbind(1)[1]
+            chunk = x.chunk(3, -1)[1]
+            part = x.tensor_split(3, -1)[2]
+            again = apart.flatten(1)
+        assert not events
+        assert torch.equal(one.full_tensor(), full.view(2, 3, 3, 4)[:, 1])
+        assert torch.equal(chunk.full_tensor(), full.chunk(3, -1)[1])
+        assert torch.equal(part.full_tensor(), full.chunk(3, -1)[2])
+        assert again.layout is x.layout
+        assert torch.equal(again.full_tensor(), full)
+        return [repr(each.layout) for each in (apart, one, chunk)]
+
+    assert run_on((2,), each)[0] == ["[2, 3, 3@tp, 4]", "[2, 3@tp, 4]", "[2, (12/4)@tp]"]
+
+
+def test_parts_that_tear_a_piece_are_right_too() -> None:
+    full = torch.arange(2.0 * 24).reshape(2, 24)
+
+    def each(mesh: DeviceMesh) -> None:
+        x = distributed(full, mesh, Shard(1, pieces=2, unit=3))
+        for run in (
+            lambda x: x[:, 2:20],
+            lambda x: x[:, ::5],
+            lambda x: x[:, 13],
+            lambda x: x.narrow(1, 5, 9),
+            lambda x: x.split(7, 1)[1],
+            lambda x: x.view(2, 4, 6),
+            lambda x: x.flip(1),
+            lambda x: x.cumsum(1),
+            lambda x: torch.cat([x, x], 1),
+            lambda x: x.argmax(1),
+            lambda x: x.index_select(1, torch.tensor([3, 14, 20])),
+            lambda x: x[:, torch.tensor([3, 14, 20])],
+            lambda x: x.sort(1, descending=True)[0],
+            lambda x: x.tril(),
+        ):
+            assert torch.equal(run(x).full_tensor(), run(full))
+
+    run_on((2,), each)
+
+
+def test_a_view_of_a_piece_is_written_through() -> None:
+    def each(mesh: DeviceMesh) -> None:
+        x = distributed(torch.zeros(12), mesh, Shard(0, pieces=3))
+        x.chunk(3)[1].fill_(1)
+        x[8:].fill_(2)
+        x[0:4] = 3.0
+        x[5] = 7.0
+        assert x.full_tensor().tolist() == [3, 3, 3, 3, 1, 7, 1, 1, 2, 2, 2, 2]
+
+    run_on((2,), each)
+
+
+def test_operators_that_do_not_look_at_positions_keep_the_pieces_where_they_are() -> None:
+    torch.manual_seed(0)
+    full = torch.randn(6, 12)
+
+    def each(mesh: DeviceMesh) -> None:
+        x = distributed(full, mesh, Shard(1, pieces=(8, 4), unit=(4, 2)))
+        weight = distributed(full[0], mesh, Shard(0, pieces=(8, 4), unit=(4, 2)))
+        for run in (
+            lambda x, w: x * 2 + w,
+            lambda x, w: F.gelu(x.t()),
+            lambda x, w: x.to(torch.float64).detach().unsqueeze(0),
+            lambda x, w: torch.cat([x, x], 0),
+            lambda x, w: torch.stack([x, x]),
+            lambda x, w: x.view(2, 3, 12),
+            lambda x, w: x.expand(2, 6, 12).permute(2, 0, 1),
+            lambda x, w: torch.einsum("ab,b->ab", x, w),
+            lambda x, w: x.sum(1),
+            lambda x, w: x.clone().mul_(w).clamp_(0),
+        ):
+            with own_events() as events:
+                found = run(x, weight)
+            assert not events
+            assert torch.allclose(found.full_tensor(), run(full, full[0]), atol=1e-6)
+        for some in (  # which send small values only
+            lambda x, w: x.softmax(1),
+            lambda x, w: F.rms_norm(x, (12,), w),
+            lambda x, w: F.layer_norm(x, (12,), w, w),
+            lambda x, w: x.norm(dim=1),
+            lambda x, w: x.mean(),
+            lambda x, w: x.amax(1),
+        ):
+            with own_events() as events:
+                found = some(x, weight)
+            assert {event.kind for event in events} <= {"all_reduce"}
+            assert sum(event.bytes for event in events) <= 2 * 6 * 8
+            assert torch.allclose(found.full_tensor(), some(full, full[0]), atol=1e-6)
+
+    run_on((2,), each)
+
+
+def test_random_values_do_not_depend_on_the_pieces() -> None:
+    def each(mesh: DeviceMesh) -> None:
+        found = []
+        for placement in (Replicate(), Shard(0), QKV):
+            torch.manual_seed(3)
+            x = distributed(torch.empty(48, 6), mesh, placement)
+            torch.nn.init.normal_(x)
+            torch.nn.init.kaiming_uniform_(x)
+            y = F.dropout(x + torch.randn_like(x), 0.5)
+            found.append(y.full_tensor())
+        assert all(torch.equal(each, found[0]) for each in found)
+
+    run_on((2,), each)
+
+
+# ---- modules
+
+
+class Conv1D(torch.nn.Module):
+    """The projection of GPT-2, as Hugging Face has it: the weight is [inputs, outputs]."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(inputs, outputs) * 0.3)
+        self.bias = torch.nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Any) -> Any:
+        flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return flat.view(*x.size()[:-1], self.weight.shape[1])
+
+
+class Gpt2Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = Conv1D(36, 12), Conv1D(12, 12)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = self.c_attn(x).split(12, dim=2)
+        q, k, v = (each.view(*each.shape[:-1], -1, 4).transpose(1, 2) for each in (q, k, v))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.c_proj(found.reshape(*found.shape[:-2], -1).contiguous())
+
+
+class SwiGlu(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = torch.nn.Linear(12, 20), torch.nn.Linear(10, 12)
+
+    def forward(self, x: Any) -> Any:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class SelfAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.MultiheadAttention(12, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+HEADS_OF_4 = Shard(0, pieces=3, unit=4)
+
+
+@pytest.mark.parametrize("ranks", [(2,), (2, 2)])
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (
+            Gpt2Attention,
+            {
+                "c_attn.weight": Shard(1, pieces=3, unit=4),
+                "c_attn.bias": HEADS_OF_4,
+                "c_proj.weight": Shard(0, unit=4),
+            },
+        ),
+        (
+            SwiGlu,
+            {
+                "gate_up.weight": Shard(0, pieces=2),
+                "gate_up.bias": Shard(0, pieces=2),
+                "down.weight": Shard(1),
+            },
+        ),
+        (
+            SelfAttention,
+            {
+                "inner.in_proj_weight": HEADS_OF_4,
+                "inner.in_proj_bias": HEADS_OF_4,
+                "inner.out_proj.weight": Shard(1, unit=4),
+            },
+        ),
+    ],
+)
+def test_a_module_with_fused_weights_trains_as_in_one_process_with_one_sum_each_way(
+    make: Any, plan: dict[str, Shard], ranks: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    plain, full = make().double(), torch.randn(4, 5, 12, dtype=torch.float64)
+    start = {name: value.clone() for name, value in plain.state_dict().items()}
+    _train(plain, full.clone())
+
+    def each(mesh: DeviceMesh) -> Any:
+        module = make()
+        for name, value in start.items():
+            owner, _, key = name.rpartition(".")
+            made = distributed(value, mesh, plan.get(name, Replicate()))
+            module.get_submodule(owner).register_parameter(key, torch.nn.Parameter(made))
+        data = [Shard(0), Replicate()][-mesh.ndim :]
+        x = sw.distribute_tensor(full, mesh, data)
+        with own_events() as events:
+            _train(module, x)
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(module.state_dict()[name].full_tensor(), value), name
+        return [event for event in events if "tp" in event.axes and event.bytes > 64]
+
+    for events in run_on(ranks, each):
+        assert [event.kind for event in events] == ["all_reduce"] * 3 * 2  # three steps
+
+
+def _train(module: Any, x: Any) -> None:
+    # Gradients that are nothing but rounding, as of the keys' bias, must not be made large.
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = x.detach().requires_grad_()
+        module(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+
+# ---- as an object
+
+
+def test_from_local_finds_the_global_shape_of_pieces_and_refuses_others() -> None:
+    full = torch.arange(48.0 * 2).reshape(48, 2)
+
+    def each(mesh: DeviceMesh) -> None:
+        x = distributed(full, mesh, QKV)
+        again = sw.DTensor.from_local(x.to_local(), mesh, [QKV])
+        assert again.layout is x.layout
+        known = sw.DTensor.from_local(x.to_local(), mesh, [QKV], shape=(48, 2))
+        assert torch.equal(known.full_tensor(), full)
+        with pytest.raises(LayoutError, match="no legal sharding"):
+            sw.DTensor.from_local(torch.ones(24, 2), mesh, [QKV])
+
+    run_on((2,), each)
+
+
+def test_a_cut_tensor_is_copied_pickled_and_moved(tmp_path: Any) -> None:
+    full = torch.arange(48.0 * 2).reshape(48, 2)
+
+    def each(mesh: DeviceMesh) -> None:
+        x = distributed(full.requires_grad_(), mesh, QKV)
+        assert copy.deepcopy(x).layout is x.layout
+        assert torch.equal(pickle.loads(pickle.dumps(x)).full_tensor(), full)
+        path = tmp_path / f"{mesh.get_rank()}.pt"
+        torch.save(x, path)
+        loaded = torch.load(path, weights_only=True)
+        assert loaded.layout is x.layout
+        ordinary = x.redistribute(placements=[Shard(0)])
+        assert not ordinary.layout.is_cut
+        back = ordinary.redistribute(placements=[QKV])
+        assert torch.equal(back.to_local(), x.to_local())
+        (back * 2).sum().backward()
+        assert x.grad.layout is x.layout
+        x.data = torch.zeros_like(x)
+        assert not bool(x.any())
+        other = distributed(full.detach(), mesh, Shard(1))
+        with torch.no_grad():
+            x.copy_(other)
+        assert torch.equal(x.full_tensor(), full)
+        with pytest.raises(LayoutError, match=r"cut in pieces.*redistribute"):
+            sw.interop.to_torch(x)
+
+    run_on((2,), each)
+
+
+def test_a_checkpoint_stores_each_box(tmp_path: Any) -> None:
+    full = torch.arange(48.0 * 2).reshape(48, 2)
+
+    def each(mesh: DeviceMesh) -> Any:
+        x = distributed(full, mesh, QKV)
+        items = x.__create_write_items__("w", x)
+        for item in items:
+            box = item.tensor_data.chunk
+            rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+            assert torch.equal(x.__get_tensor_shard__(item.index), full[rows])
+        return [
+            (item.tensor_data.chunk.offsets[0], item.tensor_data.chunk.sizes[0]) for item in items
+        ]
+
+    assert run_on((2,), each) == [[(0, 16), (24, 8), (36, 8)], [(16, 8), (32, 4), (44, 4)]]
+
+
+def test_ranks_with_other_shares_do_not_share_the_plans_of_moves() -> None:
+    torch.manual_seed(0)
+    full, data = torch.randn(48, 6), torch.randn(8, 6)
+    plain = full.clone().requires_grad_()
+    (data @ plain.t()).square().sum().backward()
+
+    def each(mesh: DeviceMesh) -> None:
+        split = sw.distribute_tensor(full, mesh, [Shard(1), QKV]).requires_grad_()
+        weight = split.redistribute(placements=[Replicate(), QKV])  # gathered, as FSDP does
+        x = sw.distribute_tensor(data, mesh, [Shard(0), Replicate()])
+        F.linear(x, weight).square().sum().backward()
+        assert torch.allclose(split.grad.full_tensor(), plain.grad, atol=1e-4)
+
+    run_on((2, 2), each)

@@ -22,9 +22,9 @@ import torch
 
 from shardwise import cut as cuts_of
 from shardwise.box import Box, chunk
-from shardwise.checks import as_int, as_ints
 from shardwise.cut import Cut, Range
 from shardwise.errors import LayoutError
+from shardwise.layout_checks import as_cuts, as_dim, as_order, as_shape
 from shardwise.mesh import Axis, DeviceMesh, as_mesh
 from shardwise.placement import (
     Partial,
@@ -101,12 +101,12 @@ class Layout:
         partial: Mapping[Axis, str] | None = None,
         cuts: Sequence[Cut | None] | Mapping[int, Cut | None] = (),
     ) -> Layout:
-        mesh, shape = as_mesh(mesh), _as_shape(shape)
-        order = _as_order(mesh, shape, shard_order)
+        mesh, shape = as_mesh(mesh), as_shape(shape)
+        order = as_order(mesh, shape, shard_order)
         if partial is not None and not isinstance(partial, Mapping):
             raise LayoutError(f"partial: expected such as {{'pp': 'sum'}}, got {partial!r}")
         pending = tuple(sorted((mesh.axis(axis), op) for axis, op in (partial or {}).items()))
-        return _intern(mesh, shape, order, pending, _as_cuts(shape, cuts) if cuts else None)
+        return _intern(mesh, shape, order, pending, as_cuts(shape, cuts) if cuts else None)
 
     @staticmethod
     def from_placements(
@@ -122,7 +122,7 @@ class Layout:
             shard_order: for each dim that several axes split, those axes outer to inner.
                 By default in the order of the mesh, as torch has it.
         """
-        mesh, shape = as_mesh(mesh), _as_shape(shape)
+        mesh, shape = as_mesh(mesh), as_shape(shape)
         if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
             raise LayoutError(
                 f"placements: expected {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
@@ -135,7 +135,7 @@ class Layout:
             match placement:
                 case Shard(dim):
                     where = f"placements[{axis}] = {placement}"
-                    dim = _as_dim(dim, len(shape), where)
+                    dim = as_dim(dim, len(shape), where)
                     split.setdefault(dim, []).append(axis)
                     cut = placement.cut(shape[dim], where)
                     if cut is not None and cuts.setdefault(dim, cut) != cut:
@@ -147,7 +147,7 @@ class Layout:
                     partial[axis] = reduce_op
         if shard_order is None:
             return Layout(mesh, shape, split, partial, cuts)
-        ordered = _as_order(mesh, shape, shard_order)
+        ordered = as_order(mesh, shape, shard_order)
         for dim, axes in enumerate(ordered):
             wanted = split.get(dim, [])
             if axes and sorted(axes) != wanted:
@@ -219,7 +219,7 @@ class Layout:
         for dim, (size, axes) in enumerate(zip(self.shape, self.shard_order, strict=True)):
             first, end = 0, size
             if self.is_cut and self.cuts[dim] is not None:
-                first, end = self._one_range(dim, place)
+                first, end = self.range(dim, place)
             else:
                 for axis in axes:
                     first, end = chunk(first, end, self.mesh.shape[axis], place[axis])
@@ -238,6 +238,17 @@ class Layout:
         counts = [self.mesh.shape[axis] for axis in axes]
         pieces = ((self.shape[dim], 1),) if cut is None else cut
         return cuts_of.joined(cuts_of.shares(pieces, counts, [place[axis] for axis in axes]))
+
+    def range(self, dim: int, coordinate: Sequence[int] | None = None) -> Range:
+        """The indices along one dim, that is not cut in several pieces, held at `coordinate`."""
+        cut = self.cuts[dim]
+        if cut is not None and len(cut) > 1:  # on every rank, though some may hold but one range
+            raise LayoutError(
+                f"dim {dim} of {self!r}: a rank may hold several ranges of it, here "
+                f"{self.ranges(dim, coordinate)}, and one is needed; use layout.boxes(), or "
+                f"redistribute it to Shard({dim}) first"
+            )
+        return self.ranges(dim, coordinate)[0]
 
     def boxes(self, coordinate: Sequence[int] | None = None) -> list[tuple[Box, Box]]:
         """What is held at `coordinate` (default: this rank): each box of indices of the global
@@ -323,16 +334,6 @@ class Layout:
         return self
 
     # ---- inside
-
-    def _one_range(self, dim: int, place: tuple[int, ...]) -> Range:
-        cut = self.cuts[dim]
-        if cut is not None and len(cut) > 1:  # on every rank, though some may hold but one range
-            raise LayoutError(
-                f"dim {dim} of {self!r}: a rank may hold several ranges of it, here "
-                f"{self.ranges(dim, place)}, and one is needed; use layout.boxes(), or "
-                f"redistribute it to Shard({dim}) first"
-            )
-        return self.ranges(dim, place)[0]
 
     def _place(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
         if coordinate is None:
@@ -424,67 +425,3 @@ def _placements(
             )
         result[axis] = placement
     return tuple(placement or Replicate() for placement in result)
-
-
-def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = as_ints(shape)
-    if sizes is None or min(sizes, default=0) < 0:
-        raise LayoutError(f"shape: expected sizes of at least 0, got {shape!r}")
-    return sizes
-
-
-def _as_dim(dim: int, ndim: int, argument: str) -> int:
-    position = as_int(dim)
-    if position is None or not -ndim <= position < ndim:
-        raise LayoutError(f"{argument}: expected a dim of a {ndim}-d tensor, got {dim!r}")
-    return position % ndim
-
-
-def _as_order(
-    mesh: DeviceMesh,
-    shape: tuple[int, ...],
-    order: Sequence[Sequence[Axis]] | Mapping[int, Sequence[Axis]],
-) -> tuple[tuple[int, ...], ...]:
-    """The canonical shard order: one tuple of axis positions per dim."""
-    if not isinstance(order, Mapping):
-        if order and len(order) != len(shape):
-            raise LayoutError(
-                f"shard_order: expected {len(shape)} entries, one per dim; got {order}"
-            )
-        order = dict(enumerate(order))
-    result: dict[int, tuple[int, ...]] = {}
-    for dim, axes in order.items():
-        if isinstance(axes, str | int):
-            raise LayoutError(f"shard_order[{dim}]: expected a list of axes, got {axes!r}")
-        position = _as_dim(dim, len(shape), "shard_order")
-        if position in result:
-            raise LayoutError(f"shard_order: expected each dim once, got {list(order)}")
-        result[position] = tuple(mesh.axis(axis) for axis in axes)
-    return tuple(result.get(dim, ()) for dim in range(len(shape)))
-
-
-def _as_cuts(
-    shape: tuple[int, ...], cuts: Sequence[Cut | None] | Mapping[int, Cut | None]
-) -> tuple[Cut | None, ...]:
-    """One cut, or None, per dim; of whole units, and as long as the dim."""
-    if not isinstance(cuts, Mapping):
-        if len(cuts) != len(shape):
-            raise LayoutError(f"cuts: expected {len(shape)} entries, one per dim; got {cuts}")
-        cuts = dict(enumerate(cuts))
-    result: dict[int, Cut | None] = {}
-    for dim, cut in cuts.items():
-        position = _as_dim(dim, len(shape), "cuts")
-        if cut is None:
-            continue
-        good = all(len(each) == 2 and None not in map(as_int, each) for each in cut)
-        if not good or any(unit < 1 or length < 0 or length % unit for length, unit in cut):
-            raise LayoutError(
-                f"cuts[{dim}]: expected pieces such as ((24, 8), (12, 4)), each a length and the "
-                f"unit that divides it; got {cut!r}"
-            )
-        if sum(length for length, _ in cut) != shape[position]:
-            raise LayoutError(
-                f"cuts[{dim}]: expected lengths that add up to {shape[position]}, got {cut!r}"
-            )
-        result[position] = tuple((int(length), int(unit)) for length, unit in cut)
-    return tuple(result.get(dim) for dim in range(len(shape)))

@@ -52,10 +52,14 @@ def test_agrees_with_the_plain_call_in_every_layout(name):
 
 
 def test_groups_are_as_small_as_can_be():
-    assert matched((2, 3, 4), (2, 12)) == (("d0", "d1", None), ("d0", "d1"), {"d1": (3, 12)})
-    assert matched((6, 4), (2, 12)) == (("d0", None), ("d0", None), {"d0": (6, 2)})
-    assert matched((5, 1), (1, 5)) == (("d0", "d1"), ("d1", "d0"), {})
-    assert matched((0, 3), (0, 7)) == (("d0", None), ("d0", None), {})
+    def factors(shape, target):
+        match = matched(torch.empty(shape), target)
+        return match.before, match.after, set(match.joined)
+
+    assert factors((2, 3, 4), (2, 12)) == (("d0", "d1", None), ("d0", "d1"), {"d1"})
+    assert factors((6, 4), (2, 12)) == (("d0", None), ("d0", None), {"d0"})
+    assert factors((5, 1), (1, 5)) == (("d0", "d1"), ("d1", "d0"), set())
+    assert factors((0, 3), (0, 7)) == (("d0", None), ("d0", None), set())
 
 
 def on(mesh_shape, run):
@@ -99,15 +103,37 @@ def test_a_dim_that_two_axes_split_is_merged_and_split_in_their_order():
 
 
 def test_chunks_that_do_not_fit_are_made_whole():
-    # 5 rows of 2 over 2 ranks are 6 and 4 elements, and 10 elements would be 5 and 5.
+    # 10 elements over 2 ranks are 5 and 5, which is 2.5 rows of 2.
+    def run(mesh):
+        x = distributed(torch.arange(10.0), Layout(mesh, (10,), {0: ["dp"]}))
+        rows = x.view(5, 2)
+        with pytest.raises(PolicyError, match="redistribute"), explicit():
+            x.view(5, 2)
+        return repr(rows.layout), rows.to_local().flatten().tolist()
+
+    assert on((2,), run)[1] == ("[5, 2]", list(range(10)))
+
+
+def test_uneven_rows_stay_split_in_units_where_they_are_flattened_and_come_back():
+    # 5 rows of 2 over 2 ranks are 6 and 4 elements.
     def run(mesh):
         x = distributed(torch.arange(10.0).reshape(5, 2), Layout(mesh, (5, 2), {0: ["dp"]}))
-        flat = x.view(10)
-        with pytest.raises(PolicyError, match="redistribute"), explicit():
-            x.view(10)
-        return repr(flat.layout), flat.to_local().tolist()
+        flat, kinds = events_of(lambda: x.view(10))
+        again, more = events_of(lambda: flat.view(5, 2))
+        return repr(flat.layout), flat.to_local().tolist(), again.layout is x.layout, kinds + more
 
-    assert on((2,), run)[1] == ("[10]", list(range(10)))
+    assert on((2,), run)[1] == ("[(10/2)@dp]", [6.0, 7.0, 8.0, 9.0], True, [])
+
+
+def test_a_dim_that_is_split_within_another_stays_split_where_they_are_joined():
+    def run(mesh):
+        x = distributed(torch.arange(24.0).reshape(3, 4, 2), Layout(mesh, (3, 4, 2), {1: ["dp"]}))
+        flat, kinds = events_of(lambda: x.view(-1, 2))
+        again, more = events_of(lambda: flat.view(3, 4, 2))
+        assert torch.equal(flat.full_tensor(), torch.arange(24.0).reshape(12, 2))
+        return repr(flat.layout), again.layout is x.layout, kinds + more
+
+    assert on((2,), run)[1] == ("[(4+4+4)@dp, 2]", True, [])
 
 
 def test_a_view_shares_memory_and_gradients_flow_through_writes_to_it():

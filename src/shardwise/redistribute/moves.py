@@ -52,7 +52,7 @@ class Move:
     """What travels, and what comes out. None: as it goes in."""
     costs: Costs | str | Path | None = None
     peak_bytes: int | None = None
-    _plans: dict[torch.dtype, Plan] = field(default_factory=dict, init=False, compare=False)
+    _plans: dict[Any, Plan] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def is_nothing(self) -> bool:
@@ -62,9 +62,13 @@ class Move:
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
         """Run it on this rank's piece."""
         wire = local if self.dtype is None else local.to(self.dtype)
-        plan = self._plans.get(wire.dtype)
+        key: Any = wire.dtype
+        if self.source.is_cut or self.target.is_cut:
+            # The plan is that of a rank's own share, and simulated ranks may have a move in common.
+            key = wire.dtype, self.source.mesh.get_coordinate()
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[wire.dtype] = plan_redistribute(
+            plan = self._plans[key] = plan_redistribute(
                 self.source, self.target, wire.dtype, peak_bytes=self.peak_bytes, costs=self.costs
             )
         pending = execute(plan, wire)

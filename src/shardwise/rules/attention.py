@@ -160,7 +160,7 @@ class Local:
             key, value = self._of_queries(key, value)
             enable_gqa = False
         if is_causal:
-            ((_, last),) = self.weights.ranges(-2)
+            _, last = self.weights.range(-2)
             if query.shape[-2] and last < key.shape[-2]:  # no query here looks further
                 key, value = key[..., :last, :], value[..., :last, :]
                 attn_mask = _cut(attn_mask, last)
@@ -214,7 +214,7 @@ class Local:
 
     def _causal(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
         """The mask, and that no query looks at later keys, by global positions."""
-        ((query_start, _),), ((key_start, _),) = self.weights.ranges(-2), self.weights.ranges(-1)
+        (query_start, _), (key_start, _) = self.weights.range(-2), self.weights.range(-1)
         past = torch.ones(
             query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
         ).tril(query_start - key_start)

@@ -198,7 +198,7 @@ def _spec(
     if tracks:
         outputs += [Out(("c",), shape[1:2])] * 2
     inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
-    return Spec(inputs, outputs, lower=lower)
+    return Spec(inputs, outputs, lower=lower, positions=())
 
 
 @rule(by_batch)

@@ -72,6 +72,7 @@ class Convolution:
             additive=extra,
             lower=self.lower,
             allows=self.allows,
+            positions=(c, o, *space),
         )
 
     def allows(self, splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
@@ -128,13 +129,13 @@ Local = tuple[dict[int, Range], Callable[..., torch.Tensor]]
 
 
 def _forward(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
-    windows, box = conv.windows, here.outputs[0].box()
+    windows, result = conv.windows, here.outputs[0]
     sides: dict[int, Range] = {}
     padding = [window.before for window in windows]
     for at, window in enumerate(windows):
         if at in space or window.before != window.after:
             dim = conv.first + at
-            sides[dim] = window.padding((box.start[dim], box.stop[dim]))
+            sides[dim] = window.padding(result.range(dim))
             padding[at] = 0
     strides, dilation = [each.stride for each in windows], [each.dilation for each in windows]
     operator = _FORWARD[len(windows)]
@@ -145,13 +146,13 @@ def _forward(conv: Convolution, here: Here, space: Sequence[int], groups: int) -
 
 def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
     assert conv.output_padding is not None, "it is transposed"
-    windows, box = conv.windows, here.outputs[0].box()
+    windows, result = conv.windows, here.outputs[0]
     padding, output_padding = [window.before for window in windows], list(conv.output_padding)
     sides: dict[int, Range] = {}
     cuts: dict[int, Range] = {}
     for at in space:
         window, dim = windows[at], conv.first + at
-        mine = box.start[dim], box.stop[dim]
+        mine = result.range(dim)
         have = conv.needs(at, mine)
         padding[at] = output_padding[at] = 0
         if have[0] == have[1]:

@@ -92,7 +92,8 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
             found = total(where.taken(widened(weight)).sum(), here.mesh, here.axes("c"))
         return total(found, here.mesh, here.axes(*rows))
 
-    spec = Spec(inputs, [Out(rows, shape)], reduces={"c": "whole"}, linear=linear)
+    whole = {"c": "whole"}
+    spec = Spec(inputs, [Out(rows, shape)], reduces=whole, linear=linear, positions=("c",))
     return reduced(loss, values, spec, count, each)
 
 
@@ -103,7 +104,8 @@ class _Where:
         target = values["target"].long()
         self.dim = problem.dim
         layout = here.inputs[0]
-        first, size = layout.box().start[self.dim], layout.local_shape()[self.dim]
+        first, end = layout.range(self.dim)
+        size = end - first
         is_valid = target != problem.ignore_index
         is_class = (target >= 0) & (target < problem.classes)
         if target.device.type == "cpu" and not bool((is_class | ~is_valid).all()):

@@ -54,7 +54,9 @@ def _running(
         return lowered
 
     linear = [(0,)] if run is torch.cumsum and keeps_sums(dtype) else ()
-    return Spec([(input, names)], [Out(names, tuple(input.shape))], linear=linear, lower=lower)
+    out = Out(names, tuple(input.shape))
+    positions = () if split is None else (split,)
+    return Spec([(input, names)], [out], linear=linear, lower=lower, positions=positions)
 
 
 @rule("cumsum", inplace=False)

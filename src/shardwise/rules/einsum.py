@@ -25,6 +25,7 @@ def einsum(equation: str, *operands: Tensor) -> Spec:
         output,
         broadcasts=True,
         lower=lambda here: _lowered(here, names),
+        positions={name for given in names for name, times in Counter(given).items() if times > 1},
     )
 
 
@@ -81,8 +82,8 @@ def _diagonal_cuts(
     """Of `ii` only the first dim is split. The others are cut to the same range: operand, dim,
     start and length."""
     for operand, given in enumerate(names):
-        box = here.inputs[operand].box()
         for dim, name in enumerate(given):
             first = given.index(name)
             if first != dim and here.inputs[operand].shard_order[first]:
-                yield operand, dim, box.start[first], box.stop[first] - box.start[first]
+                start, stop = here.inputs[operand].range(first)
+                yield operand, dim, start, stop - start

@@ -98,7 +98,7 @@ def _embedding(
                 return torch.embedding(weight, indices, padding, by_frequency, sparse)
             found, inside = located(indices, layout, 0, wraps=False)
             weight = with_a_row(weight, 0)
-            here_padding = padding - layout.box().start[0]
+            here_padding = padding - layout.range(0)[0]
             if not (padding >= 0 and 0 <= here_padding < weight.size(0)):
                 here_padding = -1
             result = torch.embedding(weight, found, here_padding)
@@ -114,6 +114,7 @@ def _embedding(
         reduces={"vocabulary": "sum"},
         linear=[(weight_at,)],
         lower=lower,
+        positions=("vocabulary",),
     )
 
 
@@ -198,7 +199,9 @@ def embedding_bag(
 
     out = Out((picks[0] if len(picks) == 2 else None, "features"), (bags, weight.size(1)))
     reduces = {"vocabulary": "sum", "picks": "sum"} if adds else {}
-    return Spec(inputs, [out], reduces=reduces, linear=[(1,)] if mode != "max" else (), lower=lower)
+    linear = [(1,)] if mode != "max" else ()
+    positions = ("vocabulary",)
+    return Spec(inputs, [out], reduces=reduces, linear=linear, lower=lower, positions=positions)
 
 
 # ---- one_hot

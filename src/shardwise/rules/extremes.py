@@ -169,7 +169,7 @@ def _along_one(
     (only,) = as_dims(dim, input.dim()) or (0,)
     if input.dim() and input.shape[only] == 0:
         raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
-    return reduced(input, dim, keepdim, "whole", body, outputs=outputs)
+    return reduced(input, dim, keepdim, "whole", body, outputs=outputs, by_index=True)
 
 
 rule("max")(with_synonyms(_extremes("max")))
@@ -206,7 +206,7 @@ def _first_index(name: str) -> Callable[..., Spec]:
                     return function(local, dim)  # type: ignore[no-any-return] # torch says why not
                 return flat(local, over) if dim is None else over.kept(_picked(local, over, op)[1])
 
-        return reduced(input, dim, keepdim, "whole", body)
+        return reduced(input, dim, keepdim, "whole", body, by_index=True)
 
     return with_synonyms(made)
 

@@ -54,9 +54,9 @@ def located(
     check_bounds(index, lowest, size)
     if wraps:
         index = torch.where(index < 0, index + size, index)
-    box = layout.box()
-    inside = (index >= box.start[dim]) & (index < box.stop[dim])
-    return (index - box.start[dim]).masked_fill(~inside, 0), inside
+    start, stop = layout.range(dim)
+    inside = (index >= start) & (index < stop)
+    return (index - start).masked_fill(~inside, 0), inside
 
 
 def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:

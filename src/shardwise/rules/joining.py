@@ -59,6 +59,7 @@ def joined(
         [Out(tuple(names), tuple(shape))],
         linear=[tuple(range(len(inputs)))],
         lower=lower,
+        positions=[f"d{dim}"],
     )
 
 

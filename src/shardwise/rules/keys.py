@@ -182,7 +182,7 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
             key.append(ALL)
             whole[position] = dim, pick
         elif here.axes(where.whole[dim]):
-            before, length, taken = pick.part(*_one_range(layout, dim))
+            before, length, taken = pick.part(*layout.range(dim))
             key.append(taken)
             spans[position] = before, length, pick.count - before - length
             dropped += [position] if pick.drops else []
@@ -194,11 +194,6 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
         dim += 1
         position += 1
     return LocalRegion(tuple(key), spans, tuple(dropped), whole, bool(spans or whole))
-
-
-def _one_range(layout: Layout, dim: int) -> tuple[int, int]:
-    (found,) = layout.ranges(dim)
-    return found
 
 
 # ---- a whole key

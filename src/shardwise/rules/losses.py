@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -124,6 +124,7 @@ def reduced(
     if reduction not in (*_REDUCTIONS, "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     (out,) = spec.outputs
+    positions = spec.positions or ()
 
     def lower(here: Here) -> Callable[..., torch.Tensor] | None:
         compute = None if each is None else each(here)
@@ -143,9 +144,10 @@ def reduced(
         return run
 
     if reduction == "none":
-        return Spec(spec.inputs, [out], spec.reduces, spec.linear, lower=lower)
+        return replace(spec, lower=lower, positions=positions)
     summed = {factor: "sum" for factor in out.dims if factor is not None}
-    return Spec(spec.inputs, [Out((), ())], {**spec.reduces, **summed}, spec.linear, lower=lower)
+    ways = {**spec.reduces, **summed}
+    return replace(spec, outputs=[Out((), ())], reduces=ways, lower=lower, positions=positions)
 
 
 # ---- a loss per element

@@ -236,7 +236,8 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> S
     def lower(here: Here) -> Any:
         return partial(_cdist, mode=compute_mode)
 
-    return Spec(spec.inputs, spec.outputs, reduces=spec.reduces if p in (0, 1) else {}, lower=lower)
+    reduces = spec.reduces if p in (0, 1) else {}
+    return Spec(spec.inputs, spec.outputs, reduces=reduces, lower=lower, positions=())
 
 
 def _cdist(
@@ -267,6 +268,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
         [*batch, "n"],
         last=bias,
         lower=lambda here: _bilinear if here.axes("i", "j") else None,
+        positions=(),
     )
 
 

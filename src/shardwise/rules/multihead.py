@@ -103,8 +103,11 @@ def _projected(
     if packed is not None:
         query = inputs[0]
         taken = {axis for dim in range(query.dim()) for axis in axes_of(query, dim)}
-        # Rows that are split for the sake of the heads: each third of them is to be, too.
-        by_heads = not taken.issuperset(axes_of(packed, 0))
+        # Rows that are split for the sake of the heads: each third of them is to be, too. Those
+        # that are cut in pieces are.
+        layout = getattr(packed, "_layout", None)
+        is_cut = layout is not None and layout.is_cut
+        by_heads = not is_cut and not taken.issuperset(axes_of(packed, 0))
         if not by_heads and all(each is query for each in inputs):
             return list(F.linear(query, packed, bias).chunk(3, dim=-1))
         separate = packed.chunk(3)

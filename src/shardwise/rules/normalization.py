@@ -86,7 +86,7 @@ def layer_norm(
         return run
 
     inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
-    return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower)
+    return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower, positions=())
 
 
 @rule("native_layer_norm")
@@ -108,7 +108,8 @@ def native_layer_norm(
     kept = len(normalized_shape)
     statistic = Out((*names[:first], *[None] * kept), (*tuple(input.shape)[:first], *[1] * kept))
     inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
-    return Spec(inputs, [Out(names, tuple(input.shape)), statistic, statistic], lower=lower)
+    outputs = [Out(names, tuple(input.shape)), statistic, statistic]
+    return Spec(inputs, outputs, lower=lower, positions=())
 
 
 def _split_layer_norm(
@@ -163,7 +164,7 @@ def rms_norm(
         return run
 
     inputs = given((input, names), (weight, names[first:]))
-    return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower)
+    return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower, positions=())
 
 
 # ---- over groups of channels
@@ -207,7 +208,7 @@ def group_norm(
         return _split_group_norm(here, names, shape, num_groups, pieces if whole_groups else 1)
 
     inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
-    return Spec(inputs, [Out(names, shape)], lower=lower)
+    return Spec(inputs, [Out(names, shape)], lower=lower, positions=("c",))
 
 
 @rule(F.group_norm)
@@ -246,7 +247,7 @@ def _split_group_norm(
     per_group = shape[1] // num_groups
     count = per_group * math.prod(shape[2:])
     groups = num_groups // pieces
-    start = here.inputs[0].box().start[1]
+    start, _ = here.inputs[0].range(1)
 
     def run(
         input: torch.Tensor,

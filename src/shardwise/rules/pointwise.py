@@ -187,7 +187,7 @@ def view_as_real(input: Any) -> Spec:
             return lambda input: torch.stack((input.real, input.imag), -1)
         return None
 
-    return Spec([(input, dims)], [out], linear=[(0,)], is_view=True, lower=lower)
+    return Spec([(input, dims)], [out], linear=[(0,)], is_view=True, lower=lower, positions=())
 
 
 @rule("view_as_complex")

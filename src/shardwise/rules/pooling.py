@@ -64,6 +64,7 @@ class Pool:
             return self.on_windows(here, split, lower(here))
 
         names = dims_of(input)
+        extra = {"positions": names[self.first :], **extra}
         return Spec([(input, names)], [Out(names, self.result)], lower=windowed, **extra)
 
     def on_windows(self, here: Here, split: Iterable[int], operator: Operator) -> Operator:
@@ -82,8 +83,7 @@ class Pool:
 
     def mine(self, here: Here) -> list[Range]:
         """The results that are this rank's, along each dim of space."""
-        box = here.outputs[0].box()
-        return list(zip(box.start, box.stop, strict=True))[self.first :]
+        return [here.outputs[0].range(dim) for dim in range(self.first, len(self.input))]
 
     def exchange(self, here: Here, dim: int) -> Exchange:
         """Along one dim of space: what the results of each rank look at."""

@@ -56,7 +56,9 @@ def rearranged(
 
         return run
 
-    return Spec([(input, dims)], [out], linear=[(0,)] if fill == 0 else (), lower=lower)
+    linear = [(0,)] if fill == 0 else ()
+    positions = [f"d{dim}" for dim in rows]
+    return Spec([(input, dims)], [out], linear=linear, lower=lower, positions=positions)
 
 
 # ---- order

@@ -47,8 +47,9 @@ class Over:
 
     @functools.cached_property
     def start(self) -> tuple[int, ...]:
-        """Where this rank's piece of the input begins."""
-        return self.layout.box().start
+        """Where this rank's piece of the input begins, along the reduced dims."""
+        dims = range(self.layout.ndim)
+        return tuple(self.layout.range(dim)[0] if dim in self.dims else 0 for dim in dims)
 
     @functools.cached_property
     def count(self) -> int:
@@ -90,6 +91,7 @@ def reduced(
     outputs: int = 1,
     linear: bool = False,
     warns: bool = False,
+    by_index: bool = False,
 ) -> Spec:
     """The spec of a reduction over some dims.
 
@@ -99,6 +101,7 @@ def reduced(
         outputs: how many results there are, all of one shape.
         linear: whether pending sums flow through.
         warns: whether torch complains of a piece without elements; the body runs on it then.
+        by_index: whether the body must know which indices of the reduced dims are here.
     """
     dims = as_dims(dim, input.dim())
     names, shape = dims_of(input), tuple(input.shape)
@@ -111,12 +114,14 @@ def reduced(
             return None
         return lambda *args, **kwargs: body(input_of(args, kwargs), over)
 
+    split = split_as(names, dims, how)
     return Spec(
         [(input, names)],
         [out] * outputs,
-        reduces=split_as(names, dims, how),
+        reduces=split,
         linear=[(0,)] if linear else (),
         lower=lower,
+        positions=[*split] if by_index else (),
     )
 
 
@@ -220,7 +225,7 @@ def trace(input: torch.Tensor) -> Spec:
 
     if input.dim() != 2:
         raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {input.dim()}")
-    return reduced(input, None, False, "sum", body, linear=True)
+    return reduced(input, None, False, "sum", body, linear=True, by_index=True)
 
 
 @composed("sum_to_size")

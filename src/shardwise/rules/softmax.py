@@ -69,7 +69,7 @@ def _spec(
 
         return run
 
-    return Spec([(input, names)], [Out(names, tuple(input.shape))], lower=lower)
+    return Spec([(input, names)], [Out(names, tuple(input.shape))], lower=lower, positions=())
 
 
 def _dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

@@ -74,7 +74,7 @@ def topk(
             return None
         (along,) = dims
         layout = here.inputs[0]
-        start = layout.box().start[along]
+        start, _ = layout.range(along)
         counts = [min(k, shape[along]) for shape in shapes_along(layout, axes)]
         real = [at * k + each for at, count in enumerate(counts) for each in range(count)]
 
@@ -94,7 +94,8 @@ def topk(
 
         return run
 
-    return Spec([(input, names)], [out, out], split_as(names, dims, "whole"), lower=lower)
+    split = split_as(names, dims, "whole")
+    return Spec([(input, names)], [out, out], split, lower=lower, positions=[*split])
 
 
 # ---- counting
@@ -118,7 +119,7 @@ def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) 
         return run
 
     ways = split_as(names, range(input.dim()), "sum")
-    return Spec([(input, names)], [Out((None,), (bins,))], ways, lower=lower)
+    return Spec([(input, names)], [Out((None,), (bins,))], ways, lower=lower, positions=())
 
 
 def _range(local: torch.Tensor, over: Over) -> tuple[float, float]:

@@ -36,9 +36,9 @@ def one_row(
         axes = here.axes(dims[dim])
         if not axes:
             return None
-        box = here.inputs[0].box()
-        is_here = box.start[dim] <= index < box.stop[dim]
-        first = index - box.start[dim] if is_here else 0
+        start, stop = here.inputs[0].range(dim)
+        is_here = start <= index < stop
+        first = index - start if is_here else 0
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = x.narrow(dim, first, int(is_here))

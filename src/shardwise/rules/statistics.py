@@ -151,7 +151,8 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
 
         return run
 
-    return Spec([(input, names)], [out], {names[each]: "whole" for each in dims}, lower=lower)
+    split = {names[each]: "whole" for each in dims}
+    return Spec([(input, names)], [out], split, lower=lower, positions=())
 
 
 @rule("linalg_vector_norm", torch.linalg.vector_norm)

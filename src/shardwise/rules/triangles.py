@@ -25,14 +25,15 @@ def _triangle(function: Any) -> Any:
         def lower(here: Here) -> Any:
             if not any(here.inputs[0].shard_order[-2:]):
                 return None
-            rows, columns = here.inputs[0].box().start[-2:]
+            (rows, _), (columns, _) = (here.inputs[0].range(dim) for dim in (-2, -1))
 
             def local(input: torch.Tensor, diagonal: int = 0) -> Any:
                 return function(input, diagonal + rows - columns)
 
             return local
 
-        return broadcast([input], [(0,)], lower=lower)
+        split = [f"d{input.dim() - 2}", f"d{input.dim() - 1}"]
+        return broadcast([input], [(0,)], lower=lower, positions=split)
 
     return spec
 
@@ -43,22 +44,22 @@ rule("triu")(_triangle(torch.triu))
 
 @composed("fill_diagonal_")
 def fill_diagonal_(input: DTensor, fill_value: Any, wrap: bool = False) -> DTensor:
-    """The target keeps its layout; each rank finds the diagonal's elements in its box."""
+    """The target keeps its layout; each rank finds the diagonal's elements in its boxes."""
     check_writable("fill_diagonal_", input)
     layout = input._layout
     if layout.ndim < 2 or (layout.ndim > 2 and len(set(layout.shape)) > 1):
         torch.empty(layout.shape, device="meta").fill_diagonal_(0)  # torch says why not
     indices = _diagonal(layout.shape, wrap)
-    box = layout.box()
-    inside = torch.ones(indices.shape[1], dtype=torch.bool)
-    for index, start, stop in zip(indices, box.start, box.stop, strict=True):
-        inside &= (index >= start) & (index < stop)
-    starts = torch.tensor(box.start).unsqueeze(1)
-    local = tuple((indices[:, inside] - starts).to(input.device))
     with as_local():
         value = contribution(layout, fill_value)
         number = torch.tensor(value, dtype=input.dtype, device=input.device)
-        torch.Tensor.index_put_(input, local, number)
+        for box, here in layout.boxes():
+            inside = torch.ones(indices.shape[1], dtype=torch.bool)
+            for index, start, stop in zip(indices, box.start, box.stop, strict=True):
+                inside &= (index >= start) & (index < stop)
+            shift = torch.tensor(here.start).unsqueeze(1) - torch.tensor(box.start).unsqueeze(1)
+            local = tuple((indices[:, inside] + shift).to(input.device))
+            torch.Tensor.index_put_(input, local, number)
     return input
 
 

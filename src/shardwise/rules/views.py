@@ -93,7 +93,7 @@ def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
         return takes_shards(lambda x, *args, **kwargs: x.squeeze(gone))
 
     out = Out(tuple(dims[at] for at in kept), tuple(input.shape[at] for at in kept))
-    return Spec([(input, dims)], [out], linear=[(0,)], lower=lower, is_view=True)
+    return Spec([(input, dims)], [out], linear=[(0,)], lower=lower, positions=(), is_view=True)
 
 
 @rule("unsqueeze", inplace=False)
@@ -152,7 +152,9 @@ def expand(input: torch.Tensor, *sizes: Any, size: Any = (), implicit: bool = Fa
         return takes_shards(lambda x, *args, **kwargs: x.expand(local))
 
     out = Out((*[None] * added, *dims), tuple(shape))
-    return Spec([(input, tuple(dims))], [out], linear=[(0,)], lower=lower, is_view=True)
+    return Spec(
+        [(input, tuple(dims))], [out], linear=[(0,)], lower=lower, positions=(), is_view=True
+    )
 
 
 # ---- diagonals and windows
@@ -174,9 +176,9 @@ def diagonal_of(
         axes = here.axes(dims[row], dims[column])
         if not axes:
             return None
-        start = here.inputs[0].box().start
-        shift = offset + start[row] - start[column]
-        first = start[row] + max(0, -shift) - max(0, -offset)
+        (start, _), (left, _) = (here.inputs[0].range(dim) for dim in (row, column))
+        shift = offset + start - left
+        first = start + max(0, -shift) - max(0, -offset)
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = x.diagonal(shift, row, column)
@@ -187,7 +189,15 @@ def diagonal_of(
 
     out = Out((*(dims[dim] for dim in rest), None), (*(input.shape[dim] for dim in rest), length))
     split = {f"d{row}": "whole", f"d{column}": "whole"}
-    return Spec([(input, dims)], [out], reduces=split, linear=[(0,)], lower=lower, is_view=is_view)
+    return Spec(
+        [(input, dims)],
+        [out],
+        reduces=split,
+        linear=[(0,)],
+        lower=lower,
+        positions=[*split],
+        is_view=is_view,
+    )
 
 
 @rule("diagonal", inplace=False)
