@@ -77,8 +77,6 @@ def _reason(cause: Cause, kind: str, axes: tuple[str, ...]) -> str:
         if "dp" in axes:
             return "the mean is over all tokens of the batch"
         return "softmax over the split vocabulary"
-    if cause.operator in ("unflatten", "view", "reshape", "flatten"):
-        return "heads that the ranks cannot share evenly change hands"
     if cause.direction == "backward" and ("dp" in axes or cause.operator == "rms_norm"):
         over = [name for axis, name in (("dp", "batch"), ("tp", "sequence")) if axis in axes]
         return f"weights' gradients, sum over the {' and the '.join(over)}"

@@ -16,9 +16,8 @@ from shardwise.box import Box
 from shardwise.demo.options import Options
 from shardwise.demo.saving import save_weights
 from shardwise.examples.llama import Llama
-from shardwise.examples.llama_plan import DATA_PARALLEL, SEQUENCE_PARALLEL, TENSOR_PARALLEL
 from shardwise.examples.text import all_tokens, batches
-from shardwise.parallel import shard_module
+from shardwise.parallel import plans, shard_module
 
 LAYER = "layers.0."
 """The layer of the picture."""
@@ -81,8 +80,15 @@ def make_model(options: Options) -> Llama:
 def on_each_rank(options: Options, progress: Path) -> Outcome:
     """What every rank of the mesh runs. The first writes a line for each step to `progress`."""
     mesh = init_device_mesh("cpu", options.mesh, ("dp", "tp"))
-    plan = SEQUENCE_PARALLEL if options.sequence_parallel else TENSOR_PARALLEL
-    model = shard_module(make_model(options), mesh, plan | DATA_PARALLEL)
+    config = options.size.model
+    plan = plans.llama(
+        "tp",
+        data_axis="dp",
+        sequence_parallel=options.sequence_parallel,
+        head_dim=config.head_width,
+        queries_per_key=config.heads // config.kv_heads,
+    )
+    model = shard_module(make_model(options), mesh, plan)
     is_first = mesh.get_rank() == 0
     with progress.open("a") as lines:
 

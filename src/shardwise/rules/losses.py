@@ -142,10 +142,12 @@ def reduced(
 
         return run
 
+    places = tuple(spec.reduces)  # a target names a class, but no row cares which one it is
     if reduction == "none":
-        return Spec(spec.inputs, [out], spec.reduces, spec.linear, lower=lower)
+        return Spec(spec.inputs, [out], spec.reduces, spec.linear, lower=lower, positions=places)
     summed = {factor: "sum" for factor in out.dims if factor is not None}
-    return Spec(spec.inputs, [Out((), ())], {**spec.reduces, **summed}, spec.linear, lower=lower)
+    reduces = {**spec.reduces, **summed}
+    return Spec(spec.inputs, [Out((), ())], reduces, spec.linear, lower=lower, positions=places)
 
 
 # ---- a loss per element
