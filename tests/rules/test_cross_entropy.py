@@ -172,3 +172,20 @@ def test_cross_entropy_over_split_classes_can_be_differentiated_twice() -> None:
             torch.testing.assert_close(got.full_tensor(), want)
 
     sw.simulate(run, 3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_rows_of_an_uneven_batch_stay_where_they_are(reduction):
+    """Flattened with the sequence they are split in units: that is nothing to a loss."""
+    torch.manual_seed(0)
+    logits, classes = torch.randn(4, 5, 7), torch.randint(7, (4, 5))
+    expected = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction=reduction)
+
+    def run():
+        mesh = sw.init_device_mesh("cpu", (3,))
+        x = sw.distribute_tensor(logits, mesh, [sw.Shard(0)], src_data_rank=None)
+        with sw.explicit():
+            loss = F.cross_entropy(x.flatten(0, 1), classes.flatten(), reduction=reduction)
+        torch.testing.assert_close(loss.full_tensor(), expected)
+
+    sw.simulate(run, 3)
