@@ -36,10 +36,11 @@ def dispatch(
     if _trace.listeners and not is_running(func):
         with running(name_of(func), func):
             return dispatch(cls, func, types, args, kwargs)
-    # Most calls are of one or two tensors, or of a tensor and a number: their keys are made here.
+    # Most calls are of tensors, or of a tensor and numbers: their keys are made here.
     key: Any = None
     if not kwargs:
-        if len(args) == 2:
+        count = len(args)
+        if count == 2:
             first, second = args
             if type(first) is DTensor:
                 kind = type(second)
@@ -49,10 +50,22 @@ def dispatch(
                     key = (func, first._layout, kind)  # of functions that ignore numbers only
                     if key not in _state.entries:
                         key = (func, first._layout, second)
-        elif len(args) == 1:
+        elif count == 1:
             (first,) = args
             if type(first) is DTensor:
                 key = (func, first._layout)
+        else:
+            parts = [func]
+            for arg in args:
+                kind = type(arg)
+                if kind is DTensor:
+                    parts.append(arg._layout)
+                elif arg is None or kind is int:
+                    parts.append(arg)
+                else:
+                    break
+            else:
+                key = tuple(parts)
     entry = _state.entries.get(key)
     if entry is None:
         known = lookup(func)

@@ -147,10 +147,13 @@ class Entry:
                     among = keywords if type(at) is str else given
                     among[at] = _as_plain(among[at])
             result = self.run(*given, **keywords) if keywords else self.run(*given)
-            is_one = type(result) is torch.Tensor and self.single is not None
-            if is_one and not self.severed and not _is_among(result, (given, keywords)):
-                return wrap(result, self.single)  # type: ignore[arg-type]
-            return self.retyped(result, (given, keywords))
+            single = self.single
+            if single is None or type(result) is not torch.Tensor or self.severed:
+                return self.retyped(result, (given, keywords))
+            for each in (*given, *keywords.values()) if keywords else given:
+                if each is result:
+                    return wrap(result.view_as(result), single)
+            return wrap(result, single)
 
     def with_sums_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result, if sums that are made already leave less pending in it; or None."""
@@ -192,11 +195,10 @@ def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_among(value: torch.Tensor, operands: Any) -> bool:
-    for each in operands.values() if type(operands) is dict else operands:
-        if each is value:
-            return True
-        kind = type(each)
-        if (kind is list or kind is tuple or kind is dict) and _is_among(value, each):
+    if isinstance(operands, dict):
+        operands = operands.values()
+    for each in operands:
+        if each is value or (isinstance(each, list | tuple | dict) and _is_among(value, each)):
             return True
     return False
 

@@ -12,7 +12,6 @@ from shardwise.dispatch.reduced import remember_reduced
 from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.redistribute.execute import execute
 from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.tensor import DTensor, wrap
@@ -20,6 +19,7 @@ from shardwise.tensor import DTensor, wrap
 _BASE: Any = torch._C.TensorBase
 _version = _BASE._version.__get__
 _requires_grad = _BASE.requires_grad.__get__
+_is_grad_enabled = torch.is_grad_enabled
 _is_leaf = _BASE.is_leaf.__get__
 _hooks_of = _BASE._backward_hooks.__get__
 _is_inference = torch._C.TensorBase.is_inference
@@ -43,6 +43,12 @@ class Transfer:
     """Whether it has a gradient."""
     stages: tuple[Transfer, Transfer] | None
     """The same in two: the sum, which other uses can share, and what gradients need."""
+    is_enter: bool
+    """Whether it stays as it lies, and only its gradient moves."""
+    is_kept: bool
+    """Whether what it was moved to is kept for other uses, also without gradients."""
+    keys: tuple[Any, Any]
+    """What it is kept under: without gradients, and with them."""
 
 
 def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transfer:
@@ -54,7 +60,21 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
     stages = None
     if used_on and source.partial and target is source.relaid(partial={}):
         stages = transfer(source, target, ()), transfer(target, target, used_on)
-    return Transfer(source, target, used_on, pair, cut, is_cut, is_linear, stages)
+    is_enter = source is target
+    keys = (source, target, used_on, False), (source, target, used_on, True)
+    return Transfer(
+        source,
+        target,
+        used_on,
+        pair,
+        cut,
+        is_cut,
+        is_linear,
+        stages,
+        is_enter,
+        is_kept=is_enter or bool(source.partial),
+        keys=keys,
+    )
 
 
 def _is_cut(source: Layout, target: Layout) -> bool:
@@ -80,8 +100,8 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     Forward: the move. Backward: gradients of all uses are summed, then one move back.
     Runs within `as_local()`.
     """
-    needs_grad = torch.is_grad_enabled() and _requires_grad(tensor)
-    if how.source is how.target and not needs_grad:
+    needs_grad = _is_grad_enabled() and _requires_grad(tensor)
+    if how.is_enter and not needs_grad:
         return tensor  # the gradient alone would have moved
     if how.stages is not None:
         reduced, entered = how.stages
@@ -89,7 +109,7 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     # All ranks must agree on what is shared, as the moves back of its gradients are collectives.
     is_shared = (
         type(tensor) is DTensor
-        and (how.source is how.target or how.source.partial or (needs_grad and how.is_cut))
+        and (how.is_kept or (needs_grad and how.is_cut))
         and not _is_inference(tensor)  # it has no version that would tell of changes
     )
     # A leaf must not hold what leads back to it: see below.
@@ -109,7 +129,7 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
                 f"{operator}: a pending reduction of {how.source!r} has no gradient, as it is not "
                 "linear; detach() the tensor first"
             )
-        gather = _gather_to_pass(tensor) if how.source is how.target else None
+        gather = _gather_to_pass(tensor) if how.is_enter else None
         if gather is None:
             result = apply_pair(tensor, how.pair, _own_part(tensor, how))
         else:
@@ -151,7 +171,7 @@ def check_gradient(tensor: DTensor, what: str) -> None:
 def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | None:
     """What a cut keeps: an alias, that is no view of autograd's. As it may be kept for other uses,
     it must show what is written to the tensor unseen, as through `data`."""
-    if how.cut is None or how.source is how.target:
+    if how.cut is None or how.is_enter:
         return None
     return Pending.done(tensor.detach()[how.cut].detach())
 
@@ -159,8 +179,7 @@ def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | No
 def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
     with torch.no_grad():
         local = torch._C.TensorBase.as_subclass(tensor, torch.Tensor)
-        plan = plan_redistribute(how.source, how.target, local.dtype)
-        return execute(plan, local).wait()
+        return how.pair.forward.start(local).wait()
 
 
 # A tensor remembers what it was moved to, as long as it is not changed; what plain tensors are
@@ -173,19 +192,20 @@ _MOST_OF_LEAVES = 4096
 
 
 def _shared(tensor: Any, how: Transfer, needs_grad: bool) -> torch.Tensor | None:
-    key = (how.source, how.target, how.used_on, needs_grad)
+    key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
     if needs_grad and _is_leaf(owner):
         found = state.moved_leaves.get((id(owner), *key))
     else:
-        found = owner.__dict__.get("_moved", {}).get(key)
+        kept = owner.__dict__.get("_moved")
+        found = None if kept is None else kept.get(key)
     if found is None or found[1] != _version(tensor):
         return None
     return found[0]  # type: ignore[no-any-return]
 
 
 def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -> None:
-    key = (how.source, how.target, how.used_on, needs_grad)
+    key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
     if not (needs_grad and _is_leaf(owner)):
         owner.__dict__.setdefault("_moved", {})[key] = result, _version(tensor)
