@@ -58,8 +58,11 @@ def all_shares(cut: Cut, counts: Sequence[int]) -> list[list[Range]]:
 @lru_cache(maxsize=4096)
 def canonical(size: int, counts: tuple[int, ...], cut: Cut | None) -> Cut | None:
     """The one cut of all that have the same boundaries; None if they are an ordinary dim's."""
-    if cut is None or math.prod(counts) == 1:
+    parts = math.prod(counts)
+    if cut is None or parts == 1:
         return None
+    if len(cut) == 1 and (cut[0][1] == 1 or size % (parts * cut[0][1]) == 0):
+        return None  # the common case, and meshes may be large
     cut = tuple(_smallest_unit(piece, counts) for piece in cut if piece[0])
     whole = all_shares(((size, 1),), counts)
     same = zip(all_shares(cut, counts), whole, strict=True)

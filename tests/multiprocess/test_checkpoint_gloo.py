@@ -21,5 +21,22 @@ def stored_and_loaded(path):
         assert torch.equal(target.full_tensor(), WHOLE) and small.item() == 1.0
 
 
+PIECES = Shard(0, pieces=(4, 2, 1), unit=(2, 1, 1))
+
+
+def pieces_stored_and_loaded(path):
+    mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+    saved = sw.distribute_tensor(WHOLE, mesh, [Replicate(), PIECES])
+    dcp.save({"weight": saved}, checkpoint_id=path)
+    for placements in ([Shard(1), PIECES], [Replicate(), PIECES], [Shard(0), Replicate()]):
+        target = sw.zeros(7, 5, device_mesh=mesh, placements=placements)
+        dcp.load({"weight": target}, checkpoint_id=path)
+        assert torch.equal(target.full_tensor(), WHOLE)
+
+
+def test_pieces_of_a_dim_are_stored_where_they_are_in_the_whole(workers4, tmp_path):
+    workers4.run(pieces_stored_and_loaded, str(tmp_path))
+
+
 def test_a_checkpoint_is_loaded_into_any_layout(workers4, tmp_path):
     workers4.run(stored_and_loaded, str(tmp_path))

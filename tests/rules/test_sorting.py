@@ -77,6 +77,18 @@ def test_a_split_bincount_is_pending():
     assert simulate(run, 2) == [((Partial(),), [1, 0, 0, 3, 0, 0, 0, 1])] * 2
 
 
+def test_a_bincount_with_weights_is_no_integer_where_a_rank_has_no_elements():
+    def run() -> tuple[torch.dtype, list[float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        layout = Layout(mesh, (1,), {0: (0,)})
+        counts = torch.bincount(
+            distributed(torch.tensor([2]), layout), distributed(torch.tensor([0.5]), layout)
+        )
+        return counts.dtype, counts.full_tensor().tolist()
+
+    assert simulate(run, 2) == [(torch.float32, [0, 0, 0.5])] * 2
+
+
 def test_unique():
     samples = [Sample(NUMBERS), Sample(NUMBERS, return_counts=True)]
     check_rule(torch.unique_consecutive, samples)

@@ -314,8 +314,10 @@ def estimate(source: Layout, target: Layout) -> float:
             continue
         others = sizes[axis] - 1
         if before.is_shard():
-            # To a pending sum nothing is sent now, but as much as to make it whole is later.
-            moved = others / sizes[axis] if after.is_shard() else others
+            # To a pending sum nothing is sent now, but as much as to make it whole is later. A dim
+            # that is cut in pieces is made whole before it is split otherwise.
+            exchanged = after.is_shard() and not (source.is_cut or target.is_cut)
+            moved = others / sizes[axis] if exchanged else others
         elif after.is_partial():
             continue
         else:

@@ -151,6 +151,8 @@ def bincount(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> DT
         length = max(int(extreme(longest.to(torch.int64), layout.mesh, axes, "max")), minlength)
         weighed = None if weights is None else _piece(weights, layout)
         counts = torch.bincount(mine, weighed, length)
+        if weighed is not None and layout.numel and not mine.numel():  # where torch gives integers
+            counts = counts.to(torch.float32 if weighed.dtype == torch.float32 else torch.float64)
     return wrap(counts, Layout(layout.mesh, (length,), (), dict.fromkeys(axes, "sum")))
 
 
