@@ -21,7 +21,8 @@ class ShardwiseError(Exception):
 
     def __init__(self, message: str) -> None:
         here = whereabouts() if self.names_rank else ""
-        super().__init__(f"{message} [{here}]" if here else message)
+        told = not here or message.endswith(f"[{here}]")  # by the error that this one is about
+        super().__init__(message if told else f"{message} [{here}]")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not by calling the class again: the rank in the message is where it was raised first.

@@ -38,14 +38,30 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def unmatched(argument: str, pattern: str, names: Iterable[str], kinds: str) -> PlanError:
-    """The error for a pattern that nothing matches, with what the user may have meant."""
+def unmatched(
+    argument: str,
+    pattern: str,
+    names: Iterable[str],
+    kinds: str,
+    others: Iterable[str] = (),
+    meant: str = "",
+) -> PlanError:
+    """The error for a pattern that nothing matches, with what the user may have meant.
+
+    Arguments:
+        names: those that it may match, which are of these `kinds`.
+        others: names of another kind.
+        meant: what to write if it matches one of those instead.
+    """
+    asked = f"{argument}[{pattern!r}]: expected the name, or a pattern for names, of {kinds}; it"
+    other = next((name for name in others if matches(pattern, name)), None)
+    if other is not None:
+        return PlanError(f"{asked} matches {other or 'the module itself'}, {meant}")
     known = [name for name in dict.fromkeys(names) if name]
     near = _near(pattern, known)
     hint = f"; near it are {', '.join(near)}" if near else ""
     return PlanError(
-        f"{argument}[{pattern!r}]: expected the name, or a pattern for names, of {kinds}; it "
-        f"matches nothing{hint}. Correct it, or pass strict=False to leave it out"
+        f"{asked} matches nothing{hint}. Correct it, or pass strict=False to leave it out"
     )
 
 

@@ -10,9 +10,11 @@ from torch import nn
 
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.parallel.activations import Activations
 from shardwise.parallel.names import PlanError, all_modules, joined, matches, unmatched
 from shardwise.parallel.placing import Slot, check_ties, place, slots
-from shardwise.parallel.style import ModuleStyle, ParallelStyle, one_axis
+from shardwise.parallel.style import ModuleStyle, ParallelStyle, check_unstyled, one_axis
+from shardwise.placement import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -47,6 +49,7 @@ def parallelize_module(
     for path, submodule, style in found:
         if isinstance(style, ModuleStyle):
             style.check(path, submodule)
+            check_unstyled(path, submodule, style)
             layouts += style.layouts(path, submodule, mesh)
     check_ties(layouts)
     _check_left_behind(module, layouts)
@@ -69,7 +72,9 @@ def _resolved(
     for pattern, style in _flat(plan, ""):
         found = [each for each in modules if matches(pattern, each[0])]
         if not found and strict:
-            raise unmatched("parallelize_plan", pattern, [name for name, _ in modules], "modules")
+            names, tensors = [name for name, _ in modules], [slot.path for slot in slots(module)]
+            meant = "which is a parameter or buffer: styles are for the module that has it"
+            raise unmatched("parallelize_plan", pattern, names, "modules", tensors, meant)
         for path, submodule in found:
             yield path, submodule, style
 
@@ -88,6 +93,8 @@ def _flat(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
         hint = ""
         if type(plan).__module__.startswith("torch.distributed.tensor"):
             hint = ", which is torch's own: import it from shardwise.parallel"
+        elif isinstance(plan, Placement | Activations):
+            hint = "; placements and Activations are for shard_module"
         raise PlanError(
             f"parallelize_plan{where}: expected a style, or a dict of them by name; "
             f"got {plan!r}{hint}"

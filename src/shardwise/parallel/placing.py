@@ -73,9 +73,12 @@ def layout_for(slot: Slot, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     except ValueError as error:
         raise PlanError(f"{slot.path}: {error.args[0]}") from None
     if isinstance(tensor, DTensor) and tensor._layout is not layout:
+        before = tensor._layout
+        moved = before.mesh is not mesh
         raise PlanError(
-            f"{slot.path}: it is a DTensor {tensor._layout!r} already, and the plan wants "
-            f"{layout!r}; lay a module out once, or redistribute the parameter yourself"
+            f"{slot.path}: it is a DTensor {before!r} {f'on {before.mesh!r} ' * moved}already, and "
+            f"the plan wants {layout!r}{f' on {mesh!r}' * moved}; lay a module out once, or "
+            "redistribute the parameter yourself"
         )
     if is_lazy(tensor):
         raise PlanError(

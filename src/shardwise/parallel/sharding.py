@@ -9,15 +9,19 @@ from torch import nn
 
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.parallel.activations import Activations
-from shardwise.parallel.names import PlanError, all_modules, matches, unmatched
+from shardwise.parallel.names import PlanError, all_modules, joined, matches, unmatched
 from shardwise.parallel.placing import Slot, check_ties, layout_for, place, slots
 from shardwise.parallel.specs import placements_of, without_strange_axes
+from shardwise.parallel.style import ParallelStyle
 from shardwise.placement import Placement, Replicate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_OF_MODULE = "which is a module: {!r} names its own parameters; Activations are for modules"
+_OF_TENSOR = "which is a parameter or buffer: give it placements; Activations are for modules"
 
 
 def shard_module(
@@ -59,22 +63,28 @@ def shard_module(
     if not isinstance(plan, Mapping):
         raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
     held, modules = slots(module), list(all_modules(module))
+    held_names, module_names = [slot.path for slot in held], [name for name, _ in modules]
     placements: dict[str, list[Placement]] = {}
     activations: list[tuple[str, nn.Module, Activations]] = []
     for pattern, wanted in plan.items():
         if isinstance(wanted, Activations):
             here = [each for each in modules if matches(pattern, each[0])]
             activations += [(*each, wanted) for each in _once(here)]
-            kinds, names, found = "modules", [name for name, _ in modules], bool(here)
+            if not here and strict:
+                raise unmatched("plan", pattern, module_names, "modules", held_names, _OF_TENSOR)
         else:
+            if isinstance(wanted, ParallelStyle):
+                raise PlanError(
+                    f"plan[{pattern!r}]: expected placements or Activations, got a style, "
+                    f"{wanted!r}; styles are for parallelize_module"
+                )
             fitting = [slot for slot in held if matches(pattern, slot.path)]
             chosen = wanted if strict else without_strange_axes(wanted, mesh)
             for slot in fitting:
                 placements[slot.path] = placements_of(chosen, mesh, f"plan[{pattern!r}]")
-            kinds, names = "parameters or buffers", [slot.path for slot in held]
-            found = bool(fitting)
-        if not found and strict:
-            raise unmatched("plan", pattern, names, kinds)
+            if not fitting and strict:
+                kinds, meant = "parameters or buffers", _OF_MODULE.format(joined(pattern, "*"))
+                raise unmatched("plan", pattern, held_names, kinds, module_names, meant)
     _spread_over_ties(held, placements)
     whole: list[Placement] = [Replicate()] * mesh.ndim
     layouts = [(slot, layout_for(slot, mesh, placements.get(slot.path, whole))) for slot in held]

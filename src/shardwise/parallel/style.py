@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -57,6 +58,7 @@ class ModuleStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_axis(device_mesh)
         self.check("", module)
+        check_unstyled("", module, self)
         layouts = self.layouts("", module, mesh)
         check_ties(layouts)
         place(layouts, self.src_data_rank)
@@ -125,7 +127,18 @@ def entrance(
             value = wrapped(value, pieces.layout(value))
         return changed_arguments(args, kwargs, {where: crossing(value)})
 
+    _entrances.add(enter)
     return enter
+
+
+def check_unstyled(path: str, module: nn.Module, style: ModuleStyle) -> None:
+    """Refuse a style for a module that has one: its results would be made local twice."""
+    before = any(hook in _entrances for hook in module._forward_pre_hooks.values())
+    if before and style.placements(module):
+        raise PlanError(
+            f"{path or 'the module'}: a call before this one gave it a style that lays out its "
+            f"parameters, and now it should get {style!r}; parallelize a module once"
+        )
 
 
 def to_placement(placement: Placement) -> Crossing:
@@ -146,3 +159,6 @@ def leaving(placement: Placement | None, use_local_output: bool) -> Callable[[DT
 
 
 WHOLE = Replicate()
+
+_entrances: WeakSet[Callable[..., Any]] = WeakSet()
+"""The hooks by which a module is known to have a style; copies of a module have the same ones."""
