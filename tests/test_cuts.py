@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise as sw
+import shardwise.testing
 from shardwise import DeviceMesh, Layout, LayoutError, Replicate, Shard, redistribute_local
 from shardwise.mesh import init_device_mesh
+from shardwise.testing import Sample, check_rule
+from shardwise.testing import layouts_of as every_layout
 
 PAIR = DeviceMesh.abstract((2,), ("tp",))
 GRID = DeviceMesh.abstract((2, 2), ("dp", "tp"))
@@ -654,3 +658,65 @@ def test_ranks_with_other_shares_do_not_share_the_plans_of_moves() -> None:
         assert torch.allclose(split.grad.full_tensor(), plain.grad, atol=1e-4)
 
     run_on((2, 2), each)
+
+
+# ---- every rule
+
+
+def _cut_where_split(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:
+    """The layouts that `check_rule` tries, with split dims cut in pieces and units."""
+    found = []
+    for number, layout in enumerate(every_layout(tensor, mesh)):
+        cuts: list[Any] = []
+        for dim, (size, axes) in enumerate(zip(layout.shape, layout.shard_order, strict=True)):
+            half = size // 2
+            kinds: list[Any] = [
+                ((half, 1), (size - half, 1)),
+                ((size - size % 2, 2), (size % 2, 1)),
+                ((half, max(half, 1)), (size - half, 1)),
+            ]
+            cuts.append(kinds[(number + dim) % 3] if axes else None)
+        found.append(layout.relaid(None, None, tuple(cuts)))
+    return found
+
+
+def _values(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (F.linear, (_values(3, 4), _values(6, 4), _values(6))),
+        (torch.addmm, (_values(6), _values(3, 4), _values(4, 6))),
+        (torch.add, (_values(5, 6), _values(6))),
+        (torch.Tensor.view, (_values(4, 6), 4, 3, 2)),
+        (torch.Tensor.view, (_values(5, 2, 3), 10, 3)),
+        (torch.flatten, (_values(2, 3, 4),)),
+        (torch.split, (_values(5, 6), 3, 1)),
+        (torch.narrow, (_values(5, 6), 1, 3, 3)),
+        (torch.Tensor.select, (_values(5, 6), 1, 4)),
+        (torch.Tensor.squeeze, (_values(5, 1, 6),)),
+        (torch.cat, ([_values(5, 6), _values(4, 6)],)),
+        (torch.softmax, (_values(5, 6), 1)),
+        (F.layer_norm, (_values(5, 6), (6,), _values(6), _values(6))),
+        (F.rms_norm, (_values(5, 6), (6,), _values(6))),
+        (torch.mean, (_values(5, 6), 1)),
+        (torch.cumsum, (_values(5, 6), 1)),
+        (torch.argmax, (_values(5, 6).detach(), 1)),
+        (torch.tril, (_values(5, 6),)),
+        (torch.diagonal, (_values(5, 6),)),
+        (F.mse_loss, (_values(5, 6), _values(5, 6))),
+        (F.cross_entropy, (_values(5, 6), torch.tensor([1, 0, 5, 2, 3]))),
+        (F.embedding, (torch.tensor([1, 0, 5, 2, 3]), _values(6, 4))),
+        (torch.index_select, (_values(5, 6), 1, torch.tensor([4, 0, 2]))),
+        (F.scaled_dot_product_attention, (_values(1, 4, 3, 2), _values(1, 4, 3, 2),
+                                          _values(1, 4, 3, 2), None, 0.0, True)),
+    ],
+)  # fmt: skip
+def test_a_rule_holds_on_dims_that_are_cut(
+    function: Any, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shardwise.testing, "layouts_of", _cut_where_split)
+    check_rule(function, [Sample(*arguments)], most=10, allow_missing=True)
