@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Replicate, Shard
@@ -134,5 +136,26 @@ def test_it_can_be_differentiated_twice():
         theirs = penalty(*alone, lambda each: each)
         for mine, yours in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine.full_tensor(), yours)
+
+    sw.simulate(run, 2)
+
+
+def test_a_checkpointed_region_does_not_keep_what_was_gathered():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2,), ("tp",))
+        x = sw.ones(4, 6, device_mesh=mesh, placements=[Shard(0)]).requires_grad_()
+        weight = sw.ones(6, 8, device_mesh=mesh, placements=[Shard(1)])
+        pieces = []
+
+        def region(x):
+            doubled = x * 2
+            pieces.append(StorageWeakRef(doubled.to_local().untyped_storage()))
+            return 3 * doubled.redistribute(placements=[Replicate()]) @ weight
+
+        result = checkpoint(region, x, use_reentrant=False)
+        x.full_tensor()  # until all have left the gather, the simulation holds what they brought
+        assert pieces[0].expired()
+        result.sum().backward()
+        assert torch.equal(x.grad.full_tensor(), torch.full((4, 6), 48.0))
 
     sw.simulate(run, 2)

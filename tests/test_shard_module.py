@@ -113,6 +113,44 @@ def test_nothing_is_communicated_for_a_plain_input_and_all_axes_but_the_named_st
     on_two_by_two(run)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "args", "kwargs", "found"),
+    [
+        ({"tp": Shard(1)}, 0, ("mask", "other"), "mask"),  # the first, in the forward's order
+        ({"x": {"tp": Shard(1)}}, 1, (), 0),  # it has a position only
+        ({"y": {"tp": Shard(1)}}, 2, (), 1),
+        ({1: {"tp": Shard(1)}}, 1, ("y",), "y"),
+        ({"mask": {"tp": Shard(1)}}, 2, ("mask",), "mask"),
+        ({"other": {"tp": Shard(1)}}, 1, ("y", "other"), "other"),
+    ],
+)
+def test_inputs_of_every_kind_of_argument_are_found_by_name(inputs, args, kwargs, found):
+    class Any(nn.Module):
+        def forward(self, x=None, /, y=None, *rest, mask=None, **others):
+            return [x, y, *rest], {"y": y, "mask": mask, **others}
+
+    def run():
+        mesh = init_device_mesh("cpu", (2,), ("tp",))
+        module = shard_module(Any(), mesh, {"": Activations(inputs=inputs)})
+        given = [torch.ones(2, 2) for _ in range(args)]
+        by_position, by_name = module(*given, **{name: torch.ones(2, 2) for name in kwargs})
+        tensor = by_position[found] if isinstance(found, int) else by_name[found]
+        assert isinstance(tensor, DTensor) and tensor.placements == (Shard(1),)
+        everything = [*by_position, *(by_name[name] for name in by_name if name != "y")]
+        assert sum(isinstance(each, DTensor) for each in everything) == 1
+
+    sw.simulate(run, 2)
+
+
+def test_a_name_with_the_signs_of_a_pattern_fits_itself():
+    def run(mesh):
+        module = nn.ParameterDict({"a[0]": torch.ones(2), "a0": torch.ones(2), "b": torch.ones(2)})
+        shard_module(module, mesh, {"a[0]": {"tp": Shard(0)}})
+        return [each.placements[1] for each in module.values()]
+
+    assert on_two_by_two(run)[0] == [Shard(0), Shard(0), Replicate()]
+
+
 @dataclass
 class Found:
     first: torch.Tensor

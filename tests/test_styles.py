@@ -354,6 +354,19 @@ def test_what_is_kept_of_an_input_for_other_uses_is_freed_with_it():
     assert on(2, run) == [True, True]
 
 
+def test_inputs_that_no_gradient_is_asked_of_are_not_held_forever():
+    def run(mesh):
+        linear = parallelize_module(made(nn.Linear, 4, 6), mesh, ColwiseParallel())
+        inputs = []
+        for _ in range(200):
+            x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+            torch.autograd.grad(linear(x).sum(), linear.weight)
+            inputs.append(weakref.ref(x))
+        return sum(each() is not None for each in inputs)
+
+    assert max(on(2, run)) < 100
+
+
 # ---- plans
 
 
@@ -650,6 +663,28 @@ def test_a_pending_input_is_summed():
             ColwiseParallel(input_layouts=Partial(), output_layouts=Replicate()),
         )
         assert_same(module(data(2, 3) / 2), made(nn.Linear, 3, 4)(data(2, 3)))
+
+    on(2, run)
+
+
+def test_a_pending_maximum_has_no_gradient():
+    def run(mesh):
+        module = parallelize_module(
+            nn.Linear(3, 4), mesh, ColwiseParallel(input_layouts=Partial("max"))
+        )
+        assert module(torch.ones(2, 3)).shape == (2, 2)
+        with pytest.raises(sw.LayoutError, match="has no gradient"):
+            module(torch.ones(2, 3, requires_grad=True))
+
+    on(2, run)
+
+
+def test_a_module_that_is_parallelized_twice_says_so():
+    def run(mesh):
+        module = parallelize_module(nn.Linear(3, 4), mesh, ColwiseParallel())
+        parallelize_module(module, mesh, ColwiseParallel())
+        with pytest.raises(PlanError, match=r"output of .* parallelized twice"):
+            module(torch.ones(2, 3))
 
     on(2, run)
 

@@ -185,17 +185,20 @@ def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
 # A tensor remembers what it was moved to, as long as it is not changed; what plain tensors are
 # wrapped as (`_alias_of`) does so in their place, so that it is shared too. A leaf cannot hold what
 # leads back to it: the cycle goes through C++ and would never be freed. What leaves were moved to
-# is held here until a backward has passed through it, and no more than so many. Whether something
-# is alive must not decide, as ranks could differ and each move back is a collective.
+# is held here until a backward has passed through it, and no more than so many: each holds its
+# leaf, and unlike parameters a program may make new inputs forever that no gradient is asked of.
+# Whether something is alive must not decide, as ranks could differ and each move back is a
+# collective.
 
-_MOST_OF_LEAVES = 4096
+_MOST_OF_PARAMETERS = 4096
+_MOST_OF_INPUTS = 64
 
 
 def _shared(tensor: Any, how: Transfer, needs_grad: bool) -> torch.Tensor | None:
     key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
     if needs_grad and _is_leaf(owner):
-        found = state.moved_leaves.get((id(owner), *key))
+        found = _kept(owner).get((id(owner), *key))
     else:
         kept = owner.__dict__.get("_moved")
         found = None if kept is None else kept.get(key)
@@ -210,8 +213,9 @@ def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -
     if not (needs_grad and _is_leaf(owner)):
         owner.__dict__.setdefault("_moved", {})[key] = result, _version(tensor)
         return
-    kept, place = state.moved_leaves, (id(owner), *key)  # the graph of the result holds the leaf
-    if len(kept) >= _MOST_OF_LEAVES:
+    kept, place = _kept(owner), (id(owner), *key)  # the graph of the result holds the leaf
+    most = _MOST_OF_PARAMETERS if kept is state.moved_parameters else _MOST_OF_INPUTS
+    if len(kept) >= most and place not in kept:
         del kept[next(iter(kept))]
     kept[place] = result, _version(tensor)
     node = result.grad_fn
@@ -219,13 +223,19 @@ def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -
     node.register_prehook(lambda gradients: kept.pop(place, None) and None)
 
 
+def _kept(leaf: torch.Tensor) -> dict[Any, Any]:
+    is_parameter = isinstance(leaf, torch.nn.Parameter)
+    return state.moved_parameters if is_parameter else state.moved_inputs
+
+
 def forget(tensor: DTensor) -> None:
     """Drop what a tensor was moved to: its data change, which its version does not tell."""
     tensor.__dict__.pop("_moved", None)
     tensor.__dict__.pop("_reduced", None)
     mine = id(tensor)
-    for place in [each for each in state.moved_leaves if each[0] == mine]:
-        del state.moved_leaves[place]
+    for kept in (state.moved_parameters, state.moved_inputs):
+        for place in [each for each in kept if each[0] == mine]:
+            del kept[place]
 
 
 DTensor._forget_moves = forget  # type: ignore[assignment,method-assign]

@@ -39,7 +39,8 @@ class State(threading.local):
         self.plain_tensors = "assume"
         self.explicit = False
         self.warned: set[Any] = set()
-        self.moved_leaves: dict[Any, Any] = {}
+        self.moved_parameters: dict[Any, Any] = {}
+        self.moved_inputs: dict[Any, Any] = {}
         """What leaves of the graph were moved to, until a backward has passed (see `moving`)."""
 
 
@@ -55,7 +56,8 @@ def cache_info() -> CacheInfo:
 def cache_clear() -> None:
     """Forget this thread's planned calls and their statistics, and inputs kept for other uses."""
     state.entries.clear()
-    state.moved_leaves.clear()
+    state.moved_parameters.clear()
+    state.moved_inputs.clear()
     state.misses = state.hits_of_forgotten = 0
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.containers import (
+    arguments_of,
     changed_arguments,
     changed_fields,
     changed_items,
     fields,
     first_tensor,
     is_record,
-    parameter_names,
 )
 from shardwise.parallel.crossing import Crossing, check_mesh, wrapped
 from shardwise.parallel.names import PlanError
@@ -112,12 +112,12 @@ def _step(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callable[[Any
 
 
 def _entrance(given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict: bool) -> Any:
-    names = parameter_names(module)
+    names, named, takes_any = arguments_of(module)
     if is_spec(given):
         only = _step(given, what, mesh, strict)
 
         def first(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            where = first_tensor(args, kwargs, names)
+            where = first_tensor(args, kwargs, named)
             if where == -1:
                 raise PlanError(f"{what}: expected a tensor among the arguments, got none")
             value = args[where] if isinstance(where, int) else kwargs[where]
@@ -126,10 +126,10 @@ def _entrance(given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict
         return first
     steps: dict[int | str, Callable[[Any], Any]] = {}
     for key, spec in given.items():
-        if isinstance(key, str) and names and key not in names:
+        if isinstance(key, str) and not takes_any and key not in {*names, *named}:
             raise PlanError(
-                f"{what}: expected names of its forward's arguments, {', '.join(names)}; "
-                f"got {key!r}"
+                f"{what}: expected names of its forward's arguments, "
+                f"{', '.join(dict.fromkeys(names + named))}; got {key!r}"
             )
         alike = [
             steps[other] for other, before in given.items() if before == spec and other in steps

@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from inspect import Parameter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +17,30 @@ Change = Callable[[Any, str], Any]
 """Given a value and what it is called in messages, what to have instead."""
 
 
-def parameter_names(module: nn.Module) -> list[str]:
-    """What the arguments of a module's forward are called, in their order."""
+class Arguments(NamedTuple):
+    """What the arguments of a module's forward are called."""
+
+    positional: list[str]
+    """Those that have a position, in their order."""
+    named: list[str]
+    """Those that may be given by keyword, in their order."""
+    takes_any: bool
+    """Whether it takes other keywords too."""
+
+
+def arguments_of(module: nn.Module) -> Arguments:
+    """What the arguments of a module's forward are called."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # a forward that is no Python
-        return []
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD,)]
+        return Arguments([], [], True)
+    with_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    with_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return Arguments(
+        [each.name for each in parameters if each.kind in with_position],
+        [each.name for each in parameters if each.kind in with_name],
+        any(each.kind is Parameter.VAR_KEYWORD for each in parameters),
+    )
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> int | str:

@@ -16,7 +16,7 @@ from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
 from shardwise.pieces import check_piece, found_layout
 from shardwise.placement import Placement
-from shardwise.redistribute.moves import Pair, apply_pair, make_pair
+from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 
 _MOST = 1024
@@ -45,6 +45,9 @@ class Crossing:
         with as_local():
             local = tensor.as_subclass(torch.Tensor)
             if local.requires_grad and torch.is_grad_enabled():
+                if layout.partial or target.partial:
+                    check_linear(layout)
+                    check_linear(target)
                 moved = apply_pair(local, pair)
             else:
                 moved = pair.forward.start(local.detach()).wait()

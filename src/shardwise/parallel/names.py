@@ -18,9 +18,12 @@ class PlanError(ShardwiseError, ValueError):
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted name fits a pattern, token by token: `layers.*.w[qkv]`."""
-    if not name:  # the module itself, which only the empty pattern means
-        return not pattern
+    """Whether a dotted name fits a pattern, token by token: `layers.*.w[qkv]`.
+
+    A name fits itself, whatever signs it has: `experts.a[0]` is a name too.
+    """
+    if not name or pattern == name:  # the module itself is what only the empty pattern means
+        return pattern == name
     wanted, tokens = pattern.split("."), name.split(".")
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 

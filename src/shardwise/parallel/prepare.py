@@ -10,13 +10,13 @@ from torch import nn
 
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.containers import (
+    arguments_of,
     changed_arguments,
     changed_fields,
     changed_items,
     fields,
     is_record,
     on_tensors,
-    parameter_names,
 )
 from shardwise.parallel.crossing import Pieces, check_mesh, wrapped
 from shardwise.parallel.names import PlanError
@@ -63,7 +63,7 @@ class PrepareModuleInput(ModuleStyle):
             )
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        names = parameter_names(module)
+        names = arguments_of(module).positional
         what = f"{path or 'the module'} (PrepareModuleInput)"
         local = self.use_local_output
         by_position = {
@@ -244,7 +244,7 @@ def _step(
 ) -> Callable[[Any], Any]:
     """What happens to one argument or result: made a DTensor, moved, made local again."""
     pieces = Pieces(mesh, given)
-    leave = leaving(wanted, use_local)
+    leave = leaving(what, wanted, use_local)
 
     def change(value: torch.Tensor) -> Any:
         if isinstance(value, DTensor):

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
-from shardwise.parallel.containers import changed_arguments, first_tensor, parameter_names
+from shardwise.parallel.containers import arguments_of, changed_arguments, first_tensor
 from shardwise.parallel.crossing import Crossing, Pieces, check_mesh, wrapped
 from shardwise.parallel.names import PlanError, joined
 from shardwise.parallel.placing import Slot, check_ties, layout_for, place, slots
@@ -110,7 +110,7 @@ def entrance(
         wanted: how the module needs it.
         features: the global size of the last dim, where the module knows it.
     """
-    names = parameter_names(module)
+    names = arguments_of(module).named
     pieces = Pieces(mesh, given, features)
     crossing = to_placement(wanted)
 
@@ -146,11 +146,18 @@ def to_placement(placement: Placement) -> Crossing:
     return Crossing(lambda layout: Layout.from_placements(layout.mesh, layout.shape, [placement]))
 
 
-def leaving(placement: Placement | None, use_local_output: bool) -> Callable[[DTensor], Any]:
+def leaving(
+    what: str, placement: Placement | None, use_local_output: bool
+) -> Callable[[DTensor], Any]:
     """What a result goes through: moved to a placement, if one is asked for; made local."""
     crossing = None if placement is None else to_placement(placement)
 
     def leave(output: DTensor) -> Any:
+        if not isinstance(output, DTensor):
+            raise PlanError(
+                f"{what}: expected its forward to return a DTensor, got {type(output).__name__}; "
+                "is it parallelized twice, or does a hook of its own change the result?"
+            )
         if crossing is not None:
             output = crossing(output)
         return unwrap(output) if use_local_output else output

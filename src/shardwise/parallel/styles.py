@@ -104,9 +104,11 @@ class ColwiseParallel(_Projection):
         return self._rest(module, {"weight": weight, "bias": Shard(0, **self._split)})
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = f"input of {path or 'the module'} (ColwiseParallel)"
-        enter = entrance(what, module, mesh, self.input_layouts[0], WHOLE, _features(module))
-        leave = leaving(self.output_layouts[0], self.use_local_output)
+        what = f"{path or 'the module'} (ColwiseParallel)"
+        enter = entrance(
+            f"input of {what}", module, mesh, self.input_layouts[0], WHOLE, _features(module)
+        )
+        leave = leaving(f"output of {what}", self.output_layouts[0], self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(lambda module, args, output: leave(output))
 
@@ -147,12 +149,12 @@ class RowwiseParallel(_Projection):
         return self._rest(module, {"weight": weight, "bias": WHOLE})
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = f"input of {path or 'the module'} (RowwiseParallel)"
+        what = f"{path or 'the module'} (RowwiseParallel)"
         features = _features(module)
         wanted = WHOLE if features is None else Shard(-1, **self._split)
         given = self.input_layouts[0] or wanted
-        enter = entrance(what, module, mesh, given, wanted, features)
-        leave = leaving(self.output_layouts[0], self.use_local_output)
+        enter = entrance(f"input of {what}", module, mesh, given, wanted, features)
+        leave = leaving(f"output of {what}", self.output_layouts[0], self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(lambda module, args, output: leave(output))
 
@@ -179,10 +181,10 @@ class SequenceParallel(ModuleStyle):
         return {slot.path: WHOLE for slot in slots(module)}
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = f"input of {path or 'the module'} (SequenceParallel)"
+        what = f"{path or 'the module'} (SequenceParallel)"
         (split,) = self.sequence_sharding
-        enter = entrance(what, module, mesh, split, split)
-        leave = leaving(None, self.use_local_output)
+        enter = entrance(f"input of {what}", module, mesh, split, split)
+        leave = leaving(f"output of {what}", None, self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(
             lambda module, args, output: on_tensors(

@@ -108,17 +108,26 @@ def apply_pair(
 ) -> torch.Tensor:
     """Run a move so that autograd knows it."""
     if type(local) is not torch.Tensor and torch._C._is_torch_function_enabled():
-        return _Redistribute.apply(local, pair, started)  # type: ignore[no-any-return,no-untyped-call]
-    return _apply(local, pair, started)  # type: ignore[no-any-return]
+        result = _Redistribute.apply(local, pair, started)  # type: ignore[no-untyped-call]
+    else:
+        result = _apply(local, pair, started)
+    if pair.is_gather:
+        # For `apply_use`. Held by the result and not by its node, which would keep the pieces of
+        # every gather in a checkpointed region until the backward.
+        result._gathered_from = local
+    return result  # type: ignore[no-any-return]
 
 
 def gather_of(tensor: torch.Tensor) -> Any:
     """The node of the gather that a tensor, seen as a local one, is the result of; or None."""
+    if "_gathered_from" not in tensor.__dict__:
+        return None
     node = tensor.grad_fn
-    return node if getattr(node, "origin", None) is not None else None
+    # Changed in place, or put into another graph, it is no longer what was gathered.
+    return node if isinstance(node, _NODE) and node.pair.is_gather else None
 
 
-def apply_use(tensor: torch.Tensor, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
+def apply_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
     """The result of a gather, about to be used beside shards on these axes.
 
     Forward: nothing. Backward: contributions are summed where the gathered pieces came from, in a
@@ -127,7 +136,7 @@ def apply_use(tensor: torch.Tensor, gather: Any, used_on: tuple[int, ...]) -> to
     gather.is_passed = True
     move = gather.pair.forward
     pair = _used_pair(move.source, move.target, used_on)
-    return apply_pair(gather.origin, pair, Pending.done(tensor.detach()))
+    return apply_pair(tensor._gathered_from, pair, Pending.done(tensor.detach()))
 
 
 class _Redistribute(torch.autograd.Function):
@@ -140,8 +149,6 @@ class _Redistribute(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.pair, ctx.dtype = pair, local.dtype
         ctx.cause = current() if trace.listeners else _NO_CAUSE
-        if pair.is_gather:
-            ctx.origin = local  # for `apply_use`
         if pair.forward.is_nothing:
             # An alias that is no view of autograd's: its node stays when the tensor is changed
             # in place by an optimizer, as the gradient's way does not depend on the value.
@@ -160,6 +167,8 @@ class _Redistribute(torch.autograd.Function):
 # Without what `torch.autograd.Function.apply` does in Python before: binding default arguments that
 # there are none of, and asking for torch.func's transforms, which no move can be part of.
 _apply: Any = super(torch.autograd.Function, _Redistribute).apply
+
+_NODE: Any = _Redistribute._backward_cls
 
 
 def _moved_back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -218,8 +227,8 @@ def redistribute_local(
     if not (torch.is_grad_enabled() and local.requires_grad):
         pending = pair.forward.start(local.detach())
         return pending if async_op else pending.wait()
-    _check_linear(src)
-    _check_linear(dst)
+    check_linear(src)
+    check_linear(dst)
     check_local(local, src)
     if not async_op:
         return apply_pair(local, pair)
@@ -266,7 +275,8 @@ def _averaged(layout: Layout) -> int:
     return math.prod(layout.mesh.shape[axis] for axis, op in layout.partial if op == "avg")
 
 
-def _check_linear(layout: Layout) -> None:
+def check_linear(layout: Layout) -> None:
+    """Refuse a layout whose pending reductions have no gradient."""
     for axis, op in layout.partial:
         if op not in ("sum", "avg"):
             raise LayoutError(
