@@ -217,6 +217,21 @@ def test_activations_that_say_nothing_sensible_are_refused():
         Activations(outputs=({"tp": Shard(0)}, 3))
 
 
+def test_plain_inputs_that_are_each_ranks_own_are_found_if_asked_for():
+    def run(mesh):
+        model = nn.Sequential(nn.Linear(4, 4))
+        shard_module(model, mesh, {"": Activations(inputs={"dp": Shard(0)})})
+        rows = torch.ones(2, 4) * mesh.get_local_rank("dp")
+        model(rows)  # each takes a part of another batch, and nobody sees it
+        with sw.plain_tensors("check"):
+            with pytest.raises(sw.PolicyError, match=r"inputs of the module: .* on ranks \[2, 3\]"):
+                model(rows)
+            batch = DTensor.from_local(rows, mesh, [Shard(0), Replicate()])
+            assert model(batch).shape == (4, 4)
+
+    on_two_by_two(run)
+
+
 def test_a_tensor_of_another_mesh_is_refused():
     def run(mesh):
         module = shard_module(nn.Identity(), mesh, {"": Activations(inputs={"tp": Shard(0)})})
