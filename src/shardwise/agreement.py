@@ -1,4 +1,4 @@
-"""Whether the ranks of a mesh have the same of what should be alike on all: they compare digests."""
+"""Whether the ranks of a mesh have the same of what should be alike: they compare digests."""
 
 from __future__ import annotations
 
