@@ -182,6 +182,29 @@ def test_plain_tensors_are_taken_as_replicated_or_refused():
     ranks(run)
 
 
+def test_plain_tensors_that_differ_between_ranks_are_found_where_they_are_used():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (3,), ("tp",))
+        x = sw.ones(6, device_mesh=mesh, placements=[Shard(0)])
+        mine = torch.zeros(6)
+        with sw.plain_tensors("check"):
+            for _ in range(2):
+                assert (x + mine).sum() == 6.0
+            mine[0] = float(mesh.get_rank() == 1)  # the call is known; the values are others
+            with pytest.raises(
+                sw.PolicyError, match=r"add: .* on ranks \[1\] of .* ranks \[0, 2\]"
+            ):
+                x + mine
+            with pytest.raises(sw.PolicyError, match=r"copy_: .*from_local\(x, mesh, placements"):
+                x.copy_(mine)
+            misses = sw.cache_info().misses
+            _ = x * x + x, x * x + x
+            assert sw.cache_info().misses == misses + 2
+        x + mine
+
+    sw.simulate(run, 3)
+
+
 def test_plain_tensors_that_require_grad_get_the_whole_gradient():
     def run(mesh):
         w = full(4).requires_grad_()

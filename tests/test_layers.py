@@ -17,6 +17,7 @@ LAYERS: list[set[str]] = [
     {"comm"},
     {"redistribute"},
     {
+        "agreement",
         "tensor",
         "pieces",
         "stored",

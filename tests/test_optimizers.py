@@ -271,3 +271,32 @@ def test_gradients_that_lie_otherwise_go_through_dispatch():
         assert torch.allclose(p.full_tensor(), torch.full((5, 4), 1 - 0.5 * 1.9))
 
     ranks(run)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("how", ["shard_module", "parallelize_module", "distribute_module"])
+def test_an_optimizer_made_before_its_model_was_laid_out_is_refused(kind, how):
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2,), ("tp",))
+        model = nn.Sequential(nn.Linear(4, 4))
+        early = kind(model.parameters(), lr=0.1)
+        if how == "shard_module":
+            sw.parallel.shard_module(model, mesh, {"0.weight": {"tp": Shard(0)}})
+        elif how == "parallelize_module":
+            sw.parallel.parallelize_module(model, mesh, {"0": sw.parallel.ColwiseParallel()})
+        else:
+            sw.distribute_module(model, mesh)
+
+        def closure():
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            return loss
+
+        closure()
+        with pytest.raises(
+            sw.OptimizerError, match=r"weight as it was .* make the optimizer after"
+        ):
+            early.step(closure)
+        kind(model.parameters(), lr=0.1).step(closure)
+
+    sw.simulate(run, 2)

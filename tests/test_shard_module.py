@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
 from shardwise.mesh import init_device_mesh
-from shardwise.parallel import Activations, PlanError, loss_parallel, shard_module
+from shardwise.parallel import Activations, ColwiseParallel, PlanError, loss_parallel, shard_module
 
 WIDTH, CLASSES = 6, 5
 
@@ -209,11 +209,16 @@ def test_the_last_pattern_counts_and_a_tie_takes_what_one_of_its_names_gets():
     ("plan", "message"),
     [
         ({"layer.*.weight": {"tp": Shard(0)}}, r"matches nothing; near it are layers\.0\.weight"),
-        ({"layers.0": {"tp": Shard(0)}}, r"parameters or buffers; it matches nothing"),
-        ({"layers.0.weight": Activations()}, r"names, of modules; it matches nothing"),
+        ({"layers.0": {"tp": Shard(0)}}, r"layers\.0, which is a module: 'layers\.0\.\*' names"),
+        ({"": {"tp": Shard(0)}}, r"the module itself, which is a module: '\*' names"),
+        ({"layers.0.weight": Activations()}, r"which is a parameter or buffer: give it placements"),
+        ({"layers.0": ColwiseParallel()}, r"got a style.*styles are for parallelize_module"),
         ({"layers.*.weight": {"pp": Shard(0)}}, r"axes of the mesh, \(dp=2, tp=2\); got 'pp'"),
         ({"layers.*.weight": [Shard(0)]}, r"expected 2 placements, one per axis"),
-        ({"layers.*.weight": {"tp": Shard(2)}}, r"layers\.0\.weight: .*a dim of a 2-d tensor"),
+        (
+            {"layers.*.weight": {"tp": Shard(2)}},
+            r"^layers\.0\.weight: .*a dim of a 2-d tensor, got 2 \[rank \d of 4\]$",
+        ),
         ({"layers.*.weight": 3}, r"layers\.\*\.weight.*expected 2 placements"),
         (
             {"embedding.weight": {"tp": Shard(0)}, "head.weight": {"tp": Shard(1)}},
@@ -248,6 +253,21 @@ def test_activations_that_say_nothing_sensible_are_refused():
             Activations(inputs=wrong)
     with pytest.raises(PlanError, match="outputs: expected placements"):
         Activations(outputs=({"tp": Shard(0)}, 3))
+
+
+def test_plain_inputs_that_are_each_ranks_own_are_found_if_asked_for():
+    def run(mesh):
+        model = nn.Sequential(nn.Linear(4, 4))
+        shard_module(model, mesh, {"": Activations(inputs={"dp": Shard(0)})})
+        rows = torch.ones(2, 4) * mesh.get_local_rank("dp")
+        model(rows)  # each takes a part of another batch, and nobody sees it
+        with sw.plain_tensors("check"):
+            with pytest.raises(sw.PolicyError, match=r"inputs of the module: .* on ranks \[2, 3\]"):
+                model(rows)
+            batch = DTensor.from_local(rows, mesh, [Shard(0), Replicate()])
+            assert model(batch).shape == (4, 4)
+
+    on_two_by_two(run)
 
 
 def test_a_tensor_of_another_mesh_is_refused():

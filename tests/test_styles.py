@@ -1,5 +1,6 @@
 """Styles of tensor parallelism: values, gradients, and exactly what is communicated."""
 
+import copy
 import gc
 import weakref
 from collections import namedtuple
@@ -23,6 +24,7 @@ from shardwise.parallel import (
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
+    shard_module,
 )
 
 WIDTH, HEADS, HEAD = 12, 4, 3
@@ -523,8 +525,17 @@ def test_bad_meshes_plans_and_styles_are_named():
         with pytest.raises(PlanError, match=r"ColwiseParallel fits .* this is LayerNorm"):
             parallelize_module(nn.LayerNorm(4), mesh["tp"], ColwiseParallel())
         parallelize_module(linear, mesh["tp"], ColwiseParallel())
-        with pytest.raises(PlanError, match=r"it is a DTensor .* already"):
-            parallelize_module(linear, mesh["tp"], RowwiseParallel())
+        for again in (linear, copy.deepcopy(linear)):
+            with pytest.raises(PlanError, match=r"a call before this one gave it a style"):
+                parallelize_module(again, mesh["tp"], ColwiseParallel())
+        with pytest.raises(
+            PlanError, match=r"on DeviceMesh.*\('tp',\)\) already.*\('dp', 'tp'\)\);"
+        ):
+            shard_module(linear, mesh, {})
+        with pytest.raises(PlanError, match=r"got Shard\(0\); placements .* are for shard_module"):
+            parallelize_module(nn.Linear(4, 4), mesh["tp"], {"": Shard(0)})
+        with pytest.raises(PlanError, match=r"styles are for the module that has it"):
+            parallelize_module(nn.Linear(4, 4), mesh["tp"], {"weight": ColwiseParallel()})
 
     sw.simulate(run, 4)
 

@@ -29,6 +29,7 @@ from shardwise.factories import empty, full, ones, rand, randint, randn, randper
 from shardwise.launch import Workers, launch
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.optimizers import OptimizerError
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.random_state import (
     RandomStateError,
@@ -73,6 +74,7 @@ __all__ = [
     "MemoryCapError",
     "MeshError",
     "MismatchError",
+    "OptimizerError",
     "Partial",
     "Pending",
     "Placement",

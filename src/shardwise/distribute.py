@@ -15,6 +15,7 @@ from shardwise.comm import communicator
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.optimizers import note_replaced
 from shardwise.placement import Partial, Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.tensor import DTensor, wrap
@@ -156,6 +157,8 @@ def distribute_module(
         now = submodule._parameters.get(key)
         if isinstance(now, DTensor):
             made[parameter] = now
+            if now is not parameter:
+                note_replaced(parameter, key)
     for submodule in module.modules():
         _replicate(submodule, mesh, made)
     if input_fn is not None:
@@ -172,6 +175,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.
             if parameter not in made:
                 whole = distribute_tensor(parameter.detach(), mesh)
                 made[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                note_replaced(parameter, name)
             module.register_parameter(name, made[parameter])
     for name, buffer in list(module._buffers.items()):
         if buffer is not None and not isinstance(buffer, DTensor):

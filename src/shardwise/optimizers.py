@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import optim
 
+from shardwise.errors import ShardwiseError
 from shardwise.tensor import DTensor, wrap
+
+
+class OptimizerError(ShardwiseError, RuntimeError):
+    """An optimizer that would not train what it was made for."""
+
 
 POINTWISE: frozenset[type] = frozenset(
     {
@@ -47,9 +53,30 @@ def _hooked_on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 optim.Optimizer.profile_hook_step = staticmethod(_hooked_on_shards)  # type: ignore[method-assign,assignment]
 
 
+def note_replaced(parameter: torch.Tensor, name: str) -> None:
+    """Note that a module has a DTensor in place of this parameter, which gets no gradient now."""
+    parameter._replaced_name = name  # type: ignore[attr-defined]
+
+
+def _check_replaced(optimizer: optim.Optimizer) -> None:
+    """Refuse a step of parameters that their module no longer has, which would do nothing."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is DTensor or parameter.grad is not None:
+                continue
+            name = getattr(parameter, "_replaced_name", None)
+            if name is not None:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__}: expected the parameters that the module has, got "
+                    f"{name} as it was before it became a DTensor; make the optimizer after "
+                    "shard_module, parallelize_module or distribute_module"
+                )
+
+
 def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def on_shards(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _check_replaced(self)
         shards = None
         if type(self) in POINTWISE and not args and not kwargs:
             shards = _shards(self)

@@ -6,16 +6,14 @@ What `shardwise.random` makes is one tensor only if they are. They are compared 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from shardwise import world
-from shardwise.comm import communicator
+from shardwise.agreement import disagreeing
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.mesh import init_device_mesh as mesh_of_all_ranks
@@ -97,17 +95,9 @@ def check_if_suspect(mesh: DeviceMesh) -> None:
 
 def _divergence(mesh: DeviceMesh) -> str:
     """Which ranks differ, and what to do; nothing if they agree."""
-    if mesh.size() == 1 or mesh.is_abstract or mesh.device_type == "meta":
-        return ""
-    digest = blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=mesh.device_type)
-    digests = communicator(mesh).all_gather(mine).tolist()
-    common, _ = Counter(digests).most_common(1)[0]
-    ranks = mesh.mesh.flatten().tolist()
-    others = [rank for rank, each in zip(ranks, digests, strict=True) if each != common]
+    others, same = disagreeing(mesh, torch.get_rng_state().numpy())
     if not others:
         return ""
-    same = [rank for rank in ranks if rank not in others]
     return (
         f"random state: torch's default generator on ranks {others} of {mesh!r} is in another "
         f"state than on ranks {same}, so random tensors would not fit together; call "

@@ -172,9 +172,15 @@ def _planned(func: Any, known: Known | None, args: Any, kwargs: Any, key: Any) -
         raise
     except Exception as error:
         raise _clearer(error, func, args, kwargs) from None
-    if key:
+    # Values that are to be compared on every call are compared where calls are planned.
+    if key and not (_state.plain_tensors == "check" and _has_plain(args, kwargs)):
         remember(key, entry)
     return entry
+
+
+def _has_plain(args: Any, kwargs: Any) -> bool:
+    tensors = (get(args, kwargs, path) for path in tensor_paths(args, kwargs))
+    return any(type(each) is not DTensor for each in tensors)
 
 
 def _clearer(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.agreement import disagreeing
 from shardwise.dispatch.entry import DispatchError, Path
 from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import MeshError
@@ -59,8 +60,8 @@ def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
     return mesh
 
 
-def check_plain(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse plain tensors, if that is the policy."""
+def check_plain(name: str, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Refuse plain tensors, or those that differ between ranks, if that is the policy."""
     if state.plain_tensors == "error":
         for tensor in tensors:
             if not isinstance(tensor, DTensor) and tensor.dim() > 0:
@@ -69,6 +70,26 @@ def check_plain(name: str, tensors: Sequence[torch.Tensor]) -> None:
                     "which sw.plain_tensors('error') forbids; make it one with "
                     "DTensor.from_local(x, mesh) if every rank has the same"
                 )
+    elif state.plain_tensors == "check":
+        for tensor in tensors:
+            if not isinstance(tensor, DTensor):
+                check_same(name, tensor, mesh)
+
+
+def check_same(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Refuse a plain tensor that is not the same on every rank of the mesh; all of them call it."""
+    if tensor.is_meta:
+        return
+    kind = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    values = plain.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    others, same = disagreeing(mesh, kind + values.tobytes())
+    if others:
+        raise PolicyError(
+            f"{name}: got a plain tensor of shape {tuple(tensor.shape)} that is another one on "
+            f"ranks {others} of {mesh!r} than on ranks {same}, and is taken for the same on all; "
+            "if each has its own part, as of a batch, say DTensor.from_local(x, mesh, placements)"
+        )
 
 
 def check_target(name: str, target: Any) -> None:

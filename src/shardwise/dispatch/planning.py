@@ -51,7 +51,7 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     paths = list(tensor_paths(args, kwargs))
     tensors = [get(args, kwargs, path) for path in paths]
     mesh = common_mesh(name, tensors)
-    check_plain(name, tensors)
+    check_plain(name, tensors, mesh)
     spec = None
     if known is not None and known.rule is not None:
         spec = known.rule(*args, **kwargs)

@@ -79,7 +79,7 @@ class _Policy:
 
     def _set(self, value: Any) -> None:
         setattr(state, self._field, value)
-        if self._field == "plain_tensors":  # what was planned may now be forbidden
+        if self._field == "plain_tensors":  # what was planned may now be checked, or forbidden
             state.entries.clear()
 
     def __enter__(self) -> None:
@@ -116,9 +116,10 @@ def plain_tensors(policy: str) -> _Policy:
 
     Arguments:
         policy: `"assume"` takes it for one that is the same on every rank (the default);
-            `"error"` refuses it, unless it is 0-d.
+            `"check"` makes sure that it is, at the cost of a small collective each time: to find a
+            mistake; `"error"` refuses it, unless it is 0-d.
     """
-    return _policy("plain_tensors", policy, ("assume", "error"))
+    return _policy("plain_tensors", policy, ("assume", "check", "error"))
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def _step(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callable[[Any
         if isinstance(value, DTensor):
             check_mesh(value, mesh, what)
         else:
-            value = wrapped(value, Layout(mesh, value.shape))
+            value = wrapped(value, Layout(mesh, value.shape), what)
         return crossing(value)
 
     return step

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shardwise.dispatch.arguments import check_same
+from shardwise.dispatch.state import state
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
@@ -64,13 +66,15 @@ class Crossing:
         return target, pair
 
 
-def wrapped(local: torch.Tensor, layout: Layout) -> DTensor:
+def wrapped(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
     """The DTensor of which this is the piece. What it is moved to is shared by all uses of `local`.
 
     So modules that are handed the same plain tensor (as those for queries, keys and values are)
     share the sum of their gradients: one all-reduce rather than three. Forward: nothing.
     Backward: nothing; the sum is made by the operator that uses the tensor beside shards.
     """
+    if state.plain_tensors == "check" and layout.is_replicated:
+        check_same(what, local, layout.mesh)
     result = wrap(local.view_as(local), layout)
     result._alias_of = local  # type: ignore[attr-defined]
     return result

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from shardwise.distribute import distribute_tensor
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.optimizers import note_replaced
 from shardwise.parallel.names import PlanError, all_modules, joined
 from shardwise.placement import Placement
 from shardwise.tensor import DTensor
@@ -99,6 +100,7 @@ def place(wanted: Sequence[tuple[Slot, Layout]], src_data_rank: int | None) -> N
             continue
         if id(tensor) not in made:
             made[id(tensor)] = _placed(tensor, layout, src_data_rank)
+            note_replaced(tensor, slot.path)
         slot.put(made[id(tensor)])
 
 

@@ -250,7 +250,7 @@ def _step(
         if isinstance(value, DTensor):
             check_mesh(value, mesh, what)
             return leave(value)
-        return leave(wrapped(value, pieces.layout(value)))
+        return leave(wrapped(value, pieces.layout(value), what))
 
     def step(value: Any) -> Any:
         if value is None:

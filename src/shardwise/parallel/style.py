@@ -124,7 +124,7 @@ def entrance(
         if isinstance(value, DTensor):
             check_mesh(value, mesh, what)
         else:
-            value = wrapped(value, pieces.layout(value))
+            value = wrapped(value, pieces.layout(value), what)
         return changed_arguments(args, kwargs, {where: crossing(value)})
 
     _entrances.add(enter)

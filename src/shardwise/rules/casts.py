@@ -128,7 +128,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
     target, source, *rest = _bound(args, kwargs)
     check_target(name_of(func), target)
     check_writable("copy_", target)
-    check_plain("copy_", [source])
+    check_plain("copy_", [source], target._layout.mesh)
     if source.shape != target.shape:
         source = source.expand(target.shape)
     if not isinstance(source, DTensor):
