@@ -260,6 +260,19 @@ def test_fused_projections_with_global_outputs(ranks):
     assert_trains_alike(lambda: made(Fused), plan, data(2, 5, WIDTH), ranks)
 
 
+def test_an_input_that_consists_of_pieces():
+    """As a projection of a fused one's local result; what holds the pieces is told by the style."""
+
+    def run(mesh):
+        module = made(nn.Linear, 12, 5)
+        style = RowwiseParallel(input_layouts=Shard(-1, pieces=(6, 3, 3)))
+        parallelize_module(module, mesh, style)
+        mine = [piece.chunk(2, -1)[mesh.get_rank()] for piece in data(4, 12).split([6, 3, 3], -1)]
+        assert_same(module(torch.cat(mine, -1)), made(nn.Linear, 12, 5)(data(4, 12)))
+
+    on(2, run)
+
+
 def test_each_piece_of_a_fused_weight_is_split_by_itself_and_the_whole_keeps_its_order():
     def run(mesh):
         linear = nn.Linear(2, 12, bias=False)
@@ -690,11 +703,12 @@ def test_a_pending_maximum_has_no_gradient():
     on(2, run)
 
 
-def test_a_module_that_is_parallelized_twice_says_so():
+def test_a_hook_of_the_module_s_own_that_makes_the_result_local_is_refused():
     def run(mesh):
-        module = parallelize_module(nn.Linear(3, 4), mesh, ColwiseParallel())
+        module = nn.Linear(3, 4)
+        module.register_forward_hook(lambda module, args, output: output.to_local())
         parallelize_module(module, mesh, ColwiseParallel())
-        with pytest.raises(PlanError, match=r"output of .* parallelized twice"):
+        with pytest.raises(PlanError, match=r"output of .* expected .* a DTensor, got Tensor"):
             module(torch.ones(2, 3))
 
     on(2, run)

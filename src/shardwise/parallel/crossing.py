@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
 from shardwise.pieces import check_piece, found_layout
-from shardwise.placement import Placement
+from shardwise.placement import Placement, Shard
 from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 
@@ -118,14 +118,13 @@ class Pieces:
         if found is not None:
             return found
         shape = list(local.shape)
-        whole = Layout.from_placements(self._mesh, shape, [self._placement])
-        split = [dim for dim, axes in enumerate(whole.shard_order) if axes]
-        if split and (self._features is None or split != [local.dim() - 1]):
-            return found_layout(local, self._mesh, [self._placement])
-        if split and self._features is not None:
+        if isinstance(self._placement, Shard):
+            is_last = self._placement.dim in (-1, local.dim() - 1)
+            if self._features is None or not is_last:
+                return found_layout(local, self._mesh, [self._placement])
             shape[-1] = self._features
-            whole = Layout.from_placements(self._mesh, shape, [self._placement])
-            check_piece(local, whole)
+        whole = Layout.from_placements(self._mesh, shape, [self._placement])
+        check_piece(local, whole)
         if len(self._known) >= _MOST:
             self._known.clear()
         self._known[local.shape] = whole

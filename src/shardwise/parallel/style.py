@@ -156,7 +156,7 @@ def leaving(
         if not isinstance(output, DTensor):
             raise PlanError(
                 f"{what}: expected its forward to return a DTensor, got {type(output).__name__}; "
-                "is it parallelized twice, or does a hook of its own change the result?"
+                "does a hook of its own change the result?"
             )
         if crossing is not None:
             output = crossing(output)
