@@ -151,6 +151,16 @@ def test_a_name_with_the_signs_of_a_pattern_fits_itself():
     assert on_two_by_two(run)[0] == [Shard(0), Shard(0), Replicate()]
 
 
+def test_activations_may_consist_of_pieces():
+    def run(mesh):
+        fused = {"tp": Shard(-1, pieces=(4, 2))}
+        module = shard_module(nn.Identity(), mesh, {"": Activations(outputs=fused)})
+        events, result = heard(mesh, lambda: module(torch.arange(6.0)).split([4, 2]))
+        assert events == [] and [each.placements[1] for each in result] == [Shard(0)] * 2
+
+    on_two_by_two(run)
+
+
 @dataclass
 class Found:
     first: torch.Tensor

@@ -22,7 +22,7 @@ from shardwise.parallel.containers import (
 )
 from shardwise.parallel.crossing import Crossing, check_mesh, wrapped
 from shardwise.parallel.names import PlanError
-from shardwise.parallel.specs import is_spec, laid_by, without_strange_axes
+from shardwise.parallel.specs import is_spec, laid_by, placements_of, without_strange_axes
 from shardwise.tensor import DTensor
 
 
@@ -95,7 +95,7 @@ def _step(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callable[[Any
     if not strict:
         spec = without_strange_axes(spec, mesh)
     crossing = Crossing(lambda layout: laid_by(layout, spec, what))
-    laid_by(Layout(mesh, (1,) * 8), spec, what)  # so that a wrong axis is found at once
+    placements_of(spec, mesh, what)  # so that a wrong axis is found at once
 
     def step(value: Any) -> Any:
         if value is None:

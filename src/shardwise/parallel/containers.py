@@ -13,9 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-Change = Callable[[Any, str], Any]
-"""Given a value and what it is called in messages, what to have instead."""
-
 
 class Arguments(NamedTuple):
     """What the arguments of a module's forward are called."""
