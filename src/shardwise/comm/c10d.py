@@ -51,6 +51,7 @@ _WIDER = {
     torch.int16: torch.int32,
     **UNSIGNED,
 }
+_SUMMED_AS_IT_IS = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 _SAME_SIZE = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -90,6 +91,10 @@ class C10dCommunicator(Communicator):
     # ---- reductions
 
     def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+        if op == "sum" and x.dtype in _SUMMED_AS_IT_IS:
+            total = x.detach().clone(memory_format=torch.contiguous_format)
+            work = self._group.allreduce([total], _ALLREDUCE_OPTIONS["sum"])
+            return self._pending("all_reduce", work, lambda: total, x)
         if x.is_complex() and op == "product":
             return self._start_gathered(x).then(lambda pieces: reduce_contributions(pieces, op))
         total, backend_op = _reducible(x, op)
@@ -98,8 +103,6 @@ class C10dCommunicator(Communicator):
         if ordered:
             total = _ordered(total, op)
         work = self._group.allreduce([total], _ALLREDUCE_OPTIONS[backend_op])
-        if wide is x.dtype and not ordered and op != "avg":
-            return self._pending("all_reduce", work, lambda: total, x)
 
         def finish() -> torch.Tensor:
             result = total / self.size if op == "avg" else total
@@ -333,9 +336,7 @@ def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     if x.dtype is torch.bool:
         x, op = x.view(torch.uint8), BOOL_OPS[op]
     wider = (_WIDER if x.device.type == "cpu" else UNSIGNED).get(x.dtype, x.dtype)
-    if wider is x.dtype:
-        return x.clone(memory_format=torch.contiguous_format), op
-    return x.to(wider, memory_format=torch.contiguous_format), op
+    return x.to(wider, copy=True, memory_format=torch.contiguous_format), op
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:

@@ -163,8 +163,10 @@ def _contribution(
     """The tensor in `frame` with these parts, and the neutral element elsewhere."""
     pending = dict(step.source.partial)
     new = [(axis, op) for axis, op in step.target.partial if axis not in pending]
-    result = like.new_full(frame.shape, _neutral(new[0][1], like.dtype))
     factor = math.prod(step.target.mesh.shape[axis] for axis, op in new if op == "avg")
+    if factor == 1 and len(parts) == 1 and parts[0][0] == frame:
+        return parts[0][1].clone(memory_format=torch.contiguous_format)
+    result = like.new_full(frame.shape, _neutral(new[0][1], like.dtype))
     for box, part in parts:
         result[box.within(frame).slices] = part if factor == 1 else part * factor
     return result
@@ -428,5 +430,5 @@ _RUN: dict[str, Callable[[Step, torch.Tensor], Pending[torch.Tensor]]] = {
     "exchange": _exchange,
     "reduce_exchange": _reduce_exchange,
 }
-_MAKES_NEW = ("all_reduce", "all_gather", "reduce_scatter")
-"""One collective each, whose result is contiguous and new: there is nothing to do after it."""
+_MAKES_NEW = ("all_reduce", "all_gather", "reduce_scatter", "zero_fill")
+"""One collective at most, whose result is contiguous and new: there is nothing to do after it."""
