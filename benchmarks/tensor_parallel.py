@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 import shardwise.parallel
-from benchmarks._transformer import MODELS, SIZES, Size
+from benchmarks._transformer import MODELS, SIZES, Attention, FeedForward, Size
 
 ROUNDS = {"small": 40, "large": 8}
 GOAL_BY_HAND = 1.05
@@ -69,17 +69,31 @@ def _all_reduced(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class _Attention(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Leave.apply(super().forward(_Enter.apply(x)))
+
+
+class _FeedForward(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Leave.apply(super().forward(_Enter.apply(x)))
+
+
 def by_hand(model: nn.Module) -> nn.Module:
     """Local layers, and collectives around attention and feed-forward."""
     for layer in model.layers:
+        layer.attention.__class__ = _Attention
+        layer.feed_forward.__class__ = _FeedForward
         for part in (layer.attention, layer.feed_forward):
             for name, linear in part.named_children():
-                dim = 1 if name in ("wo", "w2") else 0
-                mine = linear.weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
-                linear.weight = nn.Parameter(mine.contiguous())
-            part.register_forward_pre_hook(lambda _, inputs: _Enter.apply(*inputs))
-            part.register_forward_hook(lambda _, inputs, output: _Leave.apply(output))
+                mine = linear.weight.detach().chunk(dist.get_world_size(), _split_dim(name))
+                linear.weight = nn.Parameter(mine[dist.get_rank()].contiguous())
     return model
+
+
+def _split_dim(linear: str) -> int:
+    """Which dim of a layer's weight is split."""
+    return 1 if linear in ("wo", "w2") else 0
 
 
 # ---- ours
@@ -154,7 +168,7 @@ def measure(kind: str, size: Size, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = MODELS[kind](size)
     data = model.data(size)
-    steps = {name: _step(way(deepcopy(model)), data) for name, way in WAYS.items()}
+    steps = {name: Step(way(deepcopy(model)), data) for name, way in WAYS.items()}
     _check(model, data, steps)
     counts = {name: _collectives(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -171,7 +185,7 @@ def measure(kind: str, size: Size, rounds: int) -> dict[str, Any]:
     return {"times": times, "collectives": counts}
 
 
-class _step:  # noqa: N801 (a function with a state)
+class Step:
     """A training step."""
 
     def __init__(self, model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -195,7 +209,7 @@ class _step:  # noqa: N801 (a function with a state)
         return loss
 
 
-def _check(model: nn.Module, data: Any, steps: dict[str, _step]) -> None:
+def _check(model: nn.Module, data: Any, steps: dict[str, Step]) -> None:
     """All ways give the loss and the gradients of one process."""
     expected = model(*data)
     expected.backward()
@@ -207,10 +221,9 @@ def _check(model: nn.Module, data: Any, steps: dict[str, _step]) -> None:
         ):
             gradient = _whole(mine.grad)
             if gradient.shape != plain.shape:  # by hand: a piece
-                dim = 1 if where.split(".")[-2] in ("wo", "w2") else 0
                 pieces = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
                 dist.all_gather(pieces, gradient.contiguous())
-                gradient = torch.cat(pieces, dim)
+                gradient = torch.cat(pieces, _split_dim(where.split(".")[-2]))
             error = (gradient - plain.grad).abs().max() / plain.grad.abs().max()
             if error > TOLERANCE:
                 raise AssertionError(f"{name}: the gradient of {where} is off by {error:.1e}")
@@ -239,7 +252,7 @@ class _Collectives(TorchDispatchMode):
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.seen.items()))
 
 
-def _collectives(step: _step) -> str:
+def _collectives(step: Step) -> str:
     """The collectives of a step."""
     step()
     with _Collectives() as seen:

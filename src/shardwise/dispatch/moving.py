@@ -13,7 +13,7 @@ from shardwise.dispatch.state import PolicyError, state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
-from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.plan import dual, plan_redistribute
 from shardwise.tensor import DTensor, wrap
 
 _BASE: Any = torch._C.TensorBase
@@ -43,6 +43,8 @@ class Transfer:
     """Whether it has a gradient."""
     stages: tuple[Transfer, Transfer] | None
     """The same in two: the sum, which other uses can share, and what gradients need."""
+    contributes: bool | None
+    """Of a whole tensor that becomes pending: whether this rank gives it, and not zeros."""
     is_enter: bool
     """Whether it stays as it lies, and only its gradient moves."""
     is_kept: bool
@@ -71,6 +73,7 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
         is_cut,
         is_linear,
         stages,
+        _contributes(source, target),
         is_enter,
         is_kept=is_enter or bool(source.partial),
         keys=keys,
@@ -85,6 +88,15 @@ def _is_cut(source: Layout, target: Layout) -> bool:
         )
     )
     return within and not source.partial and not target.partial and source.mesh is target.mesh
+
+
+def _contributes(source: Layout, target: Layout) -> bool | None:
+    pending = dict(target.partial)
+    is_fill = source.mesh is target.mesh and source is dual(target)
+    if not is_fill or set(pending.values()) != {"sum"}:
+        return None
+    place = source.mesh.get_coordinate()
+    return None if place is None else all(place[axis] == 0 for axis in pending)
 
 
 def _cut(source: Layout, target: Layout) -> tuple[slice, ...] | None:
@@ -136,6 +148,8 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
             result = apply_use(tensor, gather, how.used_on)
     elif how.cut is not None:
         return tensor[how.cut]
+    elif how.contributes is not None:
+        return tensor if how.contributes else torch.zeros_like(tensor)
     else:
         result = _run(tensor, how)
     if is_shared:
@@ -170,7 +184,9 @@ def check_gradient(tensor: DTensor, what: str) -> None:
 
 def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | None:
     """What a cut keeps: an alias, that is no view of autograd's. As it may be kept for other uses,
-    it must show what is written to the tensor unseen, as through `data`."""
+    it must show what is written to the tensor unseen, as through `data`. Or what is contributed."""
+    if how.contributes is not None:
+        return Pending.done(tensor.detach() if how.contributes else torch.zeros_like(tensor))
     if how.cut is None or how.is_enter:
         return None
     return Pending.done(tensor.detach()[how.cut].detach())
@@ -179,7 +195,7 @@ def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | No
 def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
     with torch.no_grad():
         local = torch._C.TensorBase.as_subclass(tensor, torch.Tensor)
-        return how.pair.forward.start(local).wait()
+        return how.pair.forward.run(local)
 
 
 # A tensor remembers what it was moved to, as long as it is not changed; what plain tensors are

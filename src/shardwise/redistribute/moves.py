@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Cause, Pending, trace
+from shardwise import world
+from shardwise.comm import Cause, Pending, communicator, trace
 from shardwise.comm.cause import acting, current
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -53,11 +54,26 @@ class Move:
     costs: Costs | str | Path | None = None
     peak_bytes: int | None = None
     _plans: dict[Any, Plan] = field(default_factory=dict, init=False, compare=False)
+    _group: list[Any] = field(default_factory=lambda: [None, None], init=False, compare=False)
+    """The world it last ran in, and who sums there, if an all-reduce is all there is to do."""
 
     @cached_property
     def is_nothing(self) -> bool:
         """Whether the tensor stays as it is."""
         return self.source is self.target and self.factor == 1 and self.dtype is None
+
+    def run(self, local: torch.Tensor) -> torch.Tensor:
+        """Run it on this rank's piece, whose shape need not be checked, and wait."""
+        here, group = self._group
+        is_known = here is not None and here is world.current() and group.is_usable
+        if is_known and not trace.listeners:
+            return group.all_reduce(local)  # type: ignore[no-any-return]
+        result = self.start(local).wait()
+        plan = self._plans.get(local.dtype)
+        if plan is not None and self.dtype is None and self.factor == 1 and _is_sum(plan):
+            (step,) = plan.moves
+            self._group[:] = world.current(), communicator(step.source.mesh, step.axes)
+        return result
 
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
         """Run it on this rank's piece."""
@@ -73,6 +89,14 @@ class Move:
             )
         pending = execute(plan, wire)
         return pending if self.factor == 1 else pending.then(lambda x: x * self.factor)
+
+
+def _is_sum(plan: Plan) -> bool:
+    """Whether it is one all-reduce among this rank and others."""
+    if len(plan.moves) != 1 or (plan.moves[0].kind, plan.moves[0].op) != ("all_reduce", "sum"):
+        return False
+    mesh = plan.source.mesh
+    return not mesh.is_abstract and mesh.get_coordinate() is not None
 
 
 @dataclass(frozen=True)
@@ -153,8 +177,7 @@ class _Redistribute(torch.autograd.Function):
             # An alias that is no view of autograd's: its node stays when the tensor is changed
             # in place by an optimizer, as the gradient's way does not depend on the value.
             return local.detach()
-        started = pair.forward.start(local.detach()) if pending is None else pending
-        return started.wait()
+        return pair.forward.run(local.detach()) if pending is None else pending.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -177,8 +200,8 @@ def _moved_back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     elif ctx.pair.backward.is_nothing:
         result = gradient
     else:
-        result = ctx.pair.backward.start(gradient.contiguous()).wait()
-    return result.to(ctx.dtype)
+        result = ctx.pair.backward.run(gradient.contiguous())
+    return result if result.dtype is ctx.dtype else result.to(ctx.dtype)
 
 
 def redistribute_local(
