@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from rule_cases import heard
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
@@ -288,6 +289,48 @@ def test_a_tensor_of_another_mesh_is_refused():
             module(strange)
 
     on_two_by_two(run)
+
+
+MOVED = {
+    "1.weight": {"tp": Shard(0)},
+    "0": Activations(inputs={"tp": Shard(1)}, outputs={"tp": Shard(0)}),
+    "1": Activations(inputs={"tp": Replicate()}, outputs={"tp": Shard(1)}),
+}
+
+
+def reentrant(module, x):
+    return checkpoint(module[1], module[0](x), use_reentrant=True)
+
+
+def hooked(module, x):
+    module[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    module[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    module[1].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 3,))
+    return module(x)
+
+
+@pytest.mark.parametrize("call", [reentrant, hooked])
+def test_gradients_from_checkpoints_and_hooks_of_modules_go_on_through_activations(call):
+    """Both hand DTensors to the nodes before them, which move gradients as local tensors."""
+
+    def layers():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7)).double()
+
+    def gradients(module):
+        torch.manual_seed(1)
+        x = torch.randn(3, 4, WIDTH, dtype=torch.float64, requires_grad=True)
+        call(module, x * 1).square().sum().backward()
+        return x.grad, module[0].weight.grad, module[1].weight.grad
+
+    def run():
+        mesh = init_device_mesh("cpu", (2,), ("tp",))
+        found = gradients(shard_module(layers(), mesh, MOVED))
+        for ours, theirs in zip(found, gradients(layers()), strict=True):
+            full = ours.full_tensor() if isinstance(ours, DTensor) else ours
+            torch.testing.assert_close(full, theirs)
+
+    sw.simulate(run, 2)
 
 
 # ---- loss_parallel

@@ -40,6 +40,25 @@ def test_embedding_with_more_ranks_than_rows() -> None:
     check(F.embedding, Sample(INDICES % 2, leaf(2, 3)), mesh_shapes=((4,),))
 
 
+@pytest.mark.parametrize("rows", [Replicate(), Shard(0)])
+def test_the_second_derivative_where_ranks_have_no_indices(rows: Any) -> None:
+    def penalty(indices: Any, weight: Any) -> Any:
+        loss = F.embedding(indices, weight).pow(3).sum()
+        (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), weight)[0]
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        torch.manual_seed(0)
+        indices, weight = torch.tensor([3, 1]), torch.randn(4, 2, dtype=torch.float64)
+        here = distribute_tensor(indices, mesh, [Shard(0)])
+        found = penalty(here, distribute_tensor(weight, mesh, [rows]).requires_grad_())
+        expected = penalty(indices, weight.clone().requires_grad_())
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+    simulate(run, 3)
+
+
 def test_gradients_scaled_by_frequency() -> None:
     sample = Sample(INDICES, leaf(5, 4), scale_grad_by_freq=True)
     check(F.embedding, sample, allow_missing=True)

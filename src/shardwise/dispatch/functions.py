@@ -23,7 +23,7 @@ from shardwise.dispatch.arguments import common_mesh
 from shardwise.dispatch.entry import DispatchError
 from shardwise.layout import Layout
 from shardwise.redistribute.plan import dual
-from shardwise.tensor import DTensor, as_local, unwrap, wrap
+from shardwise.tensor import DTensor, as_local, laid_out, unwrap, wrap
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 
@@ -78,11 +78,11 @@ _allowed_determinism_checks_to_fns["default"] = _local_metadata
 
 def _apply_to_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if cls is CheckpointFunction:
-        return _retyped(_apply(cls, *args, **kwargs))
+        return _retyped(_apply(cls, *map(_entering, args), **kwargs))
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if cls is BackwardHookFunction:
         layouts = [arg._layout if isinstance(arg, DTensor) else None for arg in tensors]
-        return _retyped(_apply(cls, *args, **kwargs), layouts)
+        return _retyped(_apply(cls, *map(_entering, args), **kwargs), layouts)
     mesh = common_mesh(cls.__name__, tensors)
     split = [arg for arg in tensors if isinstance(arg, DTensor) and not arg._layout.is_replicated]
     if split:
@@ -123,6 +123,30 @@ def _retyped(result: Any, layouts: list[Layout | None] | None = None) -> Any:
     if not many:
         return outputs[0]
     return type(result)(outputs)
+
+
+def _entering(arg: Any) -> Any:
+    """An alias whose gradient goes on as a local tensor, as all others in the graph are.
+
+    These functions, and hooks of the user's, return DTensors, which may even lie otherwise.
+    """
+    if type(arg) is not DTensor or not (torch.is_grad_enabled() and arg.requires_grad):
+        return arg
+    layout = arg._layout
+    with as_local():
+        alias = arg.view_as(arg)
+        alias.register_hook(_as_local_gradient(dual(layout)))  # type: ignore[no-untyped-call]
+    return wrap(alias, layout)
+
+
+def _as_local_gradient(layout: Layout) -> Any:
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(gradient, DTensor):
+            return None
+        made = laid_out(gradient, layout, "gradient")
+        return unwrap(made)  # type: ignore[arg-type]
+
+    return hook
 
 
 def _as_dtensor(layout: Layout) -> Any:

@@ -94,6 +94,10 @@ def _embedding(
                     f"embedding: a sparse gradient cannot lie as the weight does, {layout!r}; "
                     "use sparse=False, or a weight that is whole on every rank"
                 )
+            if not indices.numel() and not sparse:
+                # Of no indices torch's own has no second derivative, and other ranks have some.
+                nothing = weight.index_select(0, indices.flatten())
+                return nothing.view(*indices.shape, weight.size(1))
             if not is_split:
                 return torch.embedding(weight, indices, padding, by_frequency, sparse)
             found, inside = located(indices, layout, 0, wraps=False)
