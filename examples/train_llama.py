@@ -62,8 +62,11 @@ def main() -> None:
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    data, tensor = text.split("x")
-    return int(data), int(tensor)
+    try:
+        data, tensor = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 2x2, got {text!r}") from None
+    return data, tensor
 
 
 if __name__ == "__main__":

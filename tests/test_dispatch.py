@@ -488,3 +488,33 @@ def test_nothing_is_communicated_when_layouts_fit():
 
     ranks(run, 4, (2, 2))
     assert not events
+
+
+NUMPYS = {
+    "chunk": lambda x: x.chunk(2, axis=1)[1],
+    "unbind": lambda x: x.unbind(axis=1)[3],
+    "narrow": lambda x: x.narrow(axis=1, start=1, length=2),
+    "select": lambda x: x.select(axis=1, index=2),
+    "unsqueeze": lambda x: x.unsqueeze(axis=1),
+    "squeeze": lambda x: x[:1].squeeze(axis=0),
+    "stack": lambda x: torch.stack([x, x], axis=1),
+    "softmax": lambda x: torch.softmax(x, axis=1),
+    "log_softmax": lambda x: x.log_softmax(axis=1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, axis=1),
+    "gather": lambda x: x.gather(axis=1, index=torch.tensor([[0, 3]])),
+    "max": lambda x: x.max(axis=1, keepdims=True).values,
+    "topk": lambda x: x.topk(2, axis=1).values,
+}
+
+
+@pytest.mark.parametrize("call", NUMPYS.values(), ids=NUMPYS.keys())
+def test_numpys_names_of_arguments_are_taken_as_torch_takes_them(call):
+    plain = torch.arange(12.0).reshape(3, 4).sin()
+
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2,))
+        with sw.fallback("error"):
+            return call(sw.distribute_tensor(plain, mesh, [Shard(1)])).full_tensor()
+
+    for result in sw.simulate(run, 2):
+        torch.testing.assert_close(result, call(plain))

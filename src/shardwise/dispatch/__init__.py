@@ -16,7 +16,7 @@ import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.comm import trace as _trace
 from shardwise.comm.cause import is_running, running
 from shardwise.dispatch import functions, gradients, refused, values  # noqa: F401 (register themselves)
-from shardwise.dispatch.arguments import tensor_paths
+from shardwise.dispatch.arguments import by_torchs_names, tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember
@@ -66,6 +66,8 @@ def dispatch(
                     break
             else:
                 key = tuple(parts)
+    elif "axis" in kwargs or "keepdims" in kwargs:
+        kwargs = by_torchs_names(func, kwargs)
     entry = _state.entries.get(key)
     if entry is None:
         known = lookup(func)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ def _paths_in(value: Any, path: Path) -> Iterator[Path]:
     elif isinstance(value, list | tuple):
         for at, each in enumerate(value):
             yield from _paths_in(each, (*path, at))
+
+
+_NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def by_torchs_names(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords under torch's names, where its C++ takes numpy's too; rules know only the former."""
+    if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
+        return kwargs
+    if "quantize" in func.__name__:  # where the axis is called so
+        return kwargs
+    return {_NUMPYS_NAMES.get(name, name): each for name, each in kwargs.items()}
 
 
 def layout_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Layout:

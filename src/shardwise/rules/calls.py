@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 _INPUT = ("input", "self", "x", "A")
-_SYNONYMS = dict.fromkeys(_INPUT, "input") | {"axis": "dim", "keepdims": "keepdim"}
+_SYNONYMS = dict.fromkeys(_INPUT, "input")
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -39,7 +39,7 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def with_synonyms(made: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called with torch's names, where the caller used aten's or numpy's."""
+    """A function that is called with torch's names for the input, where the caller used others."""
 
     @functools.wraps(made)
     def renamed(*args: Any, **kwargs: Any) -> Any:
