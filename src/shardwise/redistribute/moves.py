@@ -54,8 +54,8 @@ class Move:
     costs: Costs | str | Path | None = None
     peak_bytes: int | None = None
     _plans: dict[Any, Plan] = field(default_factory=dict, init=False, compare=False)
-    _group: list[Any] = field(default_factory=lambda: [None, None], init=False, compare=False)
-    """The world it last ran in, and who sums there, if an all-reduce is all there is to do."""
+    _group: list[Any] = field(default_factory=lambda: [None] * 3, init=False, compare=False)
+    """The world and dtype it last ran in, and who sums there, if an all-reduce is all it takes."""
 
     @cached_property
     def is_nothing(self) -> bool:
@@ -64,15 +64,17 @@ class Move:
 
     def run(self, local: torch.Tensor) -> torch.Tensor:
         """Run it on this rank's piece, whose shape need not be checked, and wait."""
-        here, group = self._group
-        is_known = here is not None and here is world.current() and group.is_usable
+        here, dtype, group = self._group
+        # Of its own dtype only: ranks that listen go by the plan, and must do the same.
+        is_known = dtype is local.dtype and here is world.current() and group.is_usable
         if is_known and not trace.listeners:
             return group.all_reduce(local)  # type: ignore[no-any-return]
         result = self.start(local).wait()
         plan = self._plans.get(local.dtype)
         if plan is not None and self.dtype is None and self.factor == 1 and _is_sum(plan):
             (step,) = plan.moves
-            self._group[:] = world.current(), communicator(step.source.mesh, step.axes)
+            group = communicator(step.source.mesh, step.axes)
+            self._group[:] = world.current(), local.dtype, group
         return result
 
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
