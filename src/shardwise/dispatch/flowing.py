@@ -21,7 +21,7 @@ Plan = Callable[[tuple[Any, ...], dict[str, Any]], Entry]
 class FlowEntry(Entry):
     """A call whose result is pending a sum because an input is."""
 
-    __slots__ = ("first", "others", "plan")
+    __slots__ = ("first", "others", "plan", "useless")
 
     def __init__(self, made: Entry, flowing: list[Path], plan: Plan) -> None:
         super().__init__(
@@ -43,12 +43,17 @@ class FlowEntry(Entry):
         self.others: dict[Any, Entry | None] = {}
         """The same call with made sums in place of pending ones, by which and how they lie; None
         where that gains nothing."""
+        self.useless: set[Any] = set()
+        """How the made sums of the `first` lie where that gains nothing, to know it at once."""
 
     def with_sums_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result, if sums that are made already leave less pending in it; or None."""
         if self.first is not None:  # most calls: of one or two tensors, of which no sum was made
             first, second = self.first
             if "_reduced" not in args[first].__dict__ and "_reduced" not in args[second].__dict__:
+                return None
+            lying = _lying(reduced(args[first])), _lying(reduced(args[second]))
+            if lying in self.useless:
                 return None
         found: dict[Path, DTensor] = {}
         for path in self.flowing:
@@ -58,6 +63,8 @@ class FlowEntry(Entry):
         if not found:
             return None
         result = self._with(found, args, kwargs)
+        if result is None and self.first is not None:
+            self.useless.add(lying)
         # A call that returns its argument (x.to with nothing to do) must return that one.
         return None if any(result is each for each in found.values()) else result
 
@@ -78,6 +85,10 @@ class FlowEntry(Entry):
         if any(estimate(how.source, how.target) for _, how in other.moves):
             return False
         return _pending(other) < _pending(self)
+
+
+def _lying(made: DTensor | None) -> Any:
+    return None if made is None else made._layout
 
 
 def _pending(entry: Entry) -> int:

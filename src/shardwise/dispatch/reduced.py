@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, locally
 
 _BASE: Any = torch._C.TensorBase
 _version = _BASE._version.__get__
@@ -37,9 +37,9 @@ def reduced(tensor: Any) -> DTensor | None:
     if found is None:
         return None
     result, has_grad, version, region = found
-    if version != _version(tensor):
+    if version != locally(_version, (), (tensor,)):
         return None
-    if not has_grad and torch.is_grad_enabled() and _requires_grad(tensor):
+    if not has_grad and torch.is_grad_enabled() and locally(_requires_grad, (), (tensor,)):
         return None
     hooks = _hooks(True)
     here = region is None if hooks is None else region is not None and region() is hooks[0]
