@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import DTensor, Replicate, Shard
+from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.mesh import init_device_mesh
 from shardwise.parallel import Activations, ColwiseParallel, PlanError, loss_parallel, shard_module
 
@@ -238,6 +238,7 @@ def test_the_last_pattern_counts_and_a_tie_takes_what_one_of_its_names_gets():
         ({"": Activations(inputs={"x": {"tp": Shard(0)}})}, r"arguments, tokens; got 'x'"),
         ({"": Activations(outputs={"pp": Shard(0)})}, r"outputs of the module: expected axes"),
         ([Shard(0)], r"plan: expected a dict of patterns, got list"),
+        ({"norm.weight": {"tp": Partial("avg")}}, r"norm\.weight: .* has its gradient"),
         ({3: {"tp": Shard(0)}}, r"plan: expected names, .* got 3"),
         ({"norm.weight": {"tp": Shard(0), 1: Shard(0)}}, r"each axis once, got tp twice"),
     ],
