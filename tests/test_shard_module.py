@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import DTensor, Replicate, Shard
+from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.mesh import init_device_mesh
 from shardwise.parallel import Activations, ColwiseParallel, PlanError, loss_parallel, shard_module
 
@@ -238,6 +238,9 @@ def test_the_last_pattern_counts_and_a_tie_takes_what_one_of_its_names_gets():
         ({"": Activations(inputs={"x": {"tp": Shard(0)}})}, r"arguments, tokens; got 'x'"),
         ({"": Activations(outputs={"pp": Shard(0)})}, r"outputs of the module: expected axes"),
         ([Shard(0)], r"plan: expected a dict of patterns, got list"),
+        ({"norm.weight": {"tp": Partial("avg")}}, r"norm\.weight: .* has its gradient"),
+        ({3: {"tp": Shard(0)}}, r"plan: expected names, .* got 3"),
+        ({"norm.weight": {"tp": Shard(0), 1: Shard(0)}}, r"each axis once, got tp twice"),
     ],
 )
 def test_a_wrong_plan_is_named_and_nothing_is_done(plan, message):
@@ -289,6 +292,24 @@ def test_a_tensor_of_another_mesh_is_refused():
             module(strange)
 
     on_two_by_two(run)
+
+
+def test_activations_in_pieces_and_whole_units():
+    def run():
+        mesh = init_device_mesh("cpu", (2,), ("tp",))
+        pieces = {"tp": Shard(-1, pieces=(2, 4))}
+        heads = {"tp": Shard(-1, unit=2)}
+        plan = {"0": Activations(outputs=pieces), "1": Activations(inputs=[heads["tp"]])}
+        module = nn.Sequential(nn.Identity(), nn.Identity())
+        shard_module(module, mesh, plan)
+        x = torch.arange(12.0).view(2, 6)
+        assert torch.equal(module(x).full_tensor(), x)
+        local = module[0](x).to_local()
+        assert torch.equal(local, x[:, [0, 2, 3]] if mesh.get_rank() == 0 else x[:, [1, 4, 5]])
+        with pytest.raises(PlanError, match=r"outputs of 0: .* of size 8; got 2\+4"):
+            module(torch.ones(2, 8))
+
+    sw.simulate(run, 2)
 
 
 MOVED = {

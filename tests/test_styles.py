@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
@@ -367,6 +368,20 @@ def test_what_is_kept_of_an_input_for_other_uses_is_freed_with_it():
             gc.enable()
 
     assert on(2, run) == [True, True]
+
+
+def test_an_input_is_stored_without_what_is_kept_of_it():
+    def run(mesh):
+        linear = parallelize_module(made(nn.Linear, 4, 6), mesh, ColwiseParallel())
+        hidden = torch.ones(2, 4, dtype=torch.float64, requires_grad=True) * 2
+        linear(hidden)
+        file = io.BytesIO()
+        torch.save(hidden, file)
+        assert b"shardwise" not in file.getvalue()
+        file.seek(0)
+        assert_same(linear(torch.load(file)), linear(hidden))
+
+    on(2, run)
 
 
 def test_inputs_that_no_gradient_is_asked_of_are_not_held_forever():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +211,13 @@ _MOST_OF_PARAMETERS = 4096
 _MOST_OF_INPUTS = 64
 
 
+class _Moves(dict[Any, Any]):
+    """What a tensor was moved to. A plain tensor that has it is stored and copied without."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # which torch.load takes
+
+
 def _shared(tensor: Any, how: Transfer, needs_grad: bool) -> torch.Tensor | None:
     key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
@@ -227,7 +235,7 @@ def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -
     key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
     if not (needs_grad and _is_leaf(owner)):
-        owner.__dict__.setdefault("_moved", {})[key] = result, _version(tensor)
+        owner.__dict__.setdefault("_moved", _Moves())[key] = result, _version(tensor)
         return
     kept, place = _kept(owner), (id(owner), *key)  # the graph of the result holds the leaf
     most = _MOST_OF_PARAMETERS if kept is state.moved_parameters else _MOST_OF_INPUTS

@@ -94,8 +94,8 @@ def _step(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callable[[Any
     """What brings one tensor to where a spec wants it."""
     if not strict:
         spec = without_strange_axes(spec, mesh)
-    crossing = Crossing(lambda layout: laid_by(layout, spec, what))
     placements_of(spec, mesh, what)  # so that a wrong axis is found at once
+    crossing = Crossing(what, lambda layout: laid_by(layout, spec, what))
 
     def step(value: Any) -> Any:
         if value is None:

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.dispatch.arguments import check_same
 from shardwise.dispatch.state import state
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
@@ -29,10 +30,14 @@ class Crossing:
     """Moves DTensors to the layout that `target` gives for theirs; differentiable.
 
     Forward: from how the tensor lies to the target. Backward: the transposed move.
+
+    Arguments:
+        what: the tensor's name in messages.
+        target: how a tensor should lie that lies so.
     """
 
-    def __init__(self, target: Callable[[Layout], Layout]) -> None:
-        self._target = target
+    def __init__(self, what: str, target: Callable[[Layout], Layout]) -> None:
+        self._what, self._target = what, target
         self._known: dict[Layout, tuple[Layout, Pair | None]] = {}
 
     def __call__(self, tensor: DTensor) -> DTensor:
@@ -60,7 +65,10 @@ class Crossing:
     def _planned(self, layout: Layout) -> tuple[Layout, Pair | None]:
         if len(self._known) >= _MOST:
             self._known.clear()
-        target = self._target(layout)
+        try:
+            target = self._target(layout)
+        except LayoutError as error:
+            raise PlanError(f"{self._what}: {error.args[0]}") from None
         pair = None if target is layout else make_pair(layout, target)
         self._known[layout] = target, pair
         return target, pair

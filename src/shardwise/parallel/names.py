@@ -28,6 +28,14 @@ def matches(pattern: str, name: str) -> bool:
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
+def check_pattern(argument: str, pattern: object) -> None:
+    """Refuse what cannot be a name."""
+    if not isinstance(pattern, str):
+        raise PlanError(
+            f"{argument}: expected names, or patterns for names, as keys; got {pattern!r}"
+        )
+
+
 def all_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every submodule by every name it has: a module that is used twice comes twice."""
     yield prefix, module

@@ -11,7 +11,14 @@ from torch import nn
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.activations import Activations
-from shardwise.parallel.names import PlanError, all_modules, joined, matches, unmatched
+from shardwise.parallel.names import (
+    PlanError,
+    all_modules,
+    check_pattern,
+    joined,
+    matches,
+    unmatched,
+)
 from shardwise.parallel.placing import Slot, check_ties, place, slots
 from shardwise.parallel.style import ModuleStyle, ParallelStyle, check_unstyled, one_axis
 from shardwise.placement import Placement
@@ -87,6 +94,7 @@ def _flat(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
         yield prefix, plan
     elif isinstance(plan, Mapping):
         for pattern, inner in plan.items():
+            check_pattern("parallelize_plan", pattern)
             yield from _flat(inner, joined(prefix, pattern))
     else:
         where = f"[{prefix!r}]" if prefix else ""

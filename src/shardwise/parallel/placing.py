@@ -73,6 +73,11 @@ def layout_for(slot: Slot, mesh: DeviceMesh, placements: Sequence[Placement]) ->
         layout = Layout.from_placements(mesh, tensor.shape, placements)
     except ValueError as error:
         raise PlanError(f"{slot.path}: {error.args[0]}") from None
+    if isinstance(tensor, nn.Parameter) and any(op != "sum" for _, op in layout.partial):
+        raise PlanError(
+            f"{slot.path}: expected placements with which a parameter has its gradient, got "
+            f"{layout!r}; Replicate() is for one that is the same on every rank"
+        )
     if isinstance(tensor, DTensor) and tensor._layout is not layout:
         before = tensor._layout
         moved = before.mesh is not mesh

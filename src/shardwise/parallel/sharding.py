@@ -9,7 +9,14 @@ from torch import nn
 
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.parallel.activations import Activations
-from shardwise.parallel.names import PlanError, all_modules, joined, matches, unmatched
+from shardwise.parallel.names import (
+    PlanError,
+    all_modules,
+    check_pattern,
+    joined,
+    matches,
+    unmatched,
+)
 from shardwise.parallel.placing import Slot, check_ties, layout_for, place, slots
 from shardwise.parallel.specs import placements_of, without_strange_axes
 from shardwise.parallel.style import ParallelStyle
@@ -67,6 +74,7 @@ def shard_module(
     placements: dict[str, list[Placement]] = {}
     activations: list[tuple[str, nn.Module, Activations]] = []
     for pattern, wanted in plan.items():
+        check_pattern("plan", pattern)
         if isinstance(wanted, Activations):
             here = [each for each in modules if matches(pattern, each[0])]
             activations += [(*each, wanted) for each in _once(here)]
@@ -80,8 +88,8 @@ def shard_module(
                 )
             fitting = [slot for slot in held if matches(pattern, slot.path)]
             chosen = wanted if strict else without_strange_axes(wanted, mesh)
-            for slot in fitting:
-                placements[slot.path] = placements_of(chosen, mesh, f"plan[{pattern!r}]")
+            asked = placements_of(chosen, mesh, f"plan[{pattern!r}]")
+            placements |= {slot.path: asked for slot in fitting}
             if not fitting and strict:
                 kinds, meant = "parameters or buffers", _OF_MODULE.format(joined(pattern, "*"))
                 raise unmatched("plan", pattern, held_names, kinds, module_names, meant)

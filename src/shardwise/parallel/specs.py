@@ -49,14 +49,19 @@ def placements_of(spec: Any, mesh: DeviceMesh, argument: str) -> list[Placement]
 
 def named(spec: Mapping[Axis, Placement], mesh: DeviceMesh, argument: str) -> dict[int, Placement]:
     """The placements by the position of their axis."""
-    result = {}
+    result: dict[int, Placement] = {}
     for axis, placement in spec.items():
         if not has_axis(mesh, axis):
             raise PlanError(
                 f"{argument}: expected axes of the mesh, {mesh.axes_shown()}; got {axis!r}. Make "
                 "the mesh with that axis, or pass strict=False to leave such axes out"
             )
-        result[mesh.axis(axis)] = as_placement(placement, f"{argument}[{axis!r}]")
+        at = mesh.axis(axis)
+        if at in result:
+            raise PlanError(
+                f"{argument}: expected each axis once, got {mesh.axis_name(at)} twice: {spec!r}"
+            )
+        result[at] = as_placement(placement, f"{argument}[{axis!r}]")
     return result
 
 

@@ -112,7 +112,7 @@ def entrance(
     """
     names = arguments_of(module).named
     pieces = Pieces(mesh, given, features)
-    crossing = to_placement(wanted)
+    crossing = to_placement(what, wanted)
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         where = (
@@ -141,16 +141,20 @@ def check_unstyled(path: str, module: nn.Module, style: ModuleStyle) -> None:
         )
 
 
-def to_placement(placement: Placement) -> Crossing:
+def to_placement(what: str, placement: Placement) -> Crossing:
     """Moves DTensors of a mesh of one axis."""
-    return Crossing(lambda layout: Layout.from_placements(layout.mesh, layout.shape, [placement]))
+
+    def target(layout: Layout) -> Layout:
+        return Layout.from_placements(layout.mesh, layout.shape, [placement])
+
+    return Crossing(what, target)
 
 
 def leaving(
     what: str, placement: Placement | None, use_local_output: bool
 ) -> Callable[[DTensor], Any]:
     """What a result goes through: moved to a placement, if one is asked for; made local."""
-    crossing = None if placement is None else to_placement(placement)
+    crossing = None if placement is None else to_placement(what, placement)
 
     def leave(output: DTensor) -> Any:
         if not isinstance(output, DTensor):
