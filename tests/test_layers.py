@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # as one module; __init__ is the package root.
 LAYERS: list[set[str]] = [
     {"errors", "world"},
-    {"checks", "lineage", "placement", "mesh", "box", "cut", "layout_checks", "layout"},
+    {"checks", "policy", "lineage", "placement", "mesh", "box", "cut", "layout_checks", "layout"},
     {"comm"},
     {"redistribute"},
     {

@@ -352,6 +352,22 @@ def test_sequence_parallel_gathers_and_scatters_in_pairs():
     on(2, run)
 
 
+def test_the_sizes_of_plain_pieces_are_asked_for_unless_they_are_even():
+    def run(mesh):
+        norm = parallelize_module(nn.LayerNorm(4), mesh, SequenceParallel())
+        events = []
+        with sw.listen(events.append):
+            assert norm(torch.ones(2, 3, 4)).shape == (2, 6, 4)
+            asked = heard(events, mesh)
+            with sw.piece_sizes("even"):
+                assert norm(torch.ones(2, 3, 4)).shape == (2, 6, 4)
+        assert [kind for kind, _ in asked] == ["all_gather"] and heard(events, mesh) == asked
+        with pytest.raises(sw.PolicyError, match="piece_sizes: expected one of ask, even"):
+            sw.piece_sizes("odd")
+
+    on(2, run)
+
+
 def test_what_is_kept_of_an_input_for_other_uses_is_freed_with_it():
     def run(mesh):
         attention = made(Attention)

@@ -8,7 +8,6 @@ from shardwise.dispatch.entry import DispatchError
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dispatch.state import (
     CacheInfo,
-    PolicyError,
     cache_clear,
     cache_info,
     explicit,
@@ -30,7 +29,9 @@ from shardwise.launch import Workers, launch
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.optimizers import OptimizerError
+from shardwise.pieces import piece_sizes
 from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.policy import PolicyError
 from shardwise.random_state import (
     RandomStateError,
     check_random_state,
@@ -106,6 +107,7 @@ __all__ = [
     "local_map",
     "ones",
     "parallel",
+    "piece_sizes",
     "plain_tensors",
     "plan_redistribute",
     "rand",

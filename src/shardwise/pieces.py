@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +13,34 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.placement import Placement, Shard, as_placement
+from shardwise.policy import Policy
 
 _MOST_DIMS = 32
+
+
+class _Setting(threading.local):
+    piece_sizes = "ask"
+
+
+_setting = _Setting()
+
+
+def piece_sizes(policy: str) -> Policy:
+    """How ranks learn the global size of a dim of which each brings its piece, on this thread.
+
+    `DTensor.from_local` without `shape` needs it, and styles whose plain inputs are split along a
+    dim that the module does not know the size of, as sequences are.
+
+    Arguments:
+        policy: `"ask"` has the ranks tell each other their sizes, in one small collective each
+            time (the default); `"even"` takes all pieces for equal in size, as torch does: nothing
+            is asked, and pieces that are not give wrong shapes, or ranks that wait for each other.
+
+    Example:
+        >>> with sw.piece_sizes("even"):
+        ...     model(x)
+    """
+    return Policy(_setting, "piece_sizes", policy, ("ask", "even"))
 
 
 def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
@@ -21,7 +48,7 @@ def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
     ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
     probe = Layout.from_placements(mesh, local.shape, ordinary)
-    if not any(probe.shard_order) or mesh.is_abstract:
+    if not any(probe.shard_order) or mesh.is_abstract or _setting.piece_sizes == "even":
         shape = [
             size * math.prod(mesh.shape[axis] for axis in axes)
             for size, axes in zip(probe.shape, probe.shard_order, strict=True)

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.comm import Event, listen
-from shardwise.dispatch.state import PolicyError, fallback
+from shardwise.dispatch.state import fallback
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, init_device_mesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.policy import PolicyError
 from shardwise.rules.calls import tensors_in
 from shardwise.rules.registry import RuleError
 from shardwise.sim import simulate

@@ -10,10 +10,11 @@ import torch
 
 from shardwise.agreement import disagreeing
 from shardwise.dispatch.entry import DispatchError, Path
-from shardwise.dispatch.state import PolicyError, state
+from shardwise.dispatch.state import state
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.policy import PolicyError
 from shardwise.tensor import DTensor
 
 

@@ -11,9 +11,10 @@ import torch
 
 from shardwise.dispatch.entry import Entry, Path, mark_severed
 from shardwise.dispatch.moving import Transfer
-from shardwise.dispatch.state import PolicyError, state
+from shardwise.dispatch.state import state
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.policy import PolicyError
 from shardwise.rules.calls import tensors_in
 
 

@@ -10,9 +10,10 @@ import torch
 
 from shardwise.comm import Pending
 from shardwise.dispatch.reduced import remember_reduced
-from shardwise.dispatch.state import PolicyError, state
+from shardwise.dispatch.state import state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.policy import PolicyError
 from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import dual, plan_redistribute
 from shardwise.tensor import DTensor, wrap

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from shardwise.errors import ShardwiseError
+from shardwise.policy import Policy
 
 MOST_ENTRIES = 16384
-
-
-class PolicyError(ShardwiseError, ValueError):
-    """A policy that does not exist, or one that forbids what was about to happen."""
 
 
 class CacheInfo(NamedTuple):
@@ -36,12 +32,22 @@ class State(threading.local):
         self.misses = 0
         self.hits_of_forgotten = 0
         self.fallback = "warn"
-        self.plain_tensors = "assume"
+        self._plain_tensors = "assume"
         self.explicit = False
         self.warned: set[Any] = set()
         self.moved_parameters: dict[Any, Any] = {}
         self.moved_inputs: dict[Any, Any] = {}
         """What leaves of the graph were moved to, until a backward has passed (see `moving`)."""
+
+    @property
+    def plain_tensors(self) -> str:
+        """What happens when a plain tensor meets a DTensor."""
+        return self._plain_tensors
+
+    @plain_tensors.setter
+    def plain_tensors(self, policy: str) -> None:
+        self._plain_tensors = policy
+        self.entries.clear()  # what was planned may now be checked, or forbidden
 
 
 state = State()
@@ -69,33 +75,7 @@ def remember(key: Any, entry: Any) -> None:
     state.entries[key] = entry
 
 
-class _Policy:
-    """Set at once; undone at the end of a `with` block, if it is used as one."""
-
-    def __init__(self, field: str, value: Any) -> None:
-        self._field = field
-        self._before = getattr(state, field)
-        self._set(value)
-
-    def _set(self, value: Any) -> None:
-        setattr(state, self._field, value)
-        if self._field == "plain_tensors":  # what was planned may now be checked, or forbidden
-            state.entries.clear()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        self._set(self._before)
-
-
-def _policy(field: str, value: str, allowed: tuple[str, ...]) -> _Policy:
-    if value not in allowed:
-        raise PolicyError(f"{field}: expected one of {', '.join(allowed)}; got {value!r}")
-    return _Policy(field, value)
-
-
-def fallback(policy: str) -> _Policy:
+def fallback(policy: str) -> Policy:
     """What happens when an operator has no rule for a call, on this thread.
 
     The inputs are made whole and every rank runs the operator: always right, never fast.
@@ -108,10 +88,10 @@ def fallback(policy: str) -> _Policy:
         >>> with sw.fallback("error"):
         ...     model(x)
     """
-    return _policy("fallback", policy, ("warn", "replicate", "error"))
+    return Policy(state, "fallback", policy, ("warn", "replicate", "error"))
 
 
-def plain_tensors(policy: str) -> _Policy:
+def plain_tensors(policy: str) -> Policy:
     """What happens when a plain tensor meets a DTensor in a call, on this thread.
 
     Arguments:
@@ -119,7 +99,7 @@ def plain_tensors(policy: str) -> _Policy:
             `"check"` makes sure that it is, at the cost of a small collective each time: to find a
             mistake; `"error"` refuses it, unless it is 0-d.
     """
-    return _policy("plain_tensors", policy, ("assume", "check", "error"))
+    return Policy(state, "plain_tensors", policy, ("assume", "check", "error"))
 
 
 @contextmanager

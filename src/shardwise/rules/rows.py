@@ -16,8 +16,9 @@ import torch
 
 from shardwise.comm import Communicator, communicator
 from shardwise.dispatch.entry import mark_severed
-from shardwise.dispatch.state import PolicyError, state
+from shardwise.dispatch.state import state
 from shardwise.mesh import DeviceMesh
+from shardwise.policy import PolicyError
 from shardwise.rules.collectives import total
 from shardwise.rules.cuts import pieces
 from shardwise.rules.padding import padded
