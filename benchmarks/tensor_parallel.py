@@ -30,7 +30,7 @@ import shardwise as sw
 import shardwise.parallel
 from benchmarks._transformer import MODELS, SIZES, Attention, FeedForward, Size
 
-ROUNDS = {"small": 40, "large": 8}
+ROUNDS = {"small": 100, "large": 12}
 GOAL_BY_HAND = 1.05
 GOAL_TORCH = {"small": 0.8, "large": 1.0}
 TOLERANCE = 1e-4
