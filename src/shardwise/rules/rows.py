@@ -18,8 +18,8 @@ from shardwise.comm import Communicator, communicator
 from shardwise.dispatch.entry import mark_severed
 from shardwise.dispatch.state import PolicyError, state
 from shardwise.mesh import DeviceMesh
+from shardwise.rules.chunks import pieces
 from shardwise.rules.collectives import total
-from shardwise.rules.cuts import pieces
 from shardwise.rules.padding import padded
 
 Local = Callable[[torch.Tensor], torch.Tensor]
