@@ -13,7 +13,18 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # as one module; __init__ is the package root.
 LAYERS: list[set[str]] = [
     {"errors", "world"},
-    {"checks", "policy", "lineage", "placement", "mesh", "box", "cut", "layout_checks", "layout"},
+    {
+        "checks",
+        "policy",
+        "lineage",
+        "placement",
+        "mesh",
+        "box",
+        "cut",
+        "layout_checks",
+        "layout_text",
+        "layout",
+    },
     {"comm"},
     {"redistribute"},
     {

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+Range = tuple[int, int]
+"""Indices from the first up to the second, without it."""
+
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     """The `index`-th of `parts` chunks of `[start, stop)`, as `torch.chunk` cuts it.

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo",
+        argument_default=argparse.SUPPRESS,  # `Options` has the defaults
         help="train a language model on a mesh of local processes, and compare with one",
         description="Trains a small Llama-style language model on the text of Python's help, on "
         "local processes (gloo) laid out as a mesh of data and tensor parallelism, and again in "
@@ -63,12 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--mesh", type=_shape, help="data x tensor parallel (2x2; as square as --ranks allows)"
     )
-    demo.add_argument("--steps", type=int, metavar="N", default=100, help="of training (100)")
-    demo.add_argument("--model", default="small", help="tiny, small or medium (small)")
-    demo.add_argument(
-        "--output", metavar="DIR", default="demo-output", help="for the results (demo-output)"
-    )
-    demo.add_argument("--seed", type=int, default=0, help="of weights and batches (0)")
+    demo.add_argument("--steps", type=int, metavar="N", help="of training (100)")
+    demo.add_argument("--model", help="tiny, small or medium (small)")
+    demo.add_argument("--output", metavar="DIR", help="for the results (demo-output)")
+    demo.add_argument("--seed", type=int, help="of weights and batches (0)")
     demo.add_argument(
         "--sequence-parallel",
         action="store_true",

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
-from shardwise.box import chunk
+import torch
+
+from shardwise.box import Range, chunk
 
 Cut = tuple[tuple[int, int], ...]
 """The pieces of a dim, in order: the length of each, and the length of its units."""
-Range = tuple[int, int]
-"""Indices from the first up to the second, without it."""
 
 
 def shares(cut: Cut, counts: Sequence[int], place: Sequence[int]) -> list[Range]:
@@ -48,6 +48,17 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
         elif start < stop:
             found.append((start, stop))
     return found or [(ranges[0][0], ranges[0][0]) if ranges else (0, 0)]
+
+
+def count_below(ranges: Sequence[Range], index: int) -> int:
+    """How many of the indices in these ranges are below one."""
+    return sum(min(stop, max(start, index)) - start for start, stop in ranges)
+
+
+def taken(tensor: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
+    """These ranges of a dim, one after the other: a view if there is but one."""
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def all_shares(cut: Cut, counts: Sequence[int]) -> list[list[Range]]:
@@ -133,7 +144,7 @@ def _rescaled_piece(
         return None
     length = length * numerator // denominator
     if unit * numerator % denominator == 0:  # as many units as before
-        return length, unit * numerator // denominator
+        return length, max(unit * numerator // denominator, 1)  # of length 0: a unit is at least 1
     wanted = [bound * numerator // denominator for bound in bounds]
     common = math.gcd(length, *wanted)
     for each in range(max(common, 1), 0, -1):

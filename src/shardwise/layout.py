@@ -2,15 +2,14 @@
 
 A layout is the mesh, the global shape, for every dim the *ordered* axes that split it (outer to
 inner) and perhaps the pieces that they split each on its own (`shardwise.cut`), and the axes whose
-contributions are still to be reduced. It is frozen and interned: equal
-layouts are one object, so comparing and hashing cost nothing, and a layout can be the key of a
-cache. All its answers are arithmetic on one coordinate; none looks at another rank.
+contributions are still to be reduced. It is frozen and interned: equal layouts are one object, so
+comparing and hashing cost nothing, and a layout can be the key of a cache. All its answers are
+arithmetic on one coordinate; none looks at another rank.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -21,8 +20,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from shardwise import cut as cuts_of
-from shardwise.box import Box, chunk
-from shardwise.cut import Cut, Range
+from shardwise import layout_text
+from shardwise.box import Box, Range, chunk
+from shardwise.cut import Cut
 from shardwise.errors import LayoutError
 from shardwise.layout_checks import as_cuts, as_dim, as_order, as_shape
 from shardwise.mesh import Axis, DeviceMesh, as_mesh
@@ -168,26 +168,7 @@ class Layout:
             (2, 128)
         """
         mesh = as_mesh(mesh)
-        match = _LAYOUT.fullmatch(text.strip())
-        if match is None:
-            raise LayoutError(f"text: expected such as '[8@dp, 4096@tp.ep] +sum@pp', got {text!r}")
-        shape: list[int] = []
-        split: list[list[Axis]] = []
-        cuts: dict[int, Cut | None] = {}
-        for entry in filter(None, re.split(r"\s*,\s*", match["dims"].strip())):
-            size, _, axes = entry.partition("@")
-            cut = cuts_of.parsed(size)
-            if size.startswith("("):
-                cuts[len(shape)] = cut
-            shape.append(sum(length for length, _ in cut))
-            split.append([_parse_axis(axis) for axis in axes.split(".") if axis])
-        partial: dict[Axis, str] = {}
-        for op, axes in _PENDING.findall(match["partial"]):
-            for axis in axes.split("."):
-                if mesh.axis(_parse_axis(axis)) in partial:
-                    raise LayoutError(f"text: axis {axis} is pending twice in {text!r}")
-                partial[mesh.axis(_parse_axis(axis))] = op
-        return Layout(mesh, shape, split, partial, cuts)
+        return Layout(mesh, *layout_text.parsed(text, mesh))
 
     def relaid(
         self,
@@ -290,9 +271,7 @@ class Layout:
         if not self.is_cut:
             return whole[self.box(coordinate).slices]
         for dim in range(self.ndim):
-            ranges = self.ranges(dim, coordinate)
-            parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            whole = cuts_of.taken(whole, dim, self.ranges(dim, coordinate))
         return whole
 
     @property
@@ -308,18 +287,7 @@ class Layout:
     # ---- as a value
 
     def __repr__(self) -> str:
-        name = self.mesh.axis_name
-        dims = [
-            (str(size) if cut is None else cuts_of.shown(cut))
-            + (f"@{'.'.join(map(name, axes))}" if axes else "")
-            for size, axes, cut in zip(self.shape, self.shard_order, self.cuts, strict=True)
-        ]
-        pending: dict[str, list[str]] = {}
-        for axis, op in self.partial:
-            pending.setdefault(op, []).append(name(axis))
-        return f"[{', '.join(dims)}]" + "".join(
-            f" +{op}@{'.'.join(names)}" for op, names in pending.items()
-        )
+        return layout_text.shown(self.mesh, self.shape, self.shard_order, self.partial, self.cuts)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: a Layout cannot be changed; make another")
@@ -346,18 +314,6 @@ class Layout:
                 f"coordinate: expected one within {self.mesh.shape}, got {coordinate!r}"
             )
         return tuple(map(int, coordinate))
-
-
-# A dtype may stand in front, as the repr of a tensor has it: `f32[8@dp, 4]`.
-_LAYOUT = re.compile(
-    r"\w*\[(?P<dims>\s*((\d+|\(\d+(/\d+)?(\+\d+(/\d+)?)*\))(@\w+(\.\w+)*)?(\s*,\s*|\s*(?=\])))*)\]"
-    r"(?P<partial>(\s*\+\w+@\w+(\.\w+)*)*)"
-)
-_PENDING = re.compile(r"\+(\w+)@([\w.]+)")
-
-
-def _parse_axis(text: str) -> Axis:
-    return int(text) if text.isdecimal() else text
 
 
 def _shown(mesh: DeviceMesh, axes: Sequence[int]) -> str:

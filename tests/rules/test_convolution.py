@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Event, listen
-from shardwise.rules.cuts import pieces, same_units
+from shardwise.rules.chunks import pieces, same_units
 from shardwise.rules.halo import Exchange, Window
 from shardwise.testing import Sample, check_rule
 

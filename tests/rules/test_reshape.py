@@ -34,6 +34,7 @@ CASES = {
         torch.repeat_interleave,
         [
             Sample(leaf(5, 4), 2, 0),
+            Sample(leaf(5, 4), 0, 0),
             Sample(leaf(4, 3), 2),
             Sample(leaf(4, 2), 3, 1, output_size=6),
         ],

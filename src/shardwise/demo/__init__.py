@@ -1,5 +1,6 @@
 """The demo: a language model trained on a mesh of processes, and beside it in one process.
 
+main.py           from beginning to end
 options.py        what can be varied
 training.py       what every rank does, and the one process
 show.py           progress while it runs, and the loss curves

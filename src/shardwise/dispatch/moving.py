@@ -36,11 +36,11 @@ class Transfer:
     used_on: tuple[int, ...]
     """Axes on which its gradient is a contribution."""
     pair: Pair
-    cut: tuple[slice, ...] | None
+    slices: tuple[slice, ...] | None
     """What to keep of the local tensor, if that is all there is to do on this rank."""
-    is_cut: bool
-    """Whether every rank has what it needs; on one that needs nothing, and where it is cut in
-    pieces, `cut` is None."""
+    is_slice: bool
+    """Whether every rank has what it needs; on one that needs nothing, and where a dim is cut in
+    pieces, `slices` is None."""
     is_linear: bool
     """Whether it has a gradient."""
     stages: tuple[Transfer, Transfer] | None
@@ -59,8 +59,8 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
     """The transfer between two layouts, on this rank."""
     is_linear = all(op in ("sum", "avg") for _, op in source.partial + target.partial)
     pair = make_pair(source, target, used_on)
-    is_cut = _is_cut(source, target)
-    cut = _cut(source, target) if is_cut else None
+    is_slice = _is_slice(source, target)
+    slices = _slices(source, target) if is_slice else None
     stages = None
     if used_on and source.partial and target is source.relaid(partial={}):
         stages = transfer(source, target, ()), transfer(target, target, used_on)
@@ -71,8 +71,8 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
         target,
         used_on,
         pair,
-        cut,
-        is_cut,
+        slices,
+        is_slice,
         is_linear,
         stages,
         _contributes(source, target),
@@ -82,7 +82,7 @@ def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transf
     )
 
 
-def _is_cut(source: Layout, target: Layout) -> bool:
+def _is_slice(source: Layout, target: Layout) -> bool:
     within = all(
         before == after[: len(before)] and (not before or source.cuts[dim] == target.cuts[dim])
         for dim, (before, after) in enumerate(
@@ -101,7 +101,7 @@ def _contributes(source: Layout, target: Layout) -> bool | None:
     return None if place is None else all(place[axis] == 0 for axis in pending)
 
 
-def _cut(source: Layout, target: Layout) -> tuple[slice, ...] | None:
+def _slices(source: Layout, target: Layout) -> tuple[slice, ...] | None:
     if source.mesh.get_coordinate() is None or target.is_cut:
         return None
     before, after = source.box(), target.box()
@@ -123,7 +123,7 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     # All ranks must agree on what is shared, as the moves back of its gradients are collectives.
     is_shared = (
         type(tensor) is DTensor
-        and (how.is_kept or (needs_grad and how.is_cut))
+        and (how.is_kept or (needs_grad and how.is_slice))
         and not _is_inference(tensor)  # it has no version that would tell of changes
     )
     # A leaf must not hold what leads back to it: see below.
@@ -148,8 +148,8 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
             result = apply_pair(tensor, how.pair, _own_part(tensor, how))
         else:
             result = apply_use(tensor, gather, how.used_on)
-    elif how.cut is not None:
-        return tensor[how.cut]
+    elif how.slices is not None:
+        return tensor[how.slices]
     elif how.contributes is not None:
         return tensor if how.contributes else torch.zeros_like(tensor)
     else:
@@ -185,13 +185,16 @@ def check_gradient(tensor: DTensor, what: str) -> None:
 
 
 def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | None:
-    """What a cut keeps: an alias, that is no view of autograd's. As it may be kept for other uses,
-    it must show what is written to the tensor unseen, as through `data`. Or what is contributed."""
+    """What a slice keeps, or what is contributed, if that is all there is to do.
+
+    An alias, but no view of autograd's: as it may be kept for other uses, it must show what is
+    written to the tensor unseen, as through `data`.
+    """
     if how.contributes is not None:
         return Pending.done(tensor.detach() if how.contributes else torch.zeros_like(tensor))
-    if how.cut is None or how.is_enter:
+    if how.slices is None or how.is_enter:
         return None
-    return Pending.done(tensor.detach()[how.cut].detach())
+    return Pending.done(tensor.detach()[how.slices].detach())
 
 
 def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:

@@ -36,8 +36,9 @@ class State(threading.local):
         self.explicit = False
         self.warned: set[Any] = set()
         self.moved_parameters: dict[Any, Any] = {}
+        """What parameters were moved to, until a backward has passed (see `moving`)."""
         self.moved_inputs: dict[Any, Any] = {}
-        """What leaves of the graph were moved to, until a backward has passed (see `moving`)."""
+        """The same for other leaves of the graph."""
 
     @property
     def plain_tensors(self) -> str:

@@ -15,10 +15,10 @@ from shardwise.parallel.containers import (
     arguments_of,
     changed_arguments,
     changed_fields,
+    changed_first_argument,
+    changed_first_result,
     changed_items,
-    fields,
-    first_tensor,
-    is_record,
+    check_fields,
 )
 from shardwise.parallel.crossing import Crossing, check_mesh, wrapped
 from shardwise.parallel.names import PlanError
@@ -115,15 +115,7 @@ def _entrance(given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict
     names, named, takes_any = arguments_of(module)
     if is_spec(given):
         only = _step(given, what, mesh, strict)
-
-        def first(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            where = first_tensor(args, kwargs, named)
-            if where == -1:
-                raise PlanError(f"{what}: expected a tensor among the arguments, got none")
-            value = args[where] if isinstance(where, int) else kwargs[where]
-            return changed_arguments(args, kwargs, {where: only(value)})
-
-        return first
+        return lambda module, args, kwargs: changed_first_argument(args, kwargs, named, only, what)
     steps: dict[int | str, Callable[[Any], Any]] = {}
     for key, spec in given.items():
         if isinstance(key, str) and not takes_any and key not in {*names, *named}:
@@ -161,21 +153,14 @@ def _entrance(given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict
 def _exit(given: Any, what: str, mesh: DeviceMesh, strict: bool) -> Any:
     if is_spec(given):
         only = _step(given, what, mesh, strict)
-        return lambda module, args, outputs: _first_changed(outputs, only, what)
+        return lambda module, args, outputs: changed_first_result(outputs, only, what)
     if isinstance(given, Mapping):
         by_name = {
             name: _step(spec, f"{what}[{name!r}]", mesh, strict) for name, spec in given.items()
         }
 
         def fields_changed(module: nn.Module, args: Any, outputs: Any) -> Any:
-            missing = [
-                name for name in by_name if not is_record(outputs) or name not in fields(outputs)
-            ]
-            if missing:
-                raise PlanError(
-                    f"{what}: expected a dict or dataclass with {', '.join(by_name)}, "
-                    f"got {type(outputs).__name__} without {', '.join(missing)}"
-                )
+            check_fields(outputs, by_name, what)
             return changed_fields(outputs, by_name)
 
         return fields_changed
@@ -192,19 +177,3 @@ def _exit(given: Any, what: str, mesh: DeviceMesh, strict: bool) -> Any:
         return changed_items(outputs, by_position)
 
     return items_changed
-
-
-def _first_changed(outputs: Any, change: Callable[[Any], Any], what: str) -> Any:
-    """The outputs with the first tensor in them replaced."""
-    if isinstance(outputs, torch.Tensor):
-        return change(outputs)
-    if isinstance(outputs, tuple | list):
-        for at, each in enumerate(outputs):
-            if isinstance(each, torch.Tensor):
-                return changed_items(outputs, {at: change})
-    elif is_record(outputs):
-        for name in fields(outputs):
-            held = outputs[name] if isinstance(outputs, Mapping) else getattr(outputs, name)
-            if isinstance(held, torch.Tensor):
-                return changed_fields(outputs, {name: change})
-    raise PlanError(f"{what}: expected a tensor, or several; got {type(outputs).__name__}")

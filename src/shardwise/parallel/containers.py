@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from shardwise.parallel.names import PlanError
 
 
 class Arguments(NamedTuple):
@@ -40,19 +42,28 @@ def arguments_of(module: nn.Module) -> Arguments:
     )
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> int | str:
-    """Where the first tensor among the arguments is: its position, or its keyword.
+def changed_first_argument(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: list[str],
+    change: Callable[[Any], Any],
+    what: str,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with the first tensor among them replaced.
 
-    Keywords count in the order of the forward's own parameters, however the caller ordered them.
+    Arguments:
+        names: the keywords of the forward, in the order in which they count, however the caller
+            ordered them.
+        what: the arguments of what, in the error if there is no tensor.
     """
     for at, value in enumerate(args):
         if isinstance(value, torch.Tensor):
-            return at
+            return (*args[:at], change(value), *args[at + 1 :]), kwargs
     known = [name for name in names if name in kwargs]
     for name in known + [name for name in kwargs if name not in known]:
         if isinstance(kwargs[name], torch.Tensor):
-            return name
-    return -1
+            return args, {**kwargs, name: change(kwargs[name])}
+    raise PlanError(f"{what}: expected a tensor among the arguments, got none")
 
 
 def changed_arguments(
@@ -93,15 +104,31 @@ def fields(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value)]
 
 
+def check_fields(value: Any, names: Iterable[str], what: str) -> None:
+    """Refuse what is no record, or lacks one of these fields."""
+    found = fields(value) if is_record(value) else []
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise PlanError(
+            f"{what}: expected a dict or dataclass with {', '.join(names)}, "
+            f"got {type(value).__name__} without {', '.join(missing)}"
+        )
+
+
+def _field(record: Any, name: str) -> Any:
+    return record[name] if isinstance(record, Mapping) else getattr(record, name)
+
+
 def changed_fields(record: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
     """A record of the same type with some fields replaced; the record itself is left alone."""
     result = copy.copy(record)
     for name, change in changes.items():
+        value = change(_field(record, name))
         if isinstance(record, Mapping):
-            result[name] = change(record[name])
+            result[name] = value
         else:
             # frozen dataclasses too: this is the copy's making, not a change
-            object.__setattr__(result, name, change(getattr(record, name)))
+            object.__setattr__(result, name, value)
     return result
 
 
@@ -111,3 +138,18 @@ def changed_items(many: Any, changes: Mapping[int, Callable[[Any], Any]]) -> Any
     if isinstance(many, list):
         return items
     return type(many)(*items) if hasattr(many, "_fields") else type(many)(items)
+
+
+def changed_first_result(results: Any, change: Callable[[Any], Any], what: str) -> Any:
+    """Results, in whatever holds them, with the first tensor among them replaced."""
+    if isinstance(results, torch.Tensor):
+        return change(results)
+    if isinstance(results, tuple | list):
+        for at, each in enumerate(results):
+            if isinstance(each, torch.Tensor):
+                return changed_items(results, {at: change})
+    elif is_record(results):
+        for name in fields(results):
+            if isinstance(_field(results, name), torch.Tensor):
+                return changed_fields(results, {name: change})
+    raise PlanError(f"{what}: expected a tensor, or several; got {type(results).__name__}")

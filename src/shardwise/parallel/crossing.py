@@ -7,7 +7,6 @@ remembers the moves between them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from shardwise.parallel.names import PlanError
 from shardwise.pieces import check_piece, found_layout
 from shardwise.placement import Placement, Shard
 from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
-from shardwise.tensor import DTensor, as_local, unwrap, wrap
+from shardwise.tensor import DTensor, as_local, wrap
 
 _MOST = 1024
 """How many layouts a crossing remembers; shapes may change with every step."""
@@ -98,12 +97,7 @@ def check_mesh(tensor: DTensor, mesh: DeviceMesh, what: str) -> None:
         )
 
 
-def local_of(tensor: Any) -> Any:
-    """This rank's piece of a DTensor; anything else as it is."""
-    return unwrap(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-class Pieces:
+class PieceLayouts:
     """How plain tensors lie that ranks bring as their pieces.
 
     Arguments:

@@ -14,11 +14,12 @@ from shardwise.parallel.containers import (
     changed_arguments,
     changed_fields,
     changed_items,
+    check_fields,
     fields,
     is_record,
     on_tensors,
 )
-from shardwise.parallel.crossing import Pieces, check_mesh, wrapped
+from shardwise.parallel.crossing import PieceLayouts, check_mesh, wrapped
 from shardwise.parallel.names import PlanError
 from shardwise.parallel.style import ModuleStyle, leaving
 from shardwise.placement import Placement, as_placement
@@ -64,7 +65,7 @@ class PrepareModuleInput(ModuleStyle):
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
         names = arguments_of(module).positional
-        what = f"{path or 'the module'} (PrepareModuleInput)"
+        what = self.shown(path)
         local = self.use_local_output
         by_position = {
             at: _step(f"argument {at} of {what}", mesh, given, wanted, local)
@@ -155,7 +156,7 @@ class PrepareModuleOutput(ModuleStyle):
             _check_lengths(given, wanted, "output_layouts")
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = f"{path or 'the module'} (PrepareModuleOutput)"
+        what = self.shown(path)
         given, wanted = self.output_layouts, self.desired_output_layouts
         keys: Any = given if isinstance(given, dict) else range(len(given))
         steps = {
@@ -169,12 +170,7 @@ class PrepareModuleOutput(ModuleStyle):
 
         def leave(module: nn.Module, args: Any, outputs: Any) -> Any:
             if isinstance(given, dict):
-                missing = [n for n in given if not is_record(outputs) or n not in fields(outputs)]
-                if missing:
-                    raise PlanError(
-                        f"{what}: expected results with the fields {', '.join(given)}; "
-                        f"got {type(outputs).__name__} without {', '.join(missing)}"
-                    )
+                check_fields(outputs, given, what)
                 return changed_fields(outputs, steps)
             if is_record(outputs):
                 names = fields(outputs)
@@ -243,7 +239,7 @@ def _step(
     what: str, mesh: DeviceMesh, given: Placement, wanted: Placement | None, use_local: bool
 ) -> Callable[[Any], Any]:
     """What happens to one argument or result: made a DTensor, moved, made local again."""
-    pieces = Pieces(mesh, given)
+    pieces = PieceLayouts(mesh, given)
     leave = leaving(what, wanted, use_local)
 
     def change(value: torch.Tensor) -> Any:

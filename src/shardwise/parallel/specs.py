@@ -10,9 +10,6 @@ from shardwise.mesh import Axis, DeviceMesh
 from shardwise.parallel.names import PlanError
 from shardwise.placement import Placement, Replicate, as_placement
 
-Spec = Sequence[Placement] | Mapping[Axis, Placement]
-"""One placement for each axis of the mesh, or `{"tp": Shard(0)}`."""
-
 
 def is_spec(value: Any) -> bool:
     """Whether this says how one tensor lies."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
-from shardwise.parallel.containers import arguments_of, changed_arguments, first_tensor
-from shardwise.parallel.crossing import Crossing, Pieces, check_mesh, wrapped
+from shardwise.parallel.containers import arguments_of, changed_first_argument
+from shardwise.parallel.crossing import Crossing, PieceLayouts, check_mesh, wrapped
 from shardwise.parallel.names import PlanError, joined
 from shardwise.parallel.placing import Slot, check_ties, layout_for, place, slots
 from shardwise.placement import Placement, Replicate, as_placement
@@ -33,6 +33,10 @@ class ParallelStyle(ABC):
 
 class ModuleStyle(ParallelStyle):
     """A style that says what it will do to a module, so that it can be checked beforehand."""
+
+    def shown(self, path: str) -> str:
+        """A module and its style, for errors."""
+        return f"{path or 'the module'} ({type(self).__name__})"
 
     def check(self, path: str, module: nn.Module) -> None:
         """Refuse a module that the style does not fit, naming both."""
@@ -111,21 +115,18 @@ def entrance(
         features: the global size of the last dim, where the module knows it.
     """
     names = arguments_of(module).named
-    pieces = Pieces(mesh, given, features)
+    pieces = PieceLayouts(mesh, given, features)
     crossing = to_placement(what, wanted)
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        where = (
-            0 if args and isinstance(args[0], torch.Tensor) else first_tensor(args, kwargs, names)
-        )
-        if where == -1:
-            raise PlanError(f"{what}: expected a tensor among its arguments, got none")
-        value = args[where] if isinstance(where, int) else kwargs[where]
+    def entered(value: torch.Tensor) -> DTensor:
         if isinstance(value, DTensor):
             check_mesh(value, mesh, what)
         else:
             value = wrapped(value, pieces.layout(value), what)
-        return changed_arguments(args, kwargs, {where: crossing(value)})
+        return crossing(value)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return changed_first_argument(args, kwargs, names, entered, what)
 
     _entrances.add(enter)
     return enter

@@ -51,6 +51,11 @@ def _given(**split: Any) -> dict[str, Any]:
 class _Projection(ModuleStyle):
     """What column- and row-wise parallelism have in common."""
 
+    input_layouts: tuple[Placement | None]
+    output_layouts: tuple[Placement | None]
+    use_local_output: bool
+    _split: dict[str, Any]
+
     def check(self, path: str, module: nn.Module) -> None:
         if kind_of(module) is None:
             raise PlanError(
@@ -63,6 +68,22 @@ class _Projection(ModuleStyle):
         """Parameters that a subclass may have added are whole."""
         own: dict[str, Placement] = {slot.path: WHOLE for slot in slots(module)}
         return own | {name: each for name, each in known.items() if name in own}
+
+    def _hook(self, path: str, module: nn.Module, mesh: DeviceMesh, wanted: Placement) -> None:
+        """Put hooks at the entrance, where inputs are to lie as `wanted`, and at the exit."""
+        what = self.shown(path)
+        given = self.input_layouts[0] or wanted
+        enter = entrance(f"input of {what}", module, mesh, given, wanted, _features(module))
+        leave = leaving(f"output of {what}", self.output_layouts[0], self.use_local_output)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(lambda module, args, output: leave(output))
+
+    def __repr__(self) -> str:
+        extra = "".join(f", {name}={each}" for name, each in self._split.items())
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts="
+            f"{self.output_layouts}, use_local_output={self.use_local_output}{extra})"
+        )
 
 
 class ColwiseParallel(_Projection):
@@ -104,16 +125,7 @@ class ColwiseParallel(_Projection):
         return self._rest(module, {"weight": weight, "bias": Shard(0, **self._split)})
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = f"{path or 'the module'} (ColwiseParallel)"
-        enter = entrance(
-            f"input of {what}", module, mesh, self.input_layouts[0], WHOLE, _features(module)
-        )
-        leave = leaving(f"output of {what}", self.output_layouts[0], self.use_local_output)
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(lambda module, args, output: leave(output))
-
-    def __repr__(self) -> str:
-        return _shown(self, self._split)
+        self._hook(path, module, mesh, WHOLE)
 
 
 class RowwiseParallel(_Projection):
@@ -149,17 +161,8 @@ class RowwiseParallel(_Projection):
         return self._rest(module, {"weight": weight, "bias": WHOLE})
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = f"{path or 'the module'} (RowwiseParallel)"
-        features = _features(module)
-        wanted = WHOLE if features is None else Shard(-1, **self._split)
-        given = self.input_layouts[0] or wanted
-        enter = entrance(f"input of {what}", module, mesh, given, wanted, features)
-        leave = leaving(f"output of {what}", self.output_layouts[0], self.use_local_output)
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(lambda module, args, output: leave(output))
-
-    def __repr__(self) -> str:
-        return _shown(self, self._split)
+        wanted = WHOLE if _features(module) is None else Shard(-1, **self._split)
+        self._hook(path, module, mesh, wanted)
 
 
 class SequenceParallel(ModuleStyle):
@@ -181,7 +184,7 @@ class SequenceParallel(ModuleStyle):
         return {slot.path: WHOLE for slot in slots(module)}
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = f"{path or 'the module'} (SequenceParallel)"
+        what = self.shown(path)
         (split,) = self.sequence_sharding
         enter = entrance(f"input of {what}", module, mesh, split, split)
         leave = leaving(f"output of {what}", None, self.use_local_output)
@@ -197,11 +200,3 @@ class SequenceParallel(ModuleStyle):
         return (
             f"SequenceParallel(sequence_dim={split.dim}, use_local_output={self.use_local_output})"
         )
-
-
-def _shown(style: Any, split: dict[str, Any]) -> str:
-    extra = "".join(f", {name}={each}" for name, each in split.items())
-    return (
-        f"{type(style).__name__}(input_layouts={style.input_layouts}, output_layouts="
-        f"{style.output_layouts}, use_local_output={style.use_local_output}{extra})"
-    )

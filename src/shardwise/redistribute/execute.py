@@ -16,6 +16,7 @@ from shardwise.comm import Communicator, Pending, communicator, trace
 from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import acting, current
 from shardwise.comm.reduction import check_reduction, reduce_contributions
+from shardwise.cut import taken
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
 from shardwise.redistribute.in_pieces import in_order
@@ -23,6 +24,7 @@ from shardwise.redistribute.overlap import Transfer, receives, sends
 from shardwise.redistribute.owners import Ownership
 from shardwise.redistribute.plan import Plan
 from shardwise.redistribute.step import Step, collectives
+from shardwise.redistribute.swap import Parts, Swap, assembled
 
 
 def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
@@ -126,21 +128,14 @@ def _box(layout: Layout) -> Box | None:
 def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Keep a part of what is here. Backward: gather."""
     if step.target.is_cut:
-        return Pending.done(_pieces(local, step.target))
+        for dim, cut in enumerate(step.target.cuts):
+            if cut is not None:  # then it is whole here
+                local = taken(local, dim, step.target.ranges(dim))
+        return Pending.done(local)
     before, after = step.source.box(), step.target.box()
     if after.is_empty:  # and so perhaps not within what is here
         return Pending.done(local.new_empty(after.shape))
     return Pending.done(local[after.within(before).slices])
-
-
-def _pieces(local: torch.Tensor, target: Layout) -> torch.Tensor:
-    """This rank's share of each piece, of dims that are whole here."""
-    for dim, cut in enumerate(target.cuts):
-        if cut is not None:
-            ranges = target.ranges(dim)
-            parts = [local.narrow(dim, start, stop - start) for start, stop in ranges]
-            local = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return local
 
 
 def _scale(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
@@ -157,9 +152,7 @@ def _scale(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     return Pending.done(local * factor)
 
 
-def _contribution(
-    step: Step, frame: Box, parts: list[tuple[Box, torch.Tensor]], like: torch.Tensor
-) -> torch.Tensor:
+def _contribution(step: Step, frame: Box, parts: Parts, like: torch.Tensor) -> torch.Tensor:
     """The tensor in `frame` with these parts, and the neutral element elsewhere."""
     pending = dict(step.source.partial)
     new = [(axis, op) for axis, op in step.target.partial if axis not in pending]
@@ -212,11 +205,7 @@ def _all_gather(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     if step.source.cuts[step.dim] is None:
         return pending
     order = in_order(step.source, step.dim)
-    return pending.then(
-        lambda whole: torch.cat(
-            [whole.narrow(step.dim, start, stop - start) for start, stop in order], step.dim
-        )
-    )
+    return pending.then(lambda whole: taken(whole, step.dim, order))
 
 
 def _reduce_scatter(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
@@ -239,21 +228,20 @@ def _lengths(pieces: Layout, step: Step) -> list[int]:
 
 def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Any Shard -> any Shard. Backward: the exchange, transposed."""
-    rank = step.source.mesh.get_rank()
+    source, target = step.source, step.target
+    rank = source.mesh.get_rank()
     group = _group(step)
-    if step.source.mesh is not step.target.mesh:
+    if source.mesh is not target.mesh:
         _agree_on_dtype(group, local)
-    before, after = _box(step.source), _box(step.target)
-    given = sends(step.source, step.target, rank)
-    taken = receives(step.source, step.target, rank)
-
+    before, after = _box(source), _box(target)
+    swap = Swap(group, rank, sends(source, target, rank), receives(source, target, rank))
     if step.received * local.itemsize >= LARGE:  # a global fact: all ranks choose alike
-        return _exchange_in_place(group, rank, given, taken, local, before, after)
+        return swap.in_place(local, before, after)
 
-    def finish(parts: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
-        return local.new_empty(0) if after is None else _assembled(after, parts, local)
+    def finish(parts: Parts) -> torch.Tensor:
+        return local.new_empty(0) if after is None else assembled(after, parts, local)
 
-    return _swap(group, rank, given, taken, local, before).then(finish)
+    return swap.of_slices(local, before).then(finish)
 
 
 def _agree_on_dtype(group: Communicator, local: torch.Tensor) -> None:
@@ -270,29 +258,6 @@ def _agree_on_dtype(group: Communicator, local: torch.Tensor) -> None:
         )
 
 
-def _exchange_in_place(
-    group: Communicator,
-    rank: int,
-    given: list[Transfer],
-    taken: list[Transfer],
-    local: torch.Tensor,
-    before: Box | None,
-    after: Box | None,
-) -> Pending[torch.Tensor]:
-    """From slices of `local` into slices of the result: nothing is packed that need not be."""
-    index = {peer: at for at, peer in enumerate(group.ranks)}
-    result = local.new_empty(0 if after is None else after.shape)
-    parts = {peer: local[box.within(before).slices] for peer, box in given if before is not None}
-    places = {peer: result[box.within(after).slices] for peer, box in taken if after is not None}
-    if rank in places:
-        places.pop(rank).copy_(parts.pop(rank))
-    started = group.exchange_async(
-        {index[peer]: part for peer, part in parts.items()},
-        {index[peer]: place for peer, place in places.items()},
-    )
-    return started.then(lambda _: result)
-
-
 def _reduce_exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Partial -> any Shard or Replicate. Backward: its layouts, transposed, have no reduction."""
     mesh = step.source.mesh
@@ -302,31 +267,24 @@ def _reduce_exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     ownership = Ownership(step.source, step.target, place)
     before, after = step.source.box(place), step.target.box(place)
     group = communicator(mesh, step.axes)
-    first = _swap(group, rank, ownership.sends(), ownership.receives(), local, before)
+    first = Swap(group, rank, ownership.sends(), ownership.receives())
 
-    def finish(contributions: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    def finish(contributions: Parts) -> torch.Tensor:
         pieces: dict[Box, list[torch.Tensor]] = {}
         for box, piece in contributions:
             pieces.setdefault(box, []).append(piece)
         owned = {box: reduce_contributions(each, step.op) for box, each in pieces.items()}
         parts = list(owned.items())
         if len(ownership.replicas) > 1:
-            given = [
-                Transfer(mesh.rank_at(replica), box)
-                for replica in ownership.replicas
-                for box in owned
-            ]
-            taken = [
-                Transfer(mesh.rank_at(replica), box)
-                for replica in ownership.replicas
-                for box in ownership.owned(replica)
-            ]
-            parts = _swap_boxes(group, rank, given, taken, owned, local).wait()
+            peers = [(mesh.rank_at(replica), replica) for replica in ownership.replicas]
+            given = [Transfer(peer, box) for peer, _ in peers for box in owned]
+            wanted = [Transfer(peer, box) for peer, at in peers for box in ownership.owned(at)]
+            parts = Swap(group, rank, given, wanted).of_boxes(owned, local).wait()
         if ownership.roles.new:
             return _contribution(step, after, parts, local)
-        return _assembled(after, parts, local)
+        return assembled(after, parts, local)
 
-    return first.then(finish)
+    return first.of_slices(local, before).then(finish)
 
 
 def _group(step: Step) -> Communicator:
@@ -341,83 +299,6 @@ def _group(step: Step) -> Communicator:
             f"among them; got {meshes[0]!r} and {meshes[1]!r}"
         )
     return here.communicator(ranks, ())
-
-
-def _swap(
-    group: Communicator,
-    rank: int,
-    given: list[Transfer],
-    taken: list[Transfer],
-    local: torch.Tensor,
-    frame: Box | None,
-) -> Pending[list[tuple[Box, torch.Tensor]]]:
-    """Send parts of `local`, which lies in `frame`, and get others: at most one for each peer."""
-    parts = {}
-    for transfer in given:
-        assert frame is not None, "a rank without a piece gives nothing"
-        parts[transfer.box] = local[transfer.box.within(frame).slices]
-    return _swap_boxes(group, rank, given, taken, parts, local)
-
-
-def _swap_boxes(
-    group: Communicator,
-    rank: int,
-    given: list[Transfer],
-    taken: list[Transfer],
-    parts: dict[Box, torch.Tensor],
-    like: torch.Tensor,
-) -> Pending[list[tuple[Box, torch.Tensor]]]:
-    """Send parts to peers and get theirs; what stays here is not sent."""
-    index = {peer: at for at, peer in enumerate(group.ranks)}
-    outgoing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
-    incoming: list[list[Box]] = [[] for _ in group.ranks]
-    for peer, box in given:
-        if peer != rank:
-            outgoing[index[peer]].append(parts[box])
-    for peer, box in taken:
-        if peer != rank:
-            incoming[index[peer]].append(box)
-    nothing = like.new_empty(0)
-    pieces = [_joined(each) if each else nothing for each in outgoing]
-    shapes = [
-        each[0].shape if len(each) == 1 else (sum(math.prod(box.shape) for box in each),)
-        for each in incoming
-    ]
-    pending = group.all_to_all_async(pieces, shapes)
-
-    def finish(received: list[torch.Tensor]) -> list[tuple[Box, torch.Tensor]]:
-        arrived = [
-            iter(_taken_apart(boxes, piece))
-            for boxes, piece in zip(incoming, received, strict=True)
-        ]
-        return [
-            (box, parts[box] if peer == rank else next(arrived[index[peer]])) for peer, box in taken
-        ]
-
-    return pending.then(finish)
-
-
-def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
-
-
-def _taken_apart(boxes: list[Box], piece: torch.Tensor) -> list[torch.Tensor]:
-    if len(boxes) <= 1:
-        return [piece]
-    parts = piece.split_with_sizes([math.prod(box.shape) for box in boxes])
-    return [part.view(box.shape) for box, part in zip(boxes, parts, strict=True)]
-
-
-def _assembled(
-    frame: Box, parts: list[tuple[Box, torch.Tensor]], like: torch.Tensor
-) -> torch.Tensor:
-    """The tensor that lies in `frame`, made of its parts; no copy if there is but one."""
-    if len(parts) == 1 and parts[0][0] == frame:
-        return parts[0][1]
-    result = like.new_empty(frame.shape)
-    for box, part in parts:
-        result[box.within(frame).slices] = part
-    return result
 
 
 _RUN: dict[str, Callable[[Step, torch.Tensor], Pending[torch.Tensor]]] = {

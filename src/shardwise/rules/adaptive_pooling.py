@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.rules.cuts import Range
+from shardwise.box import Range
 from shardwise.rules.halo import exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty
 from shardwise.rules.pooling import planes

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from shardwise.box import Range
 from shardwise.mesh import DeviceMesh
-from shardwise.rules.cuts import Range, clipped, same_units
+from shardwise.rules.chunks import clipped, same_units
 from shardwise.rules.halo import Exchange, Window, exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty, padded
 from shardwise.rules.registry import rule

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from shardwise.box import Range
 from shardwise.comm import communicator
 from shardwise.mesh import DeviceMesh
-from shardwise.rules.cuts import Range, clipped, overlap, pieces
+from shardwise.rules.chunks import clipped, overlap, pieces
 from shardwise.rules.spec import Here
 
 

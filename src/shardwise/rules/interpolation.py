@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.cuts import Range, clipped
+from shardwise.box import Range
+from shardwise.rules.chunks import clipped
 from shardwise.rules.halo import exchange
 from shardwise.rules.padding import cropped, filled, is_empty, padded
 from shardwise.rules.registry import rule

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwise.box import Range
+from shardwise.cut import count_below
 from shardwise.dispatch.moving import moved, transfer
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
@@ -48,13 +50,11 @@ class Pick:
         """Its indices."""
         return range(self.start, self.start + self.count * self.step, self.step)
 
-    def pieces(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    def pieces(self, ranges: Sequence[Range]) -> tuple[int, int]:
         """Where its indices, which follow one another, begin in a local tensor that has these
         ranges of a dim; and how many there are."""
-        stop = self.start + self.count
-        before = sum(min(end, max(first, self.start)) - first for first, end in ranges)
-        until = sum(min(end, max(first, stop)) - first for first, end in ranges)
-        return before, until - before
+        before = count_below(ranges, self.start)
+        return before, count_below(ranges, self.start + self.count) - before
 
     def part(self, first: int, end: int) -> tuple[int, int, slice]:
         """Of its indices, those in `[first, end)`: from which on, how many; and the slice that

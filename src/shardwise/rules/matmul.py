@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from shardwise.mesh import DeviceMesh
-from shardwise.rules.cuts import same_cuts
 from shardwise.rules.dims import Inputs, broadcast_dims
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
@@ -209,16 +207,11 @@ def kron(input: Tensor, other: Tensor) -> Spec:
 
     shape = tuple(our * their for our, their in zip(ours, theirs, strict=True))
 
-    def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
-        cuts = [(ours[int(name[1:])], shape[int(name[1:])], axes)
-                for name, axes in splits.items() if name.startswith("a")]  # fmt: skip
-        return all(same_cuts(size, joined, mesh, axes) for size, joined, axes in cuts)
-
     return Spec(
         [(input, left[ndim - input.dim() :]), (other, right[ndim - other.dim() :])],
         [Out(tuple(output), shape)],
         linear=[(0,), (1,)],
-        allows=allows,
+        scales=True,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from shardwise.rules.cuts import Range
+from shardwise.box import Range
 
 
 def padded(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.mesh import DeviceMesh
-from shardwise.rules.cuts import same_units
+from shardwise.rules.chunks import same_units
 from shardwise.rules.halo import Window, expanded
 from shardwise.rules.padding import cropped, filled, is_empty
 from shardwise.rules.registry import rule

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.box import Range
 from shardwise.rules.calls import composed
-from shardwise.rules.cuts import Range
 from shardwise.rules.halo import Exchange, Window, exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty, padded
 from shardwise.rules.pointwise import tensors_among

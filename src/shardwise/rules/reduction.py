@@ -17,8 +17,8 @@ import torch
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.calls import composed, input_of, with_synonyms
+from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import extreme, stacked, total
-from shardwise.rules.cuts import shapes_along
 from shardwise.rules.dims import as_dims, as_sizes, without
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.precision import autocast_wider, keeps_sums, wider

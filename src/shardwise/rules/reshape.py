@@ -222,9 +222,10 @@ def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec | None:
 
 
 def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -> Spec:
-    """A reshape that copies where it must."""
+    """A reshape that copies where it must; `local` is that of `reshaped`."""
 
     def lower(here: Here) -> Callable[..., Any] | None:
+        # A dim of size 1 that is split may stand for another one in the result: sizes are given.
         shape = here.outputs[0].local_shape()
         if local is not None and _means(local, shape):
             return None
@@ -247,21 +248,12 @@ def flatten(input: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> Spec:
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     target = (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
-    return _flat(input, target)
-
-
-def _flat(input: torch.Tensor, target: Sequence[int]) -> Spec:
-    def lower(here: Here) -> Callable[..., Any]:
-        # A dim of size 1 that is split may stand for another one in the result: sizes are given.
-        shape = here.outputs[0].local_shape()
-        return takes_shards(lambda input, *args, **kwargs: input.reshape(shape))
-
-    return reshaped(input, target, lower=lower)
+    return _by_reshape(input, target)
 
 
 @rule("ravel", inplace=False)
 def ravel(input: torch.Tensor) -> Spec:
-    return _flat(input, (input.numel(),))
+    return _by_reshape(input, (input.numel(),))
 
 
 @rule("unflatten", inplace=False)

@@ -19,8 +19,8 @@ from shardwise.dispatch.entry import mark_severed
 from shardwise.dispatch.state import state
 from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError
+from shardwise.rules.chunks import pieces
 from shardwise.rules.collectives import total
-from shardwise.rules.cuts import pieces
 from shardwise.rules.padding import padded
 
 Local = Callable[[torch.Tensor], torch.Tensor]

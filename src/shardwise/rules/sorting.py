@@ -15,8 +15,8 @@ from shardwise.comm import communicator
 from shardwise.layout import Layout
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.rules.calls import composed, input_of, with_synonyms
+from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import extreme, stacked
-from shardwise.rules.cuts import shapes_along
 from shardwise.rules.dims import as_dims, unsplit, whole_along, without
 from shardwise.rules.padding import padded
 from shardwise.rules.pointwise import tensors_among

@@ -84,8 +84,7 @@ def pieces_here(here: Here, dim: int, parts: Sequence[range]) -> list[tuple[int,
     ranges = here.inputs[0].ranges(dim)
     found = []
     for rows, out in zip(parts, here.outputs, strict=True):
-        before = sum(min(stop, max(start, rows.start)) - start for start, stop in ranges)
-        found.append((before, out.local_shape()[dim]))
+        found.append((cuts_of.count_below(ranges, rows.start), out.local_shape()[dim]))
     return found
 
 

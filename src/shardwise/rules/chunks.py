@@ -1,18 +1,14 @@
-"""Where axes cut a dim: what each rank has of it, and whether two dims are cut alike."""
+"""The chunks that axes cut a dim into: who has what, and what ranges of indices share."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
-from shardwise.box import chunk
+from shardwise.box import Range, chunk
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-
-Range = tuple[int, int]
-"""Indices from the first up to the second, without it."""
 
 
 def pieces(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Range, ...]:
@@ -37,20 +33,6 @@ def shapes_along(layout: Layout, axes: Sequence[int]) -> list[tuple[int, ...]]:
         there = dict(enumerate(place)) | dict(zip(axes, along, strict=True))
         found.append(layout.local_shape([there[axis] for axis in range(layout.mesh.ndim)]))
     return found
-
-
-def same_cuts(size: int, other: int, mesh: DeviceMesh, axes: Sequence[int]) -> bool:
-    """Whether these axes cut dims of two sizes at the same places, up to scale."""
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    if size % parts == 0 and other % parts == 0:
-        return True
-    return all(
-        (start == stop and first == last)
-        or (start * other, stop * other) == (first * size, last * size)
-        for (start, stop), (first, last) in zip(
-            pieces(size, mesh, axes), pieces(other, mesh, axes), strict=True
-        )
-    )
 
 
 def same_units(units: int, sizes: Sequence[int], mesh: DeviceMesh, axes: Sequence[int]) -> bool:
