@@ -7,6 +7,7 @@ remembers the moves between them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,6 +21,9 @@ from shardwise.pieces import check_piece, found_layout
 from shardwise.placement import Placement, Shard
 from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
 from shardwise.tensor import DTensor, as_local, wrap
+
+_BASE: Any = torch._C.TensorBase
+_requires_grad = _BASE.requires_grad.__get__
 
 _MOST = 1024
 """How many layouts a crossing remembers; shapes may change with every step."""
@@ -49,16 +53,13 @@ class Crossing:
         if pair is None:
             return tensor
         with as_local():
-            local = tensor.as_subclass(torch.Tensor)
-            if local.requires_grad and torch.is_grad_enabled():
+            if _requires_grad(tensor) and torch.is_grad_enabled():
                 if layout.partial or target.partial:
                     check_linear(layout)
                     check_linear(target)
-                moved = apply_pair(local, pair)
+                moved = apply_pair(tensor, pair)
             else:
-                moved = pair.forward.start(local.detach()).wait()
-            if moved is local:
-                moved = moved.view_as(moved)
+                moved = pair.forward.run(tensor.as_subclass(torch.Tensor).detach())
         return wrap(moved, target)
 
     def _planned(self, layout: Layout) -> tuple[Layout, Pair | None]:
