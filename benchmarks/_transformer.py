@@ -33,7 +33,7 @@ class Size:
 
 SIZES = (
     Size("small", width=256, heads=4, hidden=704, batch=2, length=128),
-    Size("large", width=1024, heads=16, hidden=2816, batch=2, length=64),
+    Size("large", width=1024, heads=16, hidden=2816, batch=2, length=128),
 )
 
 

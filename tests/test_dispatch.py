@@ -518,3 +518,24 @@ def test_numpys_names_of_arguments_are_taken_as_torch_takes_them(call):
 
     for result in sw.simulate(run, 2):
         torch.testing.assert_close(result, call(plain))
+
+
+def test_a_dispatch_mode_of_the_user_s_sees_local_tensors_also_in_the_backward():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def run(mesh):
+        torch.manual_seed(0)
+        x = split(torch.randn(4, 6), mesh, Shard(0))
+        w = split(torch.randn(6, 6), mesh, Shard(1)).requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            F.gelu(x @ w).square().sum().backward()
+        with torch.inference_mode():  # which is no mode of the user's
+            assert torch.ops.aten.mm.default(x, w).shape == (4, 6)
+        return w.grad.full_tensor(), counter.get_total_flops()
+
+    (ours, flops), _ = ranks(run)
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 6), torch.randn(6, 6).requires_grad_()
+    F.gelu(x @ w).square().sum().backward()
+    assert torch.allclose(ours, w.grad, atol=1e-5)
+    assert flops == 2 * (2 * 4 * 6 * 6) // 2  # the product and its gradient, half of each here

@@ -26,13 +26,19 @@ from shardwise.rules.registry import Known, lookup, name_of
 from shardwise.tensor import DTensor, as_local, locally
 
 _Tensor = torch.Tensor
+_OpOverload = torch._ops.OpOverload
 _is_grad_enabled = torch.is_grad_enabled
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def dispatch(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """What `__torch_function__` does: run `func` on DTensors."""
+    if type(func) is _OpOverload and _is_below_autograd():
+        with as_local():  # as a TorchDispatchMode hands on what autograd saved: it is local
+            return func(*args, **(kwargs or {}))
     if _trace.listeners and not is_running(func):
         with running(name_of(func), func):
             return dispatch(cls, func, types, args, kwargs)
@@ -106,6 +112,10 @@ def dispatch(
             return entry.retyped(result, (args, kwargs or {}))
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise _clearer(error, func, args, kwargs or {}) from None
+
+
+def _is_below_autograd() -> bool:
+    return _is_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()
 
 
 def _found(func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
