@@ -27,7 +27,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-import shardwise.parallel
 from benchmarks._transformer import MODELS, SIZES, Attention, FeedForward, Size
 
 ROUNDS = {"small": 100, "large": 12}
@@ -101,9 +100,7 @@ def _split_dim(linear: str) -> int:
 
 def with_styles(model: nn.Module) -> nn.Module:
     """Our styles."""
-    from shardwise import parallel
-
-    return _styled(model, _mesh(), parallel, sw.Replicate)
+    return _styled(model, _mesh(), sw.parallel, sw.Replicate)
 
 
 def with_plan(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """Imports between the modules of shardwise go downwards only, and torch's own DTensor stays out."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,6 +200,24 @@ def all_sources() -> list[tuple[str, str]]:
 
 def test_the_package_is_there() -> None:
     assert "shardwise.__init__" in dict(all_sources())
+
+
+def test_the_page_on_the_architecture_names_every_file() -> None:
+    page = (ROOT.parent.parent / "docs" / "architecture.md").read_text("utf-8")
+    table = page.split("```")[1]
+    # A subpackage's files are listed below its name, further in.
+    sections = dict(re.findall(r"^  (\w+)/ (.*\n(?:   .*\n)*)", table, re.MULTILINE))
+    alone = {"demo", "examples"}  # the first says itself what is in it
+    missing = [
+        module
+        for module, _ in all_sources()
+        if not module.endswith(("__init__", "__main__")) and place(module) not in alone
+        if not re.search(
+            rf"\b{module.split('.')[-1]}\b",
+            sections[place(module)] if module.count(".") > 1 else table,
+        )
+    ]
+    assert not missing
 
 
 def test_each_module_is_in_one_layer() -> None:

@@ -17,8 +17,7 @@ two, of which it waits for the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
@@ -27,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm.arguments import Shape, shown
-from shardwise.comm.interface import Communicator, copied
+from shardwise.comm.buffers import as_bytes, empty_like, flat, owned, split
+from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import BOOL_OPS, UNSIGNED, reduce_contributions
 from shardwise.errors import CollectiveError
@@ -132,13 +132,13 @@ class C10dCommunicator(Communicator):
         self, pieces: list[torch.Tensor], op: str
     ) -> Pending[torch.Tensor]:
         """For devices whose backend has a reduce-scatter worth the name, such as NCCL."""
-        packed = _flat(pieces)
-        result = _empty_like(pieces[self.index])
+        packed = flat(pieces)
+        result = empty_like(pieces[self.index])
         out = result.view(-1)
         options = dist.ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[op]
         if result.dtype is torch.bool:
-            packed, out = _bytes(packed), _bytes(out)
+            packed, out = as_bytes(packed), as_bytes(out)
             options.reduceOp = _REDUCE_OPS[BOOL_OPS[op]]
         work = self._group._reduce_scatter_base(out, packed, options)
         return self._pending(
@@ -156,7 +156,7 @@ class C10dCommunicator(Communicator):
         def join(pieces: list[torch.Tensor]) -> torch.Tensor:
             if joined_outside:  # the buffer is the result
                 whole = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
-                return _flat(pieces).view(whole)
+                return flat(pieces).view(whole)
             return torch.cat(pieces, dim)
 
         return self._start_gathered(x, shapes).then(join)
@@ -171,29 +171,32 @@ class C10dCommunicator(Communicator):
             return self._start_all_to_all_of_large([x.detach()] * self.size, shapes)
         if len(set(shapes)) > 1:
             return self._start_all_to_all([x.detach()] * self.size, shapes)
-        mine = _flat([x])
+        mine = flat([x])
         received = mine.new_empty(mine.numel() * self.size)
-        work = self._group._allgather_base(_bytes(received), _bytes(mine))
-        return self._pending("all_gather", work, lambda: _split(received, shapes), mine)
+        work = self._group._allgather_base(as_bytes(received), as_bytes(mine))
+        return self._pending("all_gather", work, lambda: split(received, shapes), mine)
 
     def _start_all_to_all(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
-        packed = _flat(pieces)
+        packed = flat(pieces)
         sent = [piece.numel() * piece.itemsize for piece in pieces]
         counts = [torch.Size(shape).numel() for shape in shapes]
         received = packed.new_empty(sum(counts))
         work = self._group.alltoall_base(
-            _bytes(received), _bytes(packed), [count * packed.itemsize for count in counts], sent
+            as_bytes(received),
+            as_bytes(packed),
+            [count * packed.itemsize for count in counts],
+            sent,
         )
-        return self._pending("all_to_all", work, lambda: _split(received, shapes), packed)
+        return self._pending("all_to_all", work, lambda: split(received, shapes), packed)
 
     def _start_all_to_all_of_large(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
         """The same by messages, which saves packing. All ranks must choose it, or none."""
         buffer = pieces[0].new_empty(sum(torch.Size(shape).numel() for shape in shapes))
-        received = _split(buffer, shapes)
+        received = split(buffer, shapes)
         received[self.index].copy_(pieces[self.index].detach())
         others = [peer for peer in range(self.size) if peer != self.index]
         started = self._start_exchange(
@@ -203,12 +206,12 @@ class C10dCommunicator(Communicator):
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         own = source == self.index
-        result = _empty_like(x)
+        result = empty_like(x)
         if own:
             result.copy_(x.detach())
         options = dist.BroadcastOptions()
         options.rootRank = source
-        work = self._group.broadcast([_bytes(result)], options)
+        work = self._group.broadcast([as_bytes(result)], options)
         return self._pending("broadcast", work, lambda: result)
 
     def _start_scatter(
@@ -225,7 +228,7 @@ class C10dCommunicator(Communicator):
         nothing = x.new_empty(0)
         sent = [x if peer == destination else nothing for peer in range(self.size)]
         if destination == self.index:
-            return self._start_all_to_all(sent, shapes).then(lambda got: list(map(_owned, got)))
+            return self._start_all_to_all(sent, shapes).then(lambda got: list(map(owned, got)))
         return self._start_all_to_all(sent, [(0,)] * self.size).then(lambda received: None)
 
     def _start_exchange(
@@ -238,13 +241,13 @@ class C10dCommunicator(Communicator):
             source, destination = (self.index - shift) % self.size, (self.index + shift) % self.size
             if source in receives and receives[source].numel():
                 out = receives[source].detach()
-                buffer = out if out.is_contiguous() else _empty_like(out)
+                buffer = out if out.is_contiguous() else empty_like(out)
                 if buffer is not out:
                     unpacked.append((out, buffer))
-                calls.append(self._p2p(dist.irecv, _bytes(buffer), source))
+                calls.append(self._p2p(dist.irecv, as_bytes(buffer), source))
             if destination in sends and sends[destination].numel():
-                packed = _flat([sends[destination]])
-                calls.append(self._p2p(dist.isend, _bytes(packed), destination))
+                packed = flat([sends[destination]])
+                calls.append(self._p2p(dist.isend, as_bytes(packed), destination))
 
         def finish() -> None:
             for out, buffer in unpacked:
@@ -260,15 +263,15 @@ class C10dCommunicator(Communicator):
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
         if x.numel() == 0:  # both sides know
             return Pending.done(None)
-        packed = _flat([x])
-        work = self._group.send([_bytes(packed)], destination, 0)
+        packed = flat([x])
+        work = self._group.send([as_bytes(packed)], destination, 0)
         return self._pending_message("send", [work], lambda: None, packed)
 
     def _start_recv(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:
-        result = _empty_like(like)
+        result = empty_like(like)
         if result.numel() == 0:
             return Pending.done(result)
-        work = self._group.recv([_bytes(result)], source, 0)
+        work = self._group.recv([as_bytes(result)], source, 0)
         return self._pending_message("recv", [work], lambda: result, result)
 
     # ---- without tensors
@@ -358,53 +361,3 @@ def _allreduce_options(op: Any) -> Any:
 
 
 _ALLREDUCE_OPTIONS = {name: _allreduce_options(op) for name, op in _REDUCE_OPS.items()}
-
-
-def _owned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy if its memory holds more than `x`."""
-    return x if x.untyped_storage().nbytes() == x.numel() * x.itemsize else copied(x)
-
-
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, so that any dtype can travel."""
-    return flat.view(-1).view(torch.uint8)
-
-
-def _flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The pieces one after the other: as they lie if they lie so already, else copied once."""
-    first = pieces[0].detach()
-    end = first.storage_offset()
-    total = 0
-    for piece in pieces:
-        if not piece.numel():
-            continue
-        if total == 0:
-            first, end = piece.detach(), piece.storage_offset()
-        in_place = piece.is_contiguous() and not piece.is_conj() and not piece.is_neg()
-        same = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (in_place and same and piece.storage_offset() == end):
-            return _copied(pieces)
-        end += piece.numel()
-        total += piece.numel()
-    return first.as_strided((total,), (1,)) if total else first.new_empty(0)
-
-
-def _copied(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    buffer = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    places = _split(buffer, [tuple(piece.shape) for piece in pieces])
-    for place, piece in zip(places, pieces, strict=True):
-        place.copy_(piece.detach())
-    return buffer
-
-
-def _split(buffer: torch.Tensor, shapes: list[Shape]) -> list[torch.Tensor]:
-    counts = [torch.Size(shape).numel() for shape in shapes]
-    ends = accumulate(counts)
-    return [
-        buffer[end - count : end].view(shape)
-        for end, count, shape in zip(ends, counts, shapes, strict=True)
-    ]

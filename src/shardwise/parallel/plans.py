@@ -111,9 +111,8 @@ def llama(
         f"{feed_forward}.{names.up}.*": {axis: Shard(0)},
         f"{feed_forward}.{names.down}.weight": {axis: Shard(1)},
     }
-    plan |= _between_blocks(axis, sequence_parallel, names.embedding, (attention, feed_forward))
-    if sequence_parallel:
-        plan[names.head] = Activations(inputs={axis: Replicate()})
+    blocks = attention, feed_forward
+    plan |= _between_blocks(axis, sequence_parallel, names.embedding, blocks, names.head)
     if data_axis is not None:
         plan[""] = Activations(inputs={names.tokens: {data_axis: Shard(0)}})
     return plan
@@ -146,11 +145,8 @@ def gpt2(
         f"{block}.mlp.c_fc.bias": {axis: Shard(0)},
         f"{block}.mlp.c_proj.weight": {axis: Shard(0)},
     }
-    plan |= _between_blocks(
-        axis, sequence_parallel, "transformer.wte", (f"{block}.attn", f"{block}.mlp")
-    )
-    if sequence_parallel:
-        plan["lm_head"] = Activations(inputs={axis: Replicate()})
+    blocks = f"{block}.attn", f"{block}.mlp"
+    plan |= _between_blocks(axis, sequence_parallel, "transformer.wte", blocks, "lm_head")
     if data_axis is not None:
         plan[""] = Activations(inputs={"input_ids": {data_axis: Shard(0)}})
     return plan
@@ -242,14 +238,17 @@ def _in_units(dim: int, unit: int) -> Shard:
 
 
 def _between_blocks(
-    axis: str, sequence_parallel: bool, embedding: str, blocks: tuple[str, ...], dim: int = 1
+    axis: str, sequence_parallel: bool, embedding: str, blocks: tuple[str, ...], head: str
 ) -> Plan:
     """How tensors lie that go from block to block: whole, or split along the sequence."""
+    whole, split = {axis: Replicate()}, {axis: Shard(1)}
     if not sequence_parallel:
-        whole = Activations(outputs={axis: Replicate()})
-        return {embedding: whole, **dict.fromkeys(blocks, whole)}
-    split = Activations(inputs={axis: Replicate()}, outputs={axis: Shard(dim)})
-    return {embedding: Activations(outputs={axis: Shard(dim)}), **dict.fromkeys(blocks, split)}
+        return dict.fromkeys((embedding, *blocks), Activations(outputs=whole))
+    return {
+        embedding: Activations(outputs=split),
+        **dict.fromkeys(blocks, Activations(inputs=whole, outputs=split)),
+        head: Activations(inputs=whole),
+    }
 
 
 def _torch_layer(layer: nn.Module, axis: str, sequence_parallel: bool) -> Plan:

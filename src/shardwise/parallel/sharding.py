@@ -69,30 +69,9 @@ def shard_module(
     mesh = as_mesh(device_mesh)
     if not isinstance(plan, Mapping):
         raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
-    held, modules = slots(module), list(all_modules(module))
-    held_names, module_names = [slot.path for slot in held], [name for name, _ in modules]
-    placements: dict[str, list[Placement]] = {}
-    activations: list[tuple[str, nn.Module, Activations]] = []
-    for pattern, wanted in plan.items():
-        check_pattern("plan", pattern)
-        if isinstance(wanted, Activations):
-            here = [each for each in modules if matches(pattern, each[0])]
-            activations += [(*each, wanted) for each in _once(here)]
-            if not here and strict:
-                raise unmatched("plan", pattern, module_names, "modules", held_names, _OF_TENSOR)
-        else:
-            if isinstance(wanted, ParallelStyle):
-                raise PlanError(
-                    f"plan[{pattern!r}]: expected placements or Activations, got a style, "
-                    f"{wanted!r}; styles are for parallelize_module"
-                )
-            fitting = [slot for slot in held if matches(pattern, slot.path)]
-            chosen = wanted if strict else without_strange_axes(wanted, mesh)
-            asked = placements_of(chosen, mesh, f"plan[{pattern!r}]")
-            placements |= {slot.path: asked for slot in fitting}
-            if not fitting and strict:
-                kinds, meant = "parameters or buffers", _OF_MODULE.format(joined(pattern, "*"))
-                raise unmatched("plan", pattern, held_names, kinds, module_names, meant)
+    held = slots(module)
+    placements, activations = _resolved(module, held, mesh, plan, strict)
+    # All is checked before anything is changed.
     _spread_over_ties(held, placements)
     whole: list[Placement] = [Replicate()] * mesh.ndim
     layouts = [(slot, layout_for(slot, mesh, placements.get(slot.path, whole))) for slot in held]
@@ -102,6 +81,37 @@ def shard_module(
     for attach in hooks:
         attach()
     return module
+
+
+def _resolved(
+    module: nn.Module, held: list[Slot], mesh: DeviceMesh, plan: Mapping[str, Any], strict: bool
+) -> tuple[dict[str, list[Placement]], list[tuple[str, nn.Module, Activations]]]:
+    """What a plan says of parameters and buffers, by their names; and of modules."""
+    modules = list(all_modules(module))
+    held_names, module_names = [slot.path for slot in held], [name for name, _ in modules]
+    placements: dict[str, list[Placement]] = {}
+    activations: list[tuple[str, nn.Module, Activations]] = []
+    for pattern, wanted in plan.items():
+        check_pattern("plan", pattern)
+        if isinstance(wanted, ParallelStyle):
+            raise PlanError(
+                f"plan[{pattern!r}]: expected placements or Activations, got a style, "
+                f"{wanted!r}; styles are for parallelize_module"
+            )
+        if isinstance(wanted, Activations):
+            here = [each for each in modules if matches(pattern, each[0])]
+            if not here and strict:
+                raise unmatched("plan", pattern, module_names, "modules", held_names, _OF_TENSOR)
+            activations += [(*each, wanted) for each in _once(here)]
+            continue
+        chosen = wanted if strict else without_strange_axes(wanted, mesh)
+        asked = placements_of(chosen, mesh, f"plan[{pattern!r}]")
+        fitting = [name for name in held_names if matches(pattern, name)]
+        if not fitting and strict:
+            kinds, meant = "parameters or buffers", _OF_MODULE.format(joined(pattern, "*"))
+            raise unmatched("plan", pattern, held_names, kinds, module_names, meant)
+        placements |= dict.fromkeys(fitting, asked)
+    return placements, activations
 
 
 def _once(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -155,8 +155,7 @@ def _made(
     if spec.allows is not None and splits and not spec.allows(splits, mesh):
         return None
     try:
-        cuts = _Cuts(spec, mesh, splits, ways)
-        return _with_cuts(spec, layouts, mesh, ways, splits, cuts)
+        return _choice(spec, layouts, mesh, ways, splits)
     except _TornError:
         return None
 
@@ -219,14 +218,15 @@ class _Cuts:
         return made
 
 
-def _with_cuts(
+def _choice(
     spec: Spec,
     layouts: Sequence[Layout],
     mesh: DeviceMesh,
     ways: tuple[Way, ...],
     splits: dict[str, tuple[int, ...]],
-    cuts: _Cuts,
 ) -> Choice:
+    """How everything lies if each axis goes this way; raises if a cut cannot be kept."""
+    cuts = _Cuts(spec, mesh, splits, ways)
     targets, used = [], []
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
         order = tuple(splits.get(each, ()) if each is not None else () for each in dims)
