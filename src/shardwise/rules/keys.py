@@ -152,8 +152,11 @@ class LocalRegion:
     whole: dict[int, tuple[int, Pick]]
     """Its dims along which it still is all that this rank holds: the tensor's dim, and what to
     take."""
-    severed: bool
-    """Whether a split dim was taken apart, so that it is no view of what torch's would be."""
+
+    @property
+    def severed(self) -> bool:
+        """Whether a split dim was taken apart: then it is a copy where torch would have a view."""
+        return bool(self.spans or self.whole)
 
 
 def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalRegion:
@@ -193,7 +196,7 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
             key.append(slice(pick.start, pick.start + pick.count * pick.step, pick.step))
         dim += 1
         position += 1
-    return LocalRegion(tuple(key), spans, tuple(dropped), whole, bool(spans or whole))
+    return LocalRegion(tuple(key), spans, tuple(dropped), whole)
 
 
 # ---- a whole key
