@@ -520,6 +520,16 @@ def test_numpys_names_of_arguments_are_taken_as_torch_takes_them(call):
         torch.testing.assert_close(result, call(plain))
 
 
+def test_an_axis_that_torch_itself_calls_so_stays_one():
+    def run(mesh):
+        x = split(torch.arange(5.0), mesh, Shard(0))
+        with sw.fallback("replicate"):
+            result = torch.segment_reduce(x, "max", lengths=torch.tensor([2, 3]), axis=0)
+        assert full(result).tolist() == [1.0, 4.0]
+
+    ranks(run)
+
+
 def test_a_dispatch_mode_of_the_user_s_sees_local_tensors_also_in_the_backward():
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -41,7 +41,7 @@ def by_torchs_names(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keywords under torch's names, where its C++ takes numpy's too; rules know only the former."""
     if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
         return kwargs
-    if "quantize" in func.__name__:  # where the axis is called so
+    if "quantize" in func.__name__ or func is torch.segment_reduce:  # where the axis is called so
         return kwargs
     return {_NUMPYS_NAMES.get(name, name): each for name, each in kwargs.items()}
 
