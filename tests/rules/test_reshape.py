@@ -5,7 +5,7 @@ import torch
 from rule_cases import leaf
 
 from shardwise import Layout, Replicate, Shard, explicit, init_device_mesh, listen, simulate
-from shardwise.dispatch.state import PolicyError
+from shardwise.policy import PolicyError
 from shardwise.rules.reshape import matched
 from shardwise.testing import Sample, check_rule, distributed
 

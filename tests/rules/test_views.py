@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from rule_cases import leaf
 
 from shardwise import DispatchError, Layout, explicit, init_device_mesh, listen, simulate
-from shardwise.dispatch.state import PolicyError
+from shardwise.policy import PolicyError
 from shardwise.testing import Sample, check_rule, distributed
 
 
