@@ -59,7 +59,7 @@ class Options:
     """
 
     mesh: tuple[int, int] = (2, 2)
-    steps: int = 100
+    steps: int = 180
     model: str = "small"
     output: Path = Path("demo-output")
     seed: int = 0
