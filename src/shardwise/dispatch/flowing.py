@@ -21,7 +21,7 @@ Plan = Callable[[tuple[Any, ...], dict[str, Any]], Entry]
 class FlowEntry(Entry):
     """A call whose result is pending a sum because an input is."""
 
-    __slots__ = ("first", "others", "plan", "useless")
+    __slots__ = ("few", "others", "plan")
 
     def __init__(self, made: Entry, flowing: list[Path], plan: Plan) -> None:
         super().__init__(
@@ -37,58 +37,41 @@ class FlowEntry(Entry):
         )
         self.flowing = tuple(flowing)
         places = [path[0] for path in flowing if len(path) == 1 and type(path[0]) is int]
-        self.first = (places[0], places[-1]) if len(flowing) == len(places) <= 2 else None
+        self.few = (places[0], places[-1]) if len(flowing) == len(places) <= 2 else None
         """The same, where they are one or two of the positional arguments."""
         self.plan = plan
         self.others: dict[Any, Entry | None] = {}
-        """The same call with made sums in place of pending ones, by which and how they lie; None
-        where that gains nothing."""
-        self.useless: set[Any] = set()
-        """How the made sums of the `first` lie where that gains nothing, to know it at once."""
+        """The same call with made sums in place of pending ones, by how these lie (None for one
+        that was not made); None where that gains nothing."""
 
     def with_sums_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result, if sums that are made already leave less pending in it; or None."""
-        if self.first is not None:  # most calls: of one or two tensors, of which no sum was made
-            first, second = self.first
+        if self.few is not None:  # most calls: of one or two tensors, of which no sum was made
+            first, second = self.few
             if "_reduced" not in args[first].__dict__ and "_reduced" not in args[second].__dict__:
                 return None
-            lying = _lying(reduced(args[first])), _lying(reduced(args[second]))
-            if lying in self.useless:
-                return None
-        found: dict[Path, DTensor] = {}
-        for path in self.flowing:
-            made = reduced(get(args, kwargs, path))
-            if made is not None:
-                found[path] = made
-        if not found:
+        found = [reduced(get(args, kwargs, path)) for path in self.flowing]
+        key = tuple([None if made is None else made._layout for made in found])
+        chosen = self.others.get(key)
+        if chosen is None and key in self.others:
             return None
-        result = self._with(found, args, kwargs)
-        if result is None and self.first is not None:
-            self.useless.add(lying)
+        for path, made in zip(self.flowing, found, strict=True):
+            if made is not None:
+                args, kwargs = replaced_at(args, kwargs, path, made)
+        if chosen is None:
+            other = self.plan(args, kwargs) if any(key) else self
+            chosen = self.others[key] = other if self._is_worse_than(other) else None
+            if chosen is None:
+                return None
+        result = chosen(args, kwargs)
         # A call that returns its argument (x.to with nothing to do) must return that one.
-        return None if any(result is each for each in found.values()) else result
-
-    def _with(
-        self, found: dict[Path, DTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        for path, made in found.items():
-            args, kwargs = replaced_at(args, kwargs, path, made)
-        key = tuple((path, made._layout) for path, made in found.items())
-        if key not in self.others:
-            other = self.plan(args, kwargs)
-            self.others[key] = other if self._is_worse_than(other) else None
-        chosen = self.others[key]
-        return None if chosen is None else chosen(args, kwargs)
+        return None if any(result is made for made in found) else result
 
     def _is_worse_than(self, other: Entry) -> bool:
         """Whether the other call leaves less to be reduced, and communicates nothing either."""
         if any(estimate(how.source, how.target) for _, how in other.moves):
             return False
         return _pending(other) < _pending(self)
-
-
-def _lying(made: DTensor | None) -> Any:
-    return None if made is None else made._layout
 
 
 def _pending(entry: Entry) -> int:
