@@ -96,6 +96,18 @@ def test_an_encoder_layer_needs_one_all_reduce_forward_and_one_backward_for_each
     on((2,), ("tp",), run)
 
 
+def test_attention_of_a_sequence_to_itself_gathers_it_once():
+    def run(mesh):
+        layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+        shard_module(layer, mesh, plans.transformer(layer, sequence_parallel=True))
+        # large enough that a reduce-scatter pays
+        x = sw.distribute_tensor(torch.randn(8, 128, 64), mesh, [Shard(1)])
+        events, _ = heard(mesh, lambda: layer(x))
+        assert [each.kind for each in events] == ["all_gather", "reduce_scatter"] * 2
+
+    on((2,), ("tp",), run)
+
+
 CONFIG = Config(vocabulary=23, width=24, layers=2, heads=6, kv_heads=3, hidden=14, longest=8)
 UNITS = {"head_dim": 4, "queries_per_key": 2}
 

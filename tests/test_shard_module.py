@@ -203,6 +203,16 @@ def test_outputs_by_position_and_by_name(wrap, outputs):
     on_two_by_two(run)
 
 
+def test_the_first_tensor_is_that_of_the_forward_however_the_caller_orders_keywords():
+    def run(mesh):
+        module = Two(lambda x, y: (x, y))
+        shard_module(module, mesh, {"": Activations(inputs={"dp": Shard(0)})})
+        first, second = module(y=torch.ones(4), x=torch.zeros(4))
+        assert first.placements == (Shard(0), Replicate()) and type(second) is torch.Tensor
+
+    on_two_by_two(run)
+
+
 def test_the_last_pattern_counts_and_a_tie_takes_what_one_of_its_names_gets():
     def run(mesh):
         model = Net()
