@@ -99,6 +99,7 @@ __all__ = [
     "empty",
     "explicit",
     "fallback",
+    "fsdp",
     "full",
     "init_device_mesh",
     "interop",
@@ -124,6 +125,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Submodules that few programs need, and that take long to import."""
-    if name in ("interop", "parallel", "testing"):
+    if name in ("fsdp", "interop", "parallel", "testing"):
         return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

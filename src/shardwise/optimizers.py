@@ -69,7 +69,7 @@ def _check_replaced(optimizer: optim.Optimizer) -> None:
                 raise OptimizerError(
                     f"{type(optimizer).__name__}: expected the parameters that the module has, got "
                     f"{name} as it was before it became a DTensor; make the optimizer after "
-                    "shard_module, parallelize_module or distribute_module"
+                    "fully_shard, replicate, shard_module, parallelize_module or distribute_module"
                 )
 
 

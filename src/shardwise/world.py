@@ -35,8 +35,8 @@ class World(ABC):
             WeakKeyDictionary()
         )
         """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh."""
-        self.communicators: dict[tuple[DeviceMesh, tuple[int, ...]], Communicator] = {}
-        """Those made so far, by mesh and axes."""
+        self.communicators: dict[tuple[DeviceMesh, tuple[int, ...], str], Communicator] = {}
+        """Those made so far, by mesh, axes and channel."""
         self.unfinished: list[Any] = []
         """Moves of several collectives that are under way, in the order they were started."""
 
@@ -45,7 +45,9 @@ class World(ABC):
         """A few words on what kind of ranks these are and how to get others."""
 
     @abstractmethod
-    def communicator(self, ranks: tuple[int, ...], axes: tuple[str, ...]) -> Communicator:
+    def communicator(
+        self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
+    ) -> Communicator:
         """The way these ranks talk; `axes` are the names of the mesh axes they lie along."""
 
     def process_group(self, ranks: tuple[int, ...]) -> Any:

@@ -34,6 +34,7 @@ def communicator(
     axes: Axis | Sequence[Axis] | None = None,
     *,
     rank: int | None = None,
+    channel: str = "",
 ) -> Communicator:
     """The collectives of the calling rank along one axis of a mesh, or several merged.
 
@@ -43,13 +44,17 @@ def communicator(
         mesh: where the ranks stand.
         axes: by name or position, the first varying slowest; all by default.
         rank: on an abstract mesh, the rank to look with the eyes of (default 0).
+        channel: any name: another way between the same ranks, whose collectives have an order of
+            their own. All ranks of a group must call the same ones in the same order only within
+            a channel.
 
     Example:
         >>> communicator(mesh, "tp").all_reduce(x)
         >>> communicator(mesh, ("dp", "tp")).all_gather(x, dim=1)
     """
     if type(axes) is tuple and type(mesh) is DeviceMesh and rank is None and not mesh.is_abstract:
-        found = world.current().communicators.get((mesh, axes))  # as every move asks for it
+        # as every move asks for it
+        found = world.current().communicators.get((mesh, axes, channel))
         if found is not None and found.is_usable:
             return found
     mesh = as_mesh(mesh)
@@ -65,23 +70,26 @@ def communicator(
     if rank is not None:
         raise MeshError(f"rank: expected None, as {mesh!r} has real ranks; got {rank!r}")
     here = world.current()
-    found = here.communicators.get((mesh, positions))
+    key = mesh, positions, channel
+    found = here.communicators.get(key)
     if found is None or not found.is_usable:
         with here.lock:
-            found = here.communicators.get((mesh, positions))
+            found = here.communicators.get(key)
             if found is None or not found.is_usable:
-                found = _made(here, mesh, positions)
-                here.communicators[mesh, positions] = found
+                found = _made(here, mesh, positions, channel)
+                here.communicators[key] = found
     return found
 
 
-def _made(here: world.World, mesh: DeviceMesh, positions: tuple[int, ...]) -> Communicator:
+def _made(
+    here: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
+) -> Communicator:
     ranks = mesh.ranks_along(positions)
     if max(ranks) >= here.size:  # the mesh was made in another world
         raise MeshError(
             f"mesh: expected ranks 0 to {here.size - 1}, got {mesh!r}; {here.describe()}"
         )
-    return here.communicator(ranks, tuple(map(mesh.axis_name, positions)))
+    return here.communicator(ranks, tuple(map(mesh.axis_name, positions)), channel)
 
 
 def _abstract(mesh: DeviceMesh, positions: tuple[int, ...], rank: int) -> Communicator:

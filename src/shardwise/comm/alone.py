@@ -82,6 +82,8 @@ class AloneWorld(World):
             "sw.simulate, or plan without ranks on DeviceMesh.abstract"
         )
 
-    def communicator(self, ranks: tuple[int, ...], axes: tuple[str, ...]) -> Communicator:
+    def communicator(
+        self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
+    ) -> Communicator:
         """Always of this rank alone."""
         return AloneCommunicator(ranks, 0, axes)

@@ -114,6 +114,12 @@ class C10dCommunicator(Communicator):
 
         return self._pending("all_reduce", work, finish, x)
 
+    def _start_all_reduce_in_place(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+        if op == "sum" and x.dtype in _SUMMED_AS_IT_IS and x.is_contiguous():
+            work = self._group.allreduce([x.detach()], _ALLREDUCE_OPTIONS["sum"])
+            return self._pending("all_reduce", work, lambda: x)
+        return super()._start_all_reduce_in_place(x, op)
+
     def _start_reduce_scatter(
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...], op: str
     ) -> Pending[torch.Tensor]:

@@ -33,29 +33,33 @@ class C10dWorld(World):
 
     def __init__(self, default: dist.ProcessGroup) -> None:
         super().__init__(default.rank(), default.size())
-        self._groups: dict[tuple[int, ...], ReferenceType[dist.ProcessGroup]] = {
-            tuple(range(self.size)): ref(default)
+        self._groups: dict[tuple[tuple[int, ...], str], ReferenceType[dist.ProcessGroup]] = {
+            (tuple(range(self.size)), ""): ref(default)
         }
-        self._made: Counter[tuple[int, ...]] = Counter()
+        self._made: Counter[tuple[tuple[int, ...], str]] = Counter()
 
     def describe(self) -> str:
         """What kind of ranks these are."""
         return f"torch.distributed was started with {self.size} ranks"
 
-    def communicator(self, ranks: tuple[int, ...], axes: tuple[str, ...]) -> Communicator:
+    def communicator(
+        self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
+    ) -> Communicator:
         """The way these ranks talk; its group is made here, which all of them must do."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
-        return C10dCommunicator(self.process_group(ranks), ranks, ranks.index(self.rank), axes)
+        group = self.process_group(ranks, channel)
+        return C10dCommunicator(group, ranks, ranks.index(self.rank), axes)
 
-    def process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def process_group(self, ranks: tuple[int, ...], channel: str = "") -> dist.ProcessGroup:
         """The group of exactly these ranks, in this order, made on demand by its members."""
+        key = ranks, channel
         with self.lock:
-            group = self._known(ranks)
+            group = self._known(key)
             if group is None:
-                self._made[ranks] += 1
-                group = _new_group(ranks, self.rank, self._made[ranks])
-                self._groups[ranks] = ref(group)
+                self._made[key] += 1
+                group = _new_group(ranks, self.rank, f"{channel}{self._made[key]}")
+                self._groups[key] = ref(group)
             return group
 
     def adopt(self, group: Any) -> tuple[int, ...]:
@@ -64,8 +68,8 @@ class C10dWorld(World):
             raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
         ranks = tuple(dist.get_process_group_ranks(group))
         with self.lock:
-            if self._known(ranks) is None:
-                self._groups[ranks] = ref(group)
+            if self._known((ranks, "")) is None:
+                self._groups[ranks, ""] = ref(group)
         return ranks
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
@@ -81,8 +85,8 @@ class C10dWorld(World):
             return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
         return TorchMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
-    def _known(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        reference = self._groups.get(ranks)
+    def _known(self, key: tuple[tuple[int, ...], str]) -> dist.ProcessGroup | None:
+        reference = self._groups.get(key)
         return None if reference is None else living(reference)
 
 
@@ -131,13 +135,13 @@ def _leave(joined: ReferenceType[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
 
 
-def _new_group(ranks: tuple[int, ...], rank: int, turn: int) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGroup:
     """Make a group with the help of its members only.
 
     torch's `new_group(use_local_synchronization=True)` names a group by its ranks and by how many
     groups *this* rank has made so far. Ranks that belong to different numbers of groups then wait
     for each other under different names, for ever. So the name here is made of the ranks, and of
-    how many groups of just these ranks there were, which all of its members know.
+    how many groups of just these ranks there were on this channel, which all members know.
     """
     if rank not in ranks:
         raise MeshError(f"group: expected ranks that include this one, got {shown(ranks)}")

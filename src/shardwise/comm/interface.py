@@ -4,8 +4,8 @@ The public methods are here, once: they check arguments, tell the trace and hand
 engine's `_start_...`. Every collective has two forms, `name` and `name_async`; the second returns a
 `Pending` and waits for nobody, except that `gather_objects_async` waits for the lengths of all
 objects. Results are new contiguous tensors that own their memory, but the pieces of an `all_to_all`
-may share one new buffer; inputs are never written to. Peers are given by their *index* in the
-communicator, not by global rank.
+may share one new buffer; inputs are never written to, unless that is asked for. Peers are given by
+their *index* in the communicator, not by global rank.
 
 None of these is differentiable: gradients are the business of `shardwise.redistribute`.
 """
@@ -65,21 +65,29 @@ class Communicator(ABC):
 
     # ---- reductions
 
-    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    def all_reduce(
+        self, x: torch.Tensor, op: str = "sum", *, in_place: bool = False
+    ) -> torch.Tensor:
         """Every rank gets the reduction of all ranks' `x` (equal shapes).
 
         `op` is sum, avg, max, min or product. On bool, sum means any and product means all.
-        """
-        return self.all_reduce_async(x, op).wait()
 
-    def all_reduce_async(self, x: torch.Tensor, op: str = "sum") -> Pending[torch.Tensor]:
+        Arguments:
+            in_place: write the result over `x`, and return that.
+        """
+        return self.all_reduce_async(x, op, in_place=in_place).wait()
+
+    def all_reduce_async(
+        self, x: torch.Tensor, op: str = "sum", *, in_place: bool = False
+    ) -> Pending[torch.Tensor]:
         """`all_reduce`, under way."""
         check_tensor("all_reduce(x)", x)
         check_reduction(op, x.dtype)
+        start = self._start_all_reduce_in_place if in_place else self._start_all_reduce
         if not trace.listeners:
-            return self._start_all_reduce(x, op)
+            return start(x, op)
         received = 2 * _size_in_bytes(x) * (self.size - 1) // self.size
-        return self._traced("all_reduce", x, received, lambda: self._start_all_reduce(x, op))
+        return self._traced("all_reduce", x, received, lambda: start(x, op))
 
     def reduce_scatter(
         self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum"
@@ -344,6 +352,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]: ...
+
+    def _start_all_reduce_in_place(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+        """An engine that can do without the copy does."""
+        return self._start_all_reduce(x, op).then(x.copy_)
 
     @abstractmethod
     def _start_reduce_scatter(

@@ -21,10 +21,16 @@ class ThreadsCommunicator(Communicator):
     """Collectives between threads that take turns in a `MeetingPlace`."""
 
     def __init__(
-        self, place: MeetingPlace, ranks: tuple[int, ...], index: int, axes: tuple[str, ...]
+        self,
+        place: MeetingPlace,
+        ranks: tuple[int, ...],
+        index: int,
+        axes: tuple[str, ...],
+        channel: str = "",
     ) -> None:
         super().__init__(ranks, index, axes)
         self._place = place
+        self._channel = channel
 
     def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -161,7 +167,7 @@ class ThreadsCommunicator(Communicator):
         combine: Combine,
     ) -> Pending[Any]:
         call = Call(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
-        meeting = self._place.join(self.ranks, self.ranks, call, combine)
+        meeting = self._place.join((self.ranks, self._channel), self.ranks, call, combine)
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
     def _meet_peer(
@@ -176,7 +182,7 @@ class ThreadsCommunicator(Communicator):
         members = (self.ranks[source], self.ranks[destination])
         agreed = {"from": members[0], "to": members[1], "shape": tuple(x.shape), "dtype": x.dtype}
         call = Call(self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line())
-        place = ("pair", self.ranks, source, destination)
+        place = ("pair", self.ranks, self._channel, source, destination)
         meeting = self._place.join(place, members, call, lambda given: [None, copied(given[0])])
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
@@ -192,11 +198,14 @@ class ThreadsWorld(World):
         """What kind of ranks these are."""
         return f"sw.simulate runs {self.size} ranks here, as threads"
 
-    def communicator(self, ranks: tuple[int, ...], axes: tuple[str, ...]) -> Communicator:
+    def communicator(
+        self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
+    ) -> Communicator:
         """The way these ranks talk."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
-        return ThreadsCommunicator(self._place, ranks, ranks.index(self.rank), axes)
+        index = ranks.index(self.rank)
+        return ThreadsCommunicator(self._place, ranks, index, axes, channel)
 
 
 def _described(x: torch.Tensor | None) -> str:

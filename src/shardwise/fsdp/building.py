@@ -1,0 +1,177 @@
+"""From groups to units, flat buffers and buckets: what is gathered and reduced at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.fsdp.arena import Arena
+from shardwise.fsdp.division import Division
+from shardwise.fsdp.errors import StateError
+from shardwise.fsdp.group import Group, Slot
+from shardwise.fsdp.policies import CPUOffloadPolicy
+from shardwise.fsdp.settings import Settings
+from shardwise.fsdp.states import ShardedState
+from shardwise.fsdp.unit import Held, Unit
+from shardwise.tensor import DTensor, laid_out
+
+COALESCED = 1 << 20
+"""Units travel together up to so many gathered bytes: below, a collective costs its latency."""
+REPLICATED = 4 << 20
+"""A module that is not sharded is reduced in units of about so many bytes, each as soon as its
+gradients are there."""
+
+
+class Bucket:
+    """Units that travel together: consecutive in an arena, of groups with equal settings."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = units
+        for unit in units:
+            unit.bucket = self
+
+    def run_around(self, unit: Unit) -> list[Unit]:
+        """The consecutive units with this one among them that are yet to be gathered."""
+        at = first = last = self.units.index(unit)
+        while first > 0 and _is_to_gather(self.units[first - 1]):
+            first -= 1
+        while last + 1 < len(self.units) and _is_to_gather(self.units[last + 1]):
+            last += 1
+        assert first <= at <= last, "it is in its own run"
+        return self.units[first : last + 1]
+
+
+def _is_to_gather(unit: Unit) -> bool:
+    return unit.state is ShardedState.SHARDED and unit.gather is None and not unit.is_alias
+
+
+def built(groups: Sequence[Group]) -> list[Unit]:
+    """The units of groups, with their memory, in the order of the groups.
+
+    Parameters that several groups have, being tied, are units of their own.
+    """
+    tensors: dict[int, tuple[str, DTensor, list[Group]]] = {}
+    for group in groups:
+        for slot in group.slots:
+            tensor = _current(slot)
+            users = tensors.setdefault(id(tensor), (slot.name, tensor, []))[2]
+            if group not in users:
+                users.append(group)
+    parts: dict[Any, list[tuple[str, DTensor]]] = {}
+    for name, tensor, users in tensors.values():
+        key: Any = (tuple(map(id, users)), tensor.dtype, tensor.device)
+        parts.setdefault(key, []).append((name, tensor))
+    units: list[Unit] = []
+    made: dict[int, tuple[Unit, Held]] = {}
+    users_of = {id(tensor): users for _, tensor, users in tensors.values()}
+    for part in parts.values():
+        users = users_of[id(part[0][1])]
+        for some in _split(part, users[0]):
+            unit = _unit(len(units), users, some)
+            units.append(unit)
+            made.update((id(held.sharded), (unit, held)) for held in unit.held)
+    _lay_out(units)
+    for group in groups:
+        found = [(slot, *made[id(slot.tensor)]) for slot in group.slots]
+        group.bindings = [(slot, held) for slot, _, held in found]
+        group.units = list(dict.fromkeys(unit for _, unit, _ in found))
+    return units
+
+
+def _current(slot: Slot) -> DTensor:
+    """The parameter in a slot, as it should lie; users may have put another one there."""
+    tensor = slot.tensor
+    if tensor.is_meta:
+        raise StateError(
+            f"{slot.name}: it is on the meta device and has no values; call "
+            "module.to_empty(device=...) and initialise it, or load a state dict, before forward"
+        )
+    if isinstance(tensor, DTensor) and tensor._layout is slot.layout:
+        return tensor
+    piece = laid_out(tensor.detach(), slot.layout, slot.name)
+    result: Any = nn.Parameter(piece, tensor.requires_grad)
+    slot.put(result)
+    return result  # type: ignore[no-any-return]
+
+
+def _split(part: list[tuple[str, DTensor]], group: Group) -> list[list[tuple[str, DTensor]]]:
+    """Parameters of one unit, or of several if they need no gathering."""
+    if group.info.shard_mesh_size > 1:
+        return [part]
+    result: list[list[tuple[str, DTensor]]] = [[]]
+    size = 0
+    for name, tensor in part:
+        if size >= REPLICATED:
+            result.append([])
+            size = 0
+        result[-1].append((name, tensor))
+        size += tensor.nbytes
+    return result
+
+
+def _unit(number: int, groups: list[Group], part: list[tuple[str, DTensor]]) -> Unit:
+    group = groups[0]
+    held = [Held(name, tensor, Division.of(tensor._layout, group.info)) for name, tensor in part]
+    device = part[0][1].device
+    if isinstance(group.offload, CPUOffloadPolicy):
+        device = torch.device(group.info.mesh.device_type)
+    return Unit(number, groups, held, group.info, group.policy, device)
+
+
+def _lay_out(units: Sequence[Unit]) -> None:
+    """Put the shards of units that may travel together into one flat buffer."""
+    arenas: dict[Any, list[Unit]] = {}
+    for unit in units:
+        first = unit.held[0].sharded
+        offload = unit.groups[0].offload
+        pinned = (
+            isinstance(offload, CPUOffloadPolicy)
+            and offload.pin_memory
+            and torch.accelerator.is_available()
+        )
+        key = (unit.info, first.dtype, unit.dtype, unit.reduce_dtype, first.device, pinned)
+        arenas.setdefault(key, []).append(unit)
+    for (*_, pinned), some in arenas.items():
+        Arena(some, pinned)
+        for unit in some:
+            unit.make_wholes()
+
+
+def buckets_of(units: Sequence[Unit]) -> list[Bucket]:
+    """Units that travel together, small ones with their neighbours."""
+    runs: list[list[Unit]] = []
+    sizes: list[int] = []
+    last: dict[int, int] = {}
+    for unit in units:
+        size = unit.length * unit.dtype.itemsize * unit.info.shard_mesh_size
+        at = last.get(id(unit.arena))
+        if at is not None and sizes[at] + size <= COALESCED and _may_join(runs[at][-1], unit):
+            runs[at].append(unit)
+            sizes[at] += size
+        else:
+            last[id(unit.arena)] = len(runs)
+            runs.append([unit])
+            sizes.append(size)
+    return [Bucket(run) for run in runs]
+
+
+def _may_join(before: Unit, unit: Unit) -> bool:
+    return (
+        len(before.groups) == len(unit.groups) == 1
+        and not unit.groups[0].settings.travels_alone
+        and _about_travel(before.groups[0].settings) == _about_travel(unit.groups[0].settings)
+    )
+
+
+def _about_travel(settings: Settings) -> tuple[Any, ...]:
+    return (
+        settings.gradient_sync,
+        settings.all_reduce,
+        settings.divide_factor,
+        settings.fill_unused,
+        settings.travels_alone,
+        settings.unshard_in_backward,
+    )

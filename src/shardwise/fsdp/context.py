@@ -1,0 +1,409 @@
+"""The schedule of a model: what is gathered and reduced when.
+
+All groups of a model share one context. It records in which order units are used, so that the next
+ones are gathered while this one computes, forward and backward. Gradients are reduced in the
+reverse of that order, whenever the next in line are there: what comes in which order is the same on
+every rank, only when it comes is up to each. Gathers and reductions have a channel each, so neither
+waits for the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from shardwise.comm import communicator
+from shardwise.errors import CollectiveError
+from shardwise.fsdp.arena import is_in
+from shardwise.fsdp.building import Bucket, buckets_of, built
+from shardwise.fsdp.gathering import Gather, KeptGather
+from shardwise.fsdp.group import Group
+from shardwise.fsdp.reducing import Reduction
+from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
+from shardwise.fsdp.unit import Unit
+from shardwise.mesh import DeviceMesh
+from shardwise.tensor import as_local
+
+_UNSHARDED = ShardedState.UNSHARDED
+
+
+class Context:
+    """The schedule of some groups.
+
+    Arguments:
+        groups: in the order of their modules, which is the first guess of the order of use.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        for group in groups:
+            group.context = self
+        self.units: list[Unit] = []
+        self.buckets: list[Bucket] = []
+        self.settings_changed = False
+        self.depth = 0
+        """How many forwards of groups are under way, one within the other."""
+        self.in_backward = False
+        self.is_last_backward = True
+        self._task = -1
+        """The backward of autograd that is under way."""
+        self._outermost: Group | None = None
+        self._order: list[Unit] = []
+        """The units in the order in which the last forward has used them."""
+        self._position: dict[Unit, int] = {}
+        self._sequence: dict[Unit, None] = {}
+        """The same of this forward, so far."""
+        self._used: dict[Unit, None] = {}
+        """Those whose gradients are expected, in the order of use."""
+        self._line: list[Reduction] = []
+        """Reductions to come, in the order in which they are to start."""
+        self._by_unit: dict[Unit, Reduction] = {}
+        self._ready: set[Unit] = set()
+        """Those all of whose gradients this backward has brought."""
+        self._under_way: deque[Reduction] = deque()
+
+    # ---- making units, and keeping them up to date
+
+    def check(self) -> None:
+        """See to it that units hold the parameters that the modules have."""
+        if not self.units or not self._is_current():
+            self._build()
+        elif self.settings_changed:
+            self._make_buckets()
+        for unit in self.units:
+            unit.follow_requires_grad()
+
+    def _is_current(self) -> bool:
+        for group in self.groups:
+            for slot, held in group.bindings:
+                found: Any = slot.module._parameters.get(slot.key)
+                if found is not held.sharded and found is not held.whole:
+                    return False
+        with as_local():
+            return all(map(is_in, self.units))
+
+    def _build(self) -> None:
+        self.recover()
+        self.units = built(self.groups)
+        for unit in self.units:
+            unit.on_ready = self._on_ready
+        self._make_buckets()
+        self._set_order(self.units)
+
+    def _make_buckets(self) -> None:
+        self.buckets = buckets_of(self.units)
+        self.settings_changed = False
+
+    def _set_order(self, units: Iterable[Unit]) -> None:
+        self._order = list(units)
+        self._position = {unit: index for index, unit in enumerate(self._order)}
+
+    # ---- forward
+
+    def begin(self, group: Group) -> None:
+        """Before the outermost forward."""
+        if self.in_backward:
+            if torch._C._current_graph_task_id() != -1:
+                return  # a checkpoint computes something anew
+            self.recover()  # a backward has failed
+        self.check()
+        self._outermost = group
+        self._sequence = {}
+        for unit in self.units:
+            if unit.state is _UNSHARDED and not unit.is_alias and unit.is_stale():
+                unit.reshard()
+
+    def unshard_for_forward(self, group: Group) -> None:
+        """Gather what a group needs, and start to gather what probably comes next."""
+        self.start(group.units)
+        self.finish_gathers(group)
+        if self.in_backward:
+            return
+        records = torch.is_grad_enabled()
+        for unit in group.units:
+            self._sequence[unit] = None
+            if records:
+                self._used[unit] = None
+        self._prefetch(group, group.forward_prefetch, 1)
+
+    def after_forward(self, group: Group, needs_backward: bool) -> None:
+        """Give back the memory of a group's parameters, or keep it for backward."""
+        wanted = group.settings.reshard_after_forward
+        is_outermost = group is self._outermost
+        if wanted is None:
+            wanted = not is_outermost or not needs_backward
+        if not needs_backward and torch.is_grad_enabled():
+            # A backward may come without telling, of outputs that hide their tensors: then keep
+            # it until the end of that.
+            has_graph = group.calls or any(unit.trainable for unit in group.units)
+            wanted = wanted if not has_graph else False
+        if wanted is False or self.in_backward or len(group.ran) < len(group.modules):
+            return
+        self._release(group, wanted)
+
+    def _release(self, group: Group, wanted: bool | int) -> None:
+        """Give up what a group has gathered; a number says over how many ranks to split it."""
+        for unit in group.units:
+            unit.holders.discard(group)
+            if unit.holders or unit.state is not _UNSHARDED or unit.is_alias:
+                continue
+            if wanted is True or not torch.is_grad_enabled():
+                unit.reshard()
+            else:
+                mesh, index = _kept_mesh(unit, wanted)
+                unit.keep(index, mesh.size())
+
+    def end_forward(self) -> None:
+        """After the outermost forward."""
+        if self.in_backward:
+            return
+        for group in self.groups:
+            if group.ran and len(group.ran) < len(group.modules) and not torch.is_grad_enabled():
+                self._release(group, True)
+            group.ran.clear()
+        self._drop_gathers()
+        if self._sequence:
+            rest = [unit for unit in self._order if unit not in self._sequence]
+            self._set_order([*self._sequence, *rest])
+
+    # ---- gathering
+
+    def start(self, units: Iterable[Unit]) -> None:
+        """Start to gather some units, with those that travel with them."""
+        for unit in units:
+            if unit.state is _UNSHARDED or unit.gather is not None or unit.is_alias:
+                continue
+            if unit.state is ShardedState.SHARDED_POST_FORWARD:
+                wanted = unit.groups[0].settings.reshard_after_forward
+                mesh, _ = _kept_mesh(unit, int(wanted or 0))
+                KeptGather(unit, communicator(mesh, (0,), channel="gather"))
+                continue
+            run = unit.bucket.run_around(unit)
+            Gather(run, unit.groups[0].settings.all_gather)
+
+    def finish_gathers(self, group: Group) -> None:
+        """Wait for what a group needs."""
+        for unit in group.units:
+            unit.holders.add(group)
+            if unit.gather is not None:
+                unit.gather.fill(unit)
+            elif unit.is_alias:
+                unit.state = _UNSHARDED
+
+    def _prefetch(self, group: Group, wanted: list[Group] | None, step: int) -> None:
+        if wanted is not None:
+            for other in wanted:
+                self.start(other.units)
+            return
+        at = self._position.get(group.units[-1 if step > 0 else 0]) if group.units else None
+        if at is None:
+            return
+        at += step
+        while 0 <= at < len(self._order):
+            unit = self._order[at]
+            if unit.gather is not None:
+                return  # one ahead is enough
+            if unit.state is not _UNSHARDED and not unit.is_alias:
+                if step > 0 or unit.groups[0].settings.unshard_in_backward:
+                    self.start([unit])
+                return
+            at += step
+
+    def _drop_gathers(self) -> None:
+        """Of what was gathered for nothing; they must be over before shards may change."""
+        for unit in self.units:
+            if unit.gather is not None:
+                unit.gather.pending.wait()
+                unit.gather = None
+
+    # ---- backward
+
+    def begin_backward_of(self, group: Group) -> None:
+        """A gradient has come to one of its outputs."""
+        self._begin_backward()
+        if group.state is TrainingState.PRE_BACKWARD:
+            return
+        group.state = moved_on(group.state, TrainingState.PRE_BACKWARD, group.name)
+        for unit in group.units:
+            if unit not in self._by_unit and unit.trainable:
+                self._expect(unit)
+        if group.settings.unshard_in_backward:
+            self.start(group.units)
+            self.finish_gathers(group)
+        self._prefetch(group, group.backward_prefetch, -1)
+
+    def _begin_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self.in_backward:
+            if task == self._task or _is_nested():
+                return
+            self.recover()  # the last one has failed
+        if self.settings_changed:
+            self._make_buckets()
+        self.in_backward, self._task = True, task
+        context = ref(self)
+
+        def end() -> None:
+            found = context()
+            if found is not None and found._task == task:
+                found._end_backward()
+
+        Variable._execution_engine.queue_callback(end)
+        for unit in reversed(self._used):
+            if unit not in self._by_unit and unit.trainable:
+                self._expect(unit)
+
+    def _expect(self, unit: Unit) -> None:
+        """Put the reduction of a unit, and of those that travel with it, in the line."""
+        settings = unit.groups[0].settings
+        if not any(group.settings.gradient_sync for group in unit.groups):
+            return
+        reduction = Reduction(unit.bucket.units, settings)
+        self._line.append(reduction)
+        for each in unit.bucket.units:
+            self._by_unit[each] = reduction
+        # Of those that travel with it, only the used ones are waited for.
+        reduction.waits_for &= self._used.keys() | {unit}
+
+    def _on_ready(self, unit: Unit) -> None:
+        """All gradients of a unit are there."""
+        self._begin_backward()
+        self._ready.add(unit)
+        reduction = self._by_unit.get(unit)
+        if reduction is None or reduction not in self._line:
+            if any(group.settings.gradient_sync for group in unit.groups):
+                self._expect(unit)  # its gradients come a second time, or nobody saw it coming
+                reduction = self._by_unit[unit]
+            else:
+                unit.keep_gradients()
+        if reduction is not None:
+            reduction.put(unit)
+            self._advance()
+        for group in unit.groups:
+            self.check_done(group)
+
+    def _advance(self) -> None:
+        while self._line and not self._line[0].waits_for:
+            self._launch(self._line.pop(0))
+
+    def _launch(self, reduction: Reduction) -> None:
+        reduction.start()
+        self._under_way.append(reduction)
+        # By now what was sent before has had the time of a layer.
+        for earlier in list(self._under_way)[:-1]:
+            earlier.go_on()
+        while len(self._under_way) > 2:
+            self._under_way.popleft().finish()
+
+    def check_done(self, group: Group) -> None:
+        """Give back a group's memory once nothing in its backward needs it any more: the gradients
+        of all inputs and of all parameters are there."""
+        if group.state is not TrainingState.PRE_BACKWARD or group.calls:
+            return
+        if any(unit.trainable and unit not in self._ready for unit in group.units):
+            return
+        group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
+        if group.settings.reshard_after_backward:
+            self._release(group, True)
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            if unit.got and unit not in self._by_unit:
+                unit.keep_gradients()
+        while self._line:
+            self._launch(self._line.pop(0))
+        if self.is_last_backward:
+            self._finish_reductions()
+        self._drop_gathers()
+        for group in self.groups:
+            if group.active:
+                continue  # this backward was started in its forward
+            if group.state is not TrainingState.IDLE:
+                group.state = moved_on(group.state, TrainingState.IDLE, group.name)
+            if group.settings.reshard_after_backward:
+                self._release(group, True)
+        self._clear()
+
+    def _finish_reductions(self) -> None:
+        for reduction in self._under_way:
+            reduction.go_on()
+        while self._under_way:
+            self._under_way.popleft().finish()
+
+    def _clear(self) -> None:
+        self.in_backward, self._task = False, -1
+        self._by_unit.clear()
+        self._line.clear()
+        self._ready.clear()
+        self._used.clear()
+
+    # ---- after exceptions
+
+    def recover(self) -> None:
+        """Forget the iteration under way, with its gradients that no shard has got yet."""
+        for reduction in self._under_way:
+            reduction.abandon()
+        self._under_way.clear()
+        self.depth = 0
+        for unit in self.units:
+            if unit.gather is not None:
+                with suppress(CollectiveError):
+                    unit.gather.pending.wait()
+                unit.gather = None
+            unit.forget_gradients()
+            unit.reshard()
+        for group in self.groups:
+            group.state = TrainingState.IDLE
+            group.active = 0
+            group.ran.clear()
+            group.calls.clear()
+            for slot, held in group.bindings:
+                slot.put(held.sharded)
+        self._clear()
+
+
+def context_of(module: nn.Module) -> Context:
+    """The context of a module that runs for the first time: of all groups in it."""
+    groups = []
+    for name, each in module.named_modules():
+        group = getattr(each, "_fsdp_group", None)
+        if isinstance(group, Group) and group not in groups:
+            group.name = name or type(each).__name__
+            groups.append(group)
+    return joined(groups)
+
+
+def joined(groups: Sequence[Group]) -> Context:
+    """One context for groups, and for all those that shared one with any of them before."""
+    found = dict.fromkeys(groups)
+    for group in groups:
+        if group.context is not None:
+            group.context.recover()
+            found.update(dict.fromkeys(group.context.groups))
+    return Context(list(found))
+
+
+def _kept_mesh(unit: Unit, count: int) -> tuple[DeviceMesh, int]:
+    """The ranks that a unit is split over after forward, and this rank's position there."""
+    ranks = unit.info.shard_ranks
+    index = unit.info.shard_mesh_rank
+    first = index // count * count
+    device = unit.info.mesh.device_type
+    return DeviceMesh(device, ranks[first : first + count]), index - first
+
+
+def _is_nested() -> bool:
+    """Whether this backward was started by another, as the older kind of checkpoints does."""
+    frame, found = sys._getframe(), 0
+    while frame.f_back is not None:
+        found += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return found > 1

@@ -1,0 +1,17 @@
+"""What can go wrong with sharded modules."""
+
+from __future__ import annotations
+
+from shardwise.errors import CollectiveError, ShardwiseError
+
+
+class FSDPError(ShardwiseError, ValueError):
+    """An argument or a module that cannot be sharded so."""
+
+
+class StateError(ShardwiseError, RuntimeError):
+    """Something was asked of a sharded module at a time at which it cannot be done."""
+
+
+class GatherError(CollectiveError):
+    """Parameters could not be gathered, or gradients reduced; the message names them."""

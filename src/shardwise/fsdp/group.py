@@ -1,0 +1,332 @@
+"""Groups: what one call of `fully_shard` makes of a module: whole while it computes, else sharded.
+
+Forward: `before` gathers the parameters and puts them into the modules; `after` puts the shards
+back, and gives back the memory unless it is kept. Backward: the first gradient that reaches an
+output gathers them again; when all gradients of inputs and parameters are there, they are given
+back. When that happens, and what travels together, is the context's business.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from shardwise.fsdp.errors import FSDPError, StateError
+from shardwise.fsdp.mesh_info import DataParallelMeshInfo
+from shardwise.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.settings import Settings
+from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
+from shardwise.fsdp.unit import Held, Unit
+from shardwise.layout import Layout
+from shardwise.parallel.containers import on_tensors
+from shardwise.tensor import DTensor, as_local, wrap
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.context import Context
+
+
+class Slot:
+    """Where a module keeps a parameter."""
+
+    __slots__ = ("key", "layout", "module", "name", "own_setter")
+
+    def __init__(self, module: nn.Module, key: str, name: str, layout: Layout) -> None:
+        self.module = module
+        self.key = key
+        self.name = name
+        self.layout = layout
+        """Of the parameter at rest."""
+        # Some modules, such as torch's LSTM, keep their parameters in a list too.
+        self.own_setter = type(module).__setattr__ is not nn.Module.__setattr__
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """What is there now."""
+        found = self.module._parameters[self.key]
+        assert found is not None, "only slots that hold something are listed"
+        return found
+
+    def put(self, tensor: Any) -> None:
+        """Replace it."""
+        if self.own_setter:
+            setattr(self.module, self.key, tensor)
+        else:
+            self.module._parameters[self.key] = tensor
+
+
+class Call:
+    """One forward of a group, as long as its graph lives: which gradients of inputs are to come."""
+
+    __slots__ = ("__weakref__", "inputs")
+
+    def __init__(self) -> None:
+        self.inputs = 0
+
+
+class Group:
+    """The modules of one call of `fully_shard`, and their parameters.
+
+    Arguments:
+        modules: what computes with them.
+        slots: where they are; without those that submodules' groups have.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        slots: list[Slot],
+        info: DataParallelMeshInfo,
+        policy: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        settings: Settings,
+    ) -> None:
+        self.modules = modules
+        self.slots = slots
+        self.info = info
+        self.policy = policy
+        self.offload = offload
+        self.settings = settings
+        self.name = type(modules[0]).__name__
+        self.forward_prefetch: list[Group] | None = None
+        self.backward_prefetch: list[Group] | None = None
+        self.context: Context | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.units: list[Unit] = []
+        self.bindings: list[tuple[Slot, Held]] = []
+        """Which parameter each slot holds."""
+        self.state = TrainingState.IDLE
+        self.active = 0
+        """How many of its forwards are under way: one may call another."""
+        self.ran: set[nn.Module] = set()
+        """Which of its modules have run in this forward of the outermost."""
+        self.calls: WeakSet[Call] = WeakSet()
+        """Forwards whose inputs have not all got their gradients."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """The group of copied modules; everything else is found again when they first run."""
+        result = copy.copy(self)
+        memo[id(self)] = result
+        result._reset()
+        result.context = None
+        result.modules = copy.deepcopy(self.modules, memo)
+        result.slots = [
+            Slot(copy.deepcopy(slot.module, memo), slot.key, slot.name, slot.layout)
+            for slot in self.slots
+        ]
+        result.forward_prefetch = result.backward_prefetch = None
+        return result
+
+    def change(self, **settings: Any) -> None:
+        """Change some settings."""
+        self.settings = replace(self.settings, **settings)
+        if self.context is not None:
+            self.context.settings_changed = True
+
+    # ---- forward
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather, and return what the module is to be called with."""
+        context = self.context
+        if context is None or context.depth == 0:
+            context = self._begin(module)
+        context.depth += 1
+        self.active += 1
+        try:
+            again = self.state is TrainingState.PRE_BACKWARD  # a checkpoint computes it anew
+            if not again and self.active == 1 and self.state is not TrainingState.FORWARD:
+                self.state = moved_on(self.state, TrainingState.FORWARD, self.name)
+            context.unshard_for_forward(self)
+            if self.active == 1:
+                for slot, held in self.bindings:
+                    slot.put(held.whole)
+            policy = self.policy
+            if policy.param_dtype is not None and policy.cast_forward_inputs:
+                args, kwargs = _cast((args, kwargs), policy.param_dtype)
+            if not again and torch.is_grad_enabled() and not self._is_alias:
+                args, kwargs = self._watch_inputs(args, kwargs)
+        except BaseException:
+            self.failed(module)
+            raise
+        return args, kwargs
+
+    def _begin(self, module: nn.Module) -> Context:
+        from shardwise.fsdp.context import context_of
+
+        context = self.context or context_of(module)
+        context.begin(self)
+        return context
+
+    def after(self, module: nn.Module, output: Any) -> Any:
+        """Put the shards back, and return what the caller is to get."""
+        context = self.context
+        assert context is not None, "it was set before"
+        policy = self.policy
+        if policy.output_dtype is not None:
+            output = _cast(output, policy.output_dtype)
+        self._leave(context)
+        if self.active:
+            return output
+        if self.state is TrainingState.FORWARD:
+            self.state = moved_on(self.state, TrainingState.IDLE, self.name)
+            output = self._unaliased(output)
+            self.ran.add(module)
+            needs_backward = torch.is_grad_enabled() and self._watch_outputs(output)
+            context.after_forward(self, needs_backward)
+        if context.depth == 0:
+            context.end_forward()
+        return output
+
+    def failed(self, module: nn.Module) -> None:
+        """After an exception in forward."""
+        context = self.context
+        assert context is not None, "it was set before"
+        self._leave(context)
+        if not self.active and self.state is TrainingState.FORWARD:
+            self.state = TrainingState.IDLE
+        if context.depth == 0 and not context.in_backward:
+            context.recover()
+
+    def _leave(self, context: Context) -> None:
+        context.depth -= 1
+        self.active -= 1
+        if not self.active:
+            for slot, held in self.bindings:
+                slot.put(held.sharded)
+
+    @property
+    def _is_alias(self) -> bool:
+        return all(unit.is_alias for unit in self.units)
+
+    def _unaliased(self, output: Any) -> Any:
+        """Outputs that are views of parameters as copies, as that memory will be given back."""
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            with as_local():
+                address = tensor.untyped_storage()._cdata if not tensor.is_sparse else 0
+            return tensor.clone() if any(unit.holds(address) for unit in self.units) else tensor
+
+        return change(output) if isinstance(output, torch.Tensor) else on_tensors(output, change)
+
+    # ---- gradients that come and go
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Notice when the gradients of all inputs are there: then nothing here is needed any more.
+
+        The inputs become views, so that only what happens in this forward counts.
+        """
+        call = Call()
+
+        def came(_: torch.Tensor) -> None:
+            call.inputs -= 1
+            if not call.inputs:
+                self.calls.discard(call)
+                assert self.context is not None, "it has run"
+                self.context.check_done(self)
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            call.inputs += 1
+            with as_local():
+                view: Any = tensor.view_as(tensor)
+                view.register_hook(came)
+            return wrap(view, tensor._layout) if isinstance(tensor, DTensor) else view
+
+        if all(isinstance(each, torch.Tensor) for each in args) and not kwargs:
+            args = tuple(map(change, args))
+        else:
+            args, kwargs = on_tensors((args, kwargs), change)
+        if call.inputs:
+            self.calls.add(call)
+        return args, kwargs
+
+    def _watch_outputs(self, output: Any) -> bool:
+        """Notice when the first gradient comes; says whether one may."""
+        found = False
+
+        def came(_: torch.Tensor) -> None:
+            assert self.context is not None, "it has run"
+            self.context.begin_backward_of(self)
+
+        def watch(tensor: Any) -> Any:
+            nonlocal found
+            if tensor.requires_grad:
+                found = True
+                with as_local():
+                    tensor.register_hook(came)
+            return tensor
+
+        if isinstance(output, torch.Tensor):
+            watch(output)
+        else:
+            on_tensors(output, watch)
+        return found
+
+    # ---- asked for by users
+
+    def unshard(self, module: nn.Module) -> None:
+        """Start gathering, outside of forward."""
+        context = self.ready_context(module)
+        context.start(self.units)
+
+    def wait(self) -> None:
+        """Finish gathering, and put the gathered parameters into the modules."""
+        assert self.context is not None, "unshard has set it"
+        self.context.finish_gathers(self)
+        for slot, held in self.bindings:
+            slot.put(held.whole)
+
+    def reshard(self) -> None:
+        """Give back the memory."""
+        if self.state is not TrainingState.IDLE:
+            raise StateError(
+                f"reshard: {self.name} is in {self.state.name} and computes with its parameters; "
+                "call it outside of forward and backward"
+            )
+        for unit in self.units:
+            unit.gather = None
+            unit.reshard()
+        for slot, held in self.bindings:
+            slot.put(held.sharded)
+
+    def ready_context(self, module: nn.Module) -> Context:
+        """Its context, whose units hold what the modules have now."""
+        from shardwise.fsdp.context import context_of
+
+        context = self.context or context_of(module)
+        context.check()
+        return context
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether all its parameters are gathered."""
+        return all(unit.state is ShardedState.UNSHARDED for unit in self.units)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return on_tensors(value, change)
+
+
+def check_group(module: Any, argument: str) -> Group:
+    """The group of a sharded module, or an error."""
+    group = getattr(module, "_fsdp_group", None)
+    if not isinstance(group, Group):
+        raise FSDPError(
+            f"{argument}: expected a module that fully_shard or replicate was called on, got "
+            f"{type(module).__name__}"
+        )
+    return group

@@ -1,0 +1,269 @@
+"""FSDPModule: what a sharded module can do beside its own class's methods."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.fsdp.custom import AllGather, ReduceScatter
+from shardwise.fsdp.errors import FSDPError
+from shardwise.fsdp.group import Group, check_group
+
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object
+
+
+class UnshardHandle:
+    """A gather under way, that `unshard(async_op=True)` has started."""
+
+    def __init__(self, group: Group) -> None:
+        self._group: Group | None = group
+
+    def wait(self) -> None:
+        """Wait until the parameters are gathered. Forward does so itself."""
+        if self._group is not None:
+            self._group.wait()
+            self._group = None
+
+
+class FSDPModule(_Base):
+    """The module that `fully_shard` was called on: its class is made of this and its own."""
+
+    _fsdp_group: Group
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """One of its own class: a part of a sharded `Sequential` is a `Sequential`."""
+        own = cls.__mro__[2]
+        return own(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, self._fsdp_group, super().__call__, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FSDPError(
+            f"pickle: {type(self).__name__} holds ways to talk to other ranks; save "
+            "module.state_dict(), which is DTensors"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        result = object.__new__(type(self))
+        memo[id(self)] = result
+        for name, value in self.__dict__.items():
+            result.__dict__[name] = copy.deepcopy(value, memo)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also of gradients that are accumulated and not reduced yet."""
+        super().zero_grad(set_to_none)
+        for group in self._groups(recurse=True):
+            for unit in group.units:
+                unit.forget_gradients()
+
+    # ---- parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this group, not of submodules' groups, ahead of time.
+
+        Arguments:
+            async_op: return at once a handle that has a `wait()`, which forward also calls.
+        """
+        self._fsdp_group.unshard(self)
+        handle = UnshardHandle(self._fsdp_group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give back the memory of the gathered parameters of this group, if there is any."""
+        self._fsdp_group.reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether parameters are given back after forward, and gathered again in backward."""
+        _check_bool("reshard_after_forward", reshard_after_forward)
+        self._change(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether parameters are given back after backward. Kept ones need no gather in the
+        next forward, unless the shards have changed since, which is noticed."""
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        self._change(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether this group's backward needs its parameters; that of an embedding does not."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        self._change(False, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Say what to gather while this module's forward runs, in place of what came next the
+        last time."""
+        self._fsdp_group.forward_prefetch = _groups_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Say what to gather while this module's backward runs, in place of what came before it."""
+        self._fsdp_group.backward_prefetch = _groups_of(modules)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this group's parameters with `comm`."""
+        if not isinstance(comm, AllGather):
+            raise FSDPError(f"comm: expected an AllGather, got {type(comm).__name__}")
+        self._change(False, all_gather=comm)
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether backward reduces gradients. If not, they are accumulated unsharded."""
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        self._change(
+            recurse, gradient_sync=requires_gradient_sync, all_reduce=requires_gradient_sync
+        )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backward sums gradients over the replicate axis. If not, the shards'
+        gradients are accumulated until it does."""
+        _check_bool("requires_all_reduce", requires_all_reduce)
+        self._change(recurse, all_reduce=requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward waits for gradients under way. With False they go on
+        beside the next microbatch; the last one must wait."""
+        _check_bool("is_last_backward", is_last_backward)
+        group = self._fsdp_group
+        group.ready_context(self).is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this group's gradients by `factor`, not by the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor == 0:
+            raise FSDPError(f"factor: expected a number other than 0, got {factor!r}")
+        self._change(False, divide_factor=float(factor))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing changes: what travels is always summed, and divided afterwards."""
+        _check_bool("enable", enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether parameters that no rank has used get zeros as gradients. By default they have
+        none, as in one process. What only some ranks have used is right either way."""
+        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        self._change(recurse, fill_unused=reduce_scatter_unused_params)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call `hook` with this group's reduced gradients, flat, before the shards get them.
+
+        Arguments:
+            hook: may change them in place.
+            stream: accepted for torch's sake; the hook runs in the stream of backward.
+        """
+        if not callable(hook):
+            raise FSDPError(f"hook: expected a function of a tensor, got {hook!r}")
+        self._change(False, all_reduce_hook=hook)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this group's gradients with `comm`."""
+        if not isinstance(comm, ReduceScatter):
+            raise FSDPError(f"comm: expected a ReduceScatter, got {type(comm).__name__}")
+        self._change(False, reduce_scatter=comm)
+
+    # ---- the rest
+
+    def reset_iter_state(self) -> None:
+        """Forget an iteration that an exception has ended, with its gradients that no shard has
+        got. The next forward does so itself if it must."""
+        context = self._fsdp_group.context
+        if context is not None:
+            context.recover()
+
+    def _groups(self, recurse: bool) -> Iterable[Group]:
+        if not recurse:
+            return [self._fsdp_group]
+        modules = (module for module in self.modules() if isinstance(module, FSDPModule))
+        return dict.fromkeys(module._fsdp_group for module in modules)
+
+    def _change(self, recurse: bool, **settings: Any) -> None:
+        for group in self._groups(recurse):
+            group.change(**settings)
+
+
+def _run(
+    module: nn.Module,
+    group: Group,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    args, kwargs = group.before(module, args, kwargs)
+    try:
+        output = function(*args, **kwargs)
+    except BaseException:
+        group.failed(module)
+        raise
+    return group.after(module, output)
+
+
+_classes: dict[type, type] = {}
+
+
+def swap_class(module: nn.Module, group: Group, prefix: str) -> None:
+    """Make a module one that is sharded: `FSDPLinear` is both an `FSDPModule` and a `Linear`."""
+    own = type(module)
+    found = _classes.get(own)
+    if found is None:
+        found = _classes[own] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
+    module._fsdp_group = group  # type: ignore[assignment]
+    module.__class__ = found
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module gather parameters, as `forward` does.
+
+    Arguments:
+        module: nothing happens if it is not sharded.
+        method_name: such as `"generate"`.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise FSDPError(
+            f"method_name: expected a method of {type(module).__name__}, got {method_name!r}"
+        )
+
+    function = getattr(method, "__func__", None)
+    if function is None:
+        raise FSDPError(
+            f"method_name: expected a method of {type(module).__name__}, got {method!r}, which is "
+            "a function that does not get the module"
+        )
+
+    @functools.wraps(function)
+    def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, self._fsdp_group, functools.partial(function, self), args, kwargs)
+
+    setattr(module, method_name, MethodType(gathered, module))
+
+
+def _groups_of(modules: Sequence[FSDPModule]) -> list[Group]:
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        raise FSDPError(f"modules: expected a list of modules, got {type(modules).__name__}")
+    return [check_group(module, f"modules[{at}]") for at, module in enumerate(modules)]
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise FSDPError(f"{name}: expected True or False, got {value!r}")

@@ -1,0 +1,316 @@
+"""Units: the parameters of a group that have one dtype. They are gathered into one piece of memory.
+
+At rest a unit's shards are consecutive in a flat buffer (`shardwise.fsdp.arena`): a *row*, of the
+same length on every rank. Gathering gives the rows of all ranks, from which the gathered parameters
+are filled by one fused copy. These live as long as the unit, so that what autograd has saved of
+them is there again when they are filled for backward; in between only their memory is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from shardwise.fsdp.division import Division
+from shardwise.fsdp.mesh_info import DataParallelMeshInfo
+from shardwise.fsdp.policies import MixedPrecisionPolicy
+from shardwise.fsdp.states import ShardedState, moved_on
+from shardwise.tensor import DTensor, as_local, wrap
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.arena import Arena
+    from shardwise.fsdp.building import Bucket
+    from shardwise.fsdp.gathering import Gather
+    from shardwise.fsdp.group import Group
+
+ALIGNED = 16
+"""Parameters begin at multiples of so many elements, as fast kernels like it."""
+HEADER = ALIGNED
+"""Elements at the start of a row that say whose it is."""
+
+_BASE: Any = torch._C.TensorBase
+_requires_grad: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
+_version: Callable[[torch.Tensor], int] = _BASE._version.__get__
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _BASE.grad.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _BASE.grad.__set__
+
+
+class Held:
+    """One parameter of a unit."""
+
+    __slots__ = ("accumulated", "division", "name", "offset", "reduced", "sharded", "whole")
+
+    def __init__(self, name: str, sharded: DTensor, division: Division) -> None:
+        self.name = name
+        self.sharded = sharded
+        """What the module has at rest, and optimizers see."""
+        self.division = division
+        self.offset = 0
+        """Where it begins in a row."""
+        self.whole: torch.Tensor
+        """What the module computes with."""
+        self.accumulated: torch.Tensor | None = None
+        """Gradients of the gathered parameter that are still to be reduced, in the reduce dtype."""
+        self.reduced: torch.Tensor | None = None
+        """Gradients of the shard that are still to be summed over the ranks that hold the same."""
+
+
+class Unit:
+    """Parameters that are gathered at once.
+
+    Arguments:
+        number: its position among all units, the same on every rank.
+        groups: those that compute with it: one, or several if parameters are tied.
+        held: its parameters; their dtype and device are all the same.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        groups: list[Group],
+        held: list[Held],
+        info: DataParallelMeshInfo,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        self.number = number
+        self.groups = groups
+        self.held = held
+        self.info = info
+        self.device = device
+        """Where it computes; shards may be kept elsewhere."""
+        own = held[0].sharded.dtype
+        casts = policy.param_dtype is not None and own.is_floating_point
+        self.dtype: torch.dtype = policy.param_dtype if casts else own  # type: ignore[assignment]
+        """Of the gathered parameters, and of what travels."""
+        reduces = policy.reduce_dtype is not None and own.is_floating_point
+        self.reduce_dtype: torch.dtype = policy.reduce_dtype if reduces else self.dtype  # type: ignore[assignment]
+        self.length = HEADER
+        for each in held:
+            each.offset = self.length
+            self.length += aligned(each.division.size)
+        self.arena: Arena
+        self.offset: int
+        """Where its row begins in the arena."""
+        self.state = ShardedState.SHARDED
+        self.holders: set[Group] = set()
+        """The groups that need it gathered now."""
+        self.gather: Gather | None = None
+        """What it will be filled from, if that is under way."""
+        self.kept: torch.Tensor | None = None
+        """Its piece in SHARDED_POST_FORWARD."""
+        self.versions: list[int] = []
+        """Of the shards when they were gathered."""
+        self.got: set[int] = set()
+        """The parameters whose gradients this backward has brought."""
+        self.trainable: list[int] = []
+        self.watched: set[int] = set()
+        self.on_ready: Callable[[Unit], None]
+        self.bucket: Bucket
+        """Those that it travels with."""
+
+    @property
+    def name(self) -> str:
+        """As messages have it."""
+        return " and ".join(group.name for group in self.groups)
+
+    def described(self) -> str:
+        """Its name and those of its parameters."""
+        names = [each.name for each in self.held]
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return f"{self.name} ({shown})"
+
+    # ---- memory
+
+    def make_wholes(self) -> None:
+        """Make the gathered parameters, without memory; or let them be the shards, if those are
+        whole already."""
+        self.is_alias = (
+            self.info.shard_mesh_size == 1
+            and self.dtype is self.held[0].sharded.dtype
+            and self.device == self.arena.flat.device
+        )
+        self.places: list[torch.Tensor] = []
+        if self.is_alias:
+            row = self.arena.flat.detach()[self.offset : self.offset + self.length]
+            for each in self.held:
+                self._make_whole(each, each.division.own(row, each.offset))
+            return
+        sizes = [aligned(torch.Size(each.division.whole_shape).numel()) for each in self.held]
+        # Split over as many ranks as may be, it must have equal pieces.
+        total = -(-sum(sizes) // self.info.shard_mesh_size) * self.info.shard_mesh_size
+        self.memory = torch.empty(total, dtype=self.dtype, device=self.device)
+        self.nbytes = total * self.dtype.itemsize
+        bare = self.memory.data  # its copies do not count as changes of what autograd has saved
+        start = 0
+        for each, size in zip(self.held, sizes, strict=True):
+            shape = each.division.whole_shape
+            strides = getattr(each.sharded, "_whole_strides", None)
+            if strides is None:
+                strides = torch.empty(shape, device="meta").stride()
+            self._make_whole(each, self.memory.as_strided(shape, strides, start))
+            self.places += each.division.of_whole(bare.as_strided(shape, strides, start))
+            start += size
+        self._free()
+
+    def _make_whole(self, held: Held, memory: torch.Tensor) -> None:
+        if held.division.whole_layout is not None:
+            memory = wrap(memory.view_as(memory), held.division.whole_layout)
+        held.whole = nn.Parameter(memory, requires_grad=False)
+        for name, value in vars(held.sharded).items():  # what users hang on a parameter
+            if name not in ("_layout", "_is_param", "_whole_strides"):
+                setattr(held.whole, name, value)
+
+    def _allocate(self) -> None:
+        self.memory.untyped_storage().resize_(self.nbytes)
+
+    def _free(self) -> None:
+        self.memory.untyped_storage().resize_(0)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The memory that it takes beyond its shards."""
+        if self.is_alias:
+            return 0
+        kept = 0 if self.kept is None else self.kept.untyped_storage().nbytes()
+        return self.memory.untyped_storage().nbytes() + kept
+
+    def holds(self, address: int) -> bool:
+        """Whether a tensor's memory, given by its storage's address, is that of its gathered
+        parameters, and will be given back."""
+        return not self.is_alias and self.memory.untyped_storage()._cdata == address
+
+    # ---- gathered, and not
+
+    def fill(self, rows: torch.Tensor, start: int) -> None:
+        """Make the gathered parameters from the rows of all ranks.
+
+        Arguments:
+            rows: may hold those of other units too.
+            start: where those of this one begin.
+        """
+        with torch.no_grad(), as_local():
+            self._allocate()
+            pieces: list[torch.Tensor] = []
+            for each in self.held:
+                pieces += each.division.of_rows(rows, start + each.offset)
+            torch._foreach_copy_(self.places, pieces)
+        self._note_filled()
+
+    def refill(self, whole: torch.Tensor) -> None:
+        """Make the gathered parameters from what `keep` has split."""
+        with torch.no_grad():
+            self._allocate()
+            self.memory.data.copy_(whole)
+        self.kept = None
+        self._note_filled()
+
+    def _note_filled(self) -> None:
+        self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
+        with as_local():
+            self.versions = [_version(each.sharded) for each in self.held]
+
+    def is_stale(self) -> bool:
+        """Whether its shards were changed since they were gathered."""
+        with as_local():
+            return self.versions != [_version(each.sharded) for each in self.held]
+
+    def keep(self, index: int, count: int) -> None:
+        """Give back all but one of `count` equal pieces of the gathered parameters' memory."""
+        with torch.no_grad():
+            self.kept = self.memory.view(count, -1)[index].clone()
+        self._free()
+        self.state = moved_on(self.state, ShardedState.SHARDED_POST_FORWARD, self.name)
+
+    def reshard(self) -> None:
+        """Give back the memory of the gathered parameters."""
+        self.holders.clear()
+        if self.state is not ShardedState.SHARDED:
+            if not self.is_alias:
+                self._free()
+            self.kept = None
+            self.state = moved_on(self.state, ShardedState.SHARDED, self.name)
+
+    # ---- gradients
+
+    def follow_requires_grad(self) -> None:
+        """Let the gathered parameters require gradients exactly where the shards do."""
+        trainable = []
+        with as_local():
+            for index, each in enumerate(self.held):
+                wanted = _requires_grad(each.sharded)
+                if wanted is not _requires_grad(each.whole):
+                    each.whole.requires_grad_(wanted)
+                if wanted:
+                    trainable.append(index)
+                    if index not in self.watched:
+                        self._watch(index)
+        self.trainable = trainable
+
+    def _watch(self, index: int) -> None:
+        self.watched.add(index)
+        unit = ref(self)  # a hook that held the unit would be a cycle through C++
+
+        def ready(_: torch.Tensor) -> None:
+            found = unit()
+            if found is not None:
+                found.got.add(index)
+                if len(found.got) == len(found.trainable):
+                    found.on_ready(found)
+
+        whole: Any = self.held[index].whole
+        whole.register_post_accumulate_grad_hook(ready)
+
+    def keep_gradients(self) -> None:
+        """Accumulate what is not reduced now in the dtype in which it will be."""
+        self.got.clear()
+        if self.reduce_dtype is self.dtype:
+            return  # autograd accumulates it
+        with torch.no_grad(), as_local():
+            for index in self.trainable:
+                each = self.held[index]
+                gradient = gradient_of(each.whole)
+                if gradient is not None:
+                    each.accumulated = _added(each.accumulated, gradient, self.reduce_dtype)
+                    set_gradient(each.whole, None)
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """The gradients of the trainable ones, which are then forgotten here."""
+        self.got.clear()
+        result = []
+        with torch.no_grad(), as_local():
+            for index in self.trainable:
+                each = self.held[index]
+                gradient = gradient_of(each.whole)
+                set_gradient(each.whole, None)
+                if each.accumulated is not None:
+                    if gradient is None:
+                        gradient = each.accumulated
+                    else:
+                        gradient = _added(each.accumulated, gradient, self.reduce_dtype)
+                    each.accumulated = None
+                if gradient is not None and gradient.is_sparse:
+                    gradient = gradient.to_dense()
+                result.append(gradient)
+        return result
+
+    def forget_gradients(self) -> None:
+        """Drop what was not reduced."""
+        self.take_gradients()
+        for each in self.held:
+            each.reduced = None
+
+
+def aligned(count: int) -> int:
+    """As many elements, or some more."""
+    return -(-count // ALIGNED) * ALIGNED
+
+
+def _added(total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if total is None:
+        return gradient.to(dtype)
+    return total.add_(gradient)
