@@ -17,7 +17,7 @@ two, of which it waits for the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
@@ -127,12 +127,15 @@ class C10dCommunicator(Communicator):
         native = not x.is_complex() and x.dtype not in UNSIGNED
         if x.device.type != "cpu" and len(set(sizes)) == 1 and native:
             return self._start_native_reduce_scatter(pieces, op)
-        shapes = [tuple(pieces[self.index].shape)] * self.size
-        if x.numel() * x.itemsize >= LARGE:
-            received = self._start_all_to_all_of_large(pieces, shapes)
-        else:
-            received = self._start_all_to_all(pieces, shapes)
-        return received.then(lambda contributions: reduce_contributions(contributions, op))
+        own = pieces[self.index]
+        if x.numel() * x.itemsize < LARGE:
+            received = self._start_all_to_all(pieces, [tuple(own.shape)] * self.size)
+            return received.then(lambda contributions: reduce_contributions(contributions, op))
+        contributions = [
+            own if peer == self.index else empty_like(own) for peer in range(self.size)
+        ]
+        started = self._start_exchange_with_all(pieces, contributions)
+        return started.then(lambda _: reduce_contributions(contributions, op))
 
     def _start_native_reduce_scatter(
         self, pieces: list[torch.Tensor], op: str
@@ -166,6 +169,18 @@ class C10dCommunicator(Communicator):
             return torch.cat(pieces, dim)
 
         return self._start_gathered(x, shapes).then(join)
+
+    def _start_all_gather_into(
+        self, x: torch.Tensor, rows: torch.Tensor, skip_own: bool
+    ) -> Pending[torch.Tensor]:
+        own = flat([x])
+        if x.device.type == "cpu" and rows.numel() * rows.itemsize >= LARGE:
+            if not skip_own:
+                rows[self.index].copy_(own)
+            started = self._start_exchange_with_all([own] * self.size, list(rows.detach()))
+            return started.then(lambda _: rows)
+        work = self._group._allgather_base(as_bytes(rows.detach()), as_bytes(own))
+        return self._pending("all_gather", work, lambda: rows, own)
 
     def _start_gathered(
         self, x: torch.Tensor, shapes: list[Shape] | None = None
@@ -204,11 +219,16 @@ class C10dCommunicator(Communicator):
         buffer = pieces[0].new_empty(sum(torch.Size(shape).numel() for shape in shapes))
         received = split(buffer, shapes)
         received[self.index].copy_(pieces[self.index].detach())
+        return self._start_exchange_with_all(pieces, received).then(lambda _: received)
+
+    def _start_exchange_with_all(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> Pending[None]:
+        """An exchange with every other rank; what is listed for this one stays as it is."""
         others = [peer for peer in range(self.size) if peer != self.index]
-        started = self._start_exchange(
-            {peer: pieces[peer] for peer in others}, {peer: received[peer] for peer in others}
+        return self._start_exchange(
+            {peer: sent[peer] for peer in others}, {peer: received[peer] for peer in others}
         )
-        return started.then(lambda _: received)
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         own = source == self.index

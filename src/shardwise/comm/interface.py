@@ -161,6 +161,37 @@ class Communicator(ABC):
             lambda: self._start_all_gather(x, dim, lengths),
         )
 
+    def all_gather_into(
+        self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
+    ) -> torch.Tensor:
+        """Every rank gets all ranks' `x`, in memory that it has: rank i's becomes `rows[i]`.
+
+        Arguments:
+            x: of the same size on every rank.
+            rows: of one row per rank, contiguous; it is written to and returned.
+            skip_own: the caller does not need its own row, which may then stay as it is.
+        """
+        return self.all_gather_into_async(x, rows, skip_own=skip_own).wait()
+
+    def all_gather_into_async(
+        self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
+    ) -> Pending[torch.Tensor]:
+        """`all_gather_into`, under way."""
+        check_tensor("all_gather_into(x)", x)
+        check_tensor("all_gather_into(rows)", rows)
+        wanted = (self.size, x.numel())
+        if tuple(rows.shape) != wanted or rows.dtype != x.dtype or not rows.is_contiguous():
+            raise CollectiveError(
+                f"all_gather_into(rows): expected {x.dtype} {wanted}, contiguous; got "
+                f"{_shown(rows)}{'' if rows.is_contiguous() else ', not contiguous'}"
+            )
+        return self._traced(
+            "all_gather",
+            x,
+            _size_in_bytes(x) * (self.size - 1),
+            lambda: self._start_all_gather_into(x, rows, skip_own),
+        )
+
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
     ) -> list[torch.Tensor]:
@@ -366,6 +397,13 @@ class Communicator(ABC):
     def _start_all_gather(
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
     ) -> Pending[torch.Tensor]: ...
+
+    def _start_all_gather_into(
+        self, x: torch.Tensor, rows: torch.Tensor, skip_own: bool
+    ) -> Pending[torch.Tensor]:
+        """An engine that can do without the copy does."""
+        gathered = self._start_all_gather(x.reshape(1, -1), 0, (1,) * self.size)
+        return gathered.then(rows.copy_)
 
     @abstractmethod
     def _start_all_to_all(

@@ -65,8 +65,12 @@ def reduce_contributions(pieces: Sequence[torch.Tensor], op: str) -> torch.Tenso
     wide = dtype if as_it_is else _WIDER.get(dtype, dtype)
     if dtype is torch.bool:
         op = BOOL_OPS[op]
-    total = pieces[0].to(wide, copy=True, memory_format=torch.contiguous_format)
-    for piece in pieces[1:]:
+    rest = list(pieces[1:])
+    if op in ("sum", "avg") and wide is dtype and rest:
+        total = torch.add(pieces[0], rest.pop(0)).contiguous()  # saves the copy of the first
+    else:
+        total = pieces[0].to(wide, copy=True, memory_format=torch.contiguous_format)
+    for piece in rest:
         total = _FOLD[op](total, piece.to(wide))
     if op == "avg":
         total /= len(pieces)

@@ -11,8 +11,11 @@ from torch import nn
 from shardwise.fsdp.arena import Arena
 from shardwise.fsdp.division import Division
 from shardwise.fsdp.errors import StateError
+from shardwise.fsdp.gathering import gathered_size
 from shardwise.fsdp.group import Group, Slot
 from shardwise.fsdp.policies import CPUOffloadPolicy
+from shardwise.fsdp.pool import Size
+from shardwise.fsdp.reducing import Plan
 from shardwise.fsdp.settings import Settings
 from shardwise.fsdp.states import ShardedState
 from shardwise.fsdp.unit import Held, Unit
@@ -30,8 +33,19 @@ class Bucket:
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
+        self._plan: Plan | None = None
         for unit in units:
             unit.bucket = self
+
+    def sizes(self) -> list[Size]:
+        """Of the buffers that it needs."""
+        return [gathered_size(self.units), self.plan().size]
+
+    def plan(self) -> Plan:
+        """Where its gradients lie when they are reduced."""
+        if self._plan is None or not self._plan.is_current:
+            self._plan = Plan(self.units)
+        return self._plan
 
     def run_around(self, unit: Unit) -> list[Unit]:
         """The consecutive units with this one among them that are yet to be gathered."""

@@ -26,6 +26,7 @@ from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.pool import Pool
 from shardwise.fsdp.reducing import Reduction
 from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
 from shardwise.fsdp.unit import Unit
@@ -48,6 +49,7 @@ class Context:
             group.context = self
         self.units: list[Unit] = []
         self.buckets: list[Bucket] = []
+        self.pool = Pool()
         self.settings_changed = False
         self.depth = 0
         """How many forwards of groups are under way, one within the other."""
@@ -76,10 +78,10 @@ class Context:
         """See to it that units hold the parameters that the modules have."""
         if not self.units or not self._is_current():
             self._build()
-        elif self.settings_changed:
-            self._make_buckets()
         for unit in self.units:
             unit.follow_requires_grad()
+        if self.settings_changed:
+            self._make_buckets()
 
     def _is_current(self) -> bool:
         for group in self.groups:
@@ -95,11 +97,13 @@ class Context:
         self.units = built(self.groups)
         for unit in self.units:
             unit.on_ready = self._on_ready
-        self._make_buckets()
+        self.settings_changed = True
         self._set_order(self.units)
 
     def _make_buckets(self) -> None:
         self.buckets = buckets_of(self.units)
+        sizes = [size for bucket in self.buckets for size in bucket.sizes()]
+        self.pool.expect(sizes)
         self.settings_changed = False
 
     def _set_order(self, units: Iterable[Unit]) -> None:
@@ -187,7 +191,7 @@ class Context:
                 KeptGather(unit, communicator(mesh, (0,), channel="gather"))
                 continue
             run = unit.bucket.run_around(unit)
-            Gather(run, unit.groups[0].settings.all_gather)
+            Gather(run, self.pool, unit.groups[0].settings.all_gather)
 
     def finish_gathers(self, group: Group) -> None:
         """Wait for what a group needs."""
@@ -221,8 +225,7 @@ class Context:
         """Of what was gathered for nothing; they must be over before shards may change."""
         for unit in self.units:
             if unit.gather is not None:
-                unit.gather.pending.wait()
-                unit.gather = None
+                unit.gather.drop(unit)
 
     # ---- backward
 
@@ -266,7 +269,7 @@ class Context:
         settings = unit.groups[0].settings
         if not any(group.settings.gradient_sync for group in unit.groups):
             return
-        reduction = Reduction(unit.bucket.units, settings)
+        reduction = Reduction(unit.bucket.plan(), settings, self.pool)
         self._line.append(reduction)
         for each in unit.bucket.units:
             self._by_unit[each] = reduction
@@ -356,7 +359,7 @@ class Context:
         for unit in self.units:
             if unit.gather is not None:
                 with suppress(CollectiveError):
-                    unit.gather.pending.wait()
+                    unit.gather.drop(unit)
                 unit.gather = None
             unit.forget_gradients()
             unit.reshard()

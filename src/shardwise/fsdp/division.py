@@ -143,13 +143,29 @@ class Division:
         each = [((index * length, (index + 1) * length),) for index in range(self.count)]
         return length > 0 and list(self.ranges) == each
 
+    def piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """What a rank holds, contiguous."""
+        if self.dim is None:
+            return whole.contiguous()
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[index]]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].contiguous()
+
+    def own(self, row: torch.Tensor, offset: int) -> torch.Tensor:
+        """What this rank holds, in a row of its own."""
+        shape = self.shapes[self.index]
+        return row.as_strided(shape, _strides(shape), row.storage_offset() + offset)
+
     # ---- views, in pairs: what belongs together has the same shape and position in two lists
 
-    def of_whole(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of the gathered parameter."""
+    def of_whole(self, whole: torch.Tensor, by_rank: bool = False) -> list[torch.Tensor]:
+        """The pieces of the gathered parameter, or of its gradient.
+
+        Arguments:
+            by_rank: give those of each rank by themselves, also if all can be one view.
+        """
         if self.dim is None:
             return [whole]
-        if self.is_even:
+        if self.is_even and not by_rank:
             if self.dim == 0 and whole.is_contiguous():
                 return [whole.view(self.count, -1)]
             pieces = torch.unflatten(whole, self.dim, (self.count, -1))
@@ -161,21 +177,25 @@ class Division:
             if stop > start
         ]
 
-    def piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """What a rank holds, contiguous."""
-        if self.dim is None:
-            return whole.contiguous()
-        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[index]]
-        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].contiguous()
-
-    def of_rows(self, rows: torch.Tensor, offset: int) -> list[torch.Tensor]:
+    def of_rows(
+        self, rows: torch.Tensor, offset: int, own_row: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         """Where those pieces lie in a buffer with a row of all parameters for each rank.
 
         Arguments:
-            rows: two-dimensional and contiguous, with one row for each rank.
+            rows: two-dimensional and contiguous.
             offset: where this parameter begins in each row.
+            own_row: this parameter's part of this rank's row, if that is not in the buffer; the
+                pieces are then those that `of_whole` gives by rank.
         """
-        return _views(rows, offset, self._pieces)
+        if own_row is None:
+            return [_view(rows, offset, piece) for piece in self._pieces]
+        return [
+            _view(own_row, 0, piece._replace(row=0))
+            if piece.row == self.index
+            else _view(rows, offset, piece)
+            for piece in self._pieces_by_rank
+        ]
 
     def of_gradient(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a gradient: of what every rank holds, one for every row."""
@@ -186,23 +206,22 @@ class Division:
     def of_gradient_rows(self, rows: torch.Tensor, offset: int) -> list[torch.Tensor]:
         """Where those lie in a buffer such as that of `of_rows`."""
         if self.dim is not None:
-            return _views(rows, offset, self._pieces)
-        return _views(rows, offset, (self._of_all_rows(self.whole_shape),))
-
-    def own(self, row: torch.Tensor, offset: int) -> torch.Tensor:
-        """What this rank holds, in a row of its own."""
-        shape = self.shapes[self.index]
-        return row.as_strided(shape, _strides(shape), row.storage_offset() + offset)
+            return self.of_rows(rows, offset)
+        return [_view(rows, offset, self._of_all_rows(self.whole_shape))]
 
     @cached_property
-    def _pieces(self) -> tuple[_Piece, ...]:
+    def _pieces(self) -> list[_Piece]:
+        if not self.is_even:
+            return self._pieces_by_rank
+        # as one dim, which the copy need not find out: it is done every time
+        shape = self.shapes[0]
+        return [self._of_all_rows((math.prod(shape),) if self.dim == 0 else shape)]
+
+    @cached_property
+    def _pieces_by_rank(self) -> list[_Piece]:
         if self.dim is None:
             strides = _strides(self.whole_shape)
-            return (_Piece(self.whole_shape, strides, False, self.index, 0),)
-        if self.is_even:
-            # as one dim, which the copy need not find out: it is done every time
-            shape = self.shapes[0]
-            return (self._of_all_rows((math.prod(shape),) if self.dim == 0 else shape),)
+            return [_Piece(self.whole_shape, strides, False, self.index, 0)]
         found = []
         for index, (shape, ranges) in enumerate(zip(self.shapes, self.ranges, strict=True)):
             strides = _strides(shape)
@@ -212,7 +231,7 @@ class Division:
                     part = (*shape[: self.dim], stop - start, *shape[self.dim + 1 :])
                     found.append(_Piece(part, strides, False, index, at * strides[self.dim]))
                 at += stop - start
-        return tuple(found)
+        return found
 
     def _of_all_rows(self, shape: Shape) -> _Piece:
         return _Piece((self.count, *shape), _strides(shape), True, 0, 0)
@@ -229,15 +248,11 @@ class _Piece(NamedTuple):
     start: int
 
 
-def _views(rows: torch.Tensor, offset: int, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
-    length = rows.shape[1]
-    offset += int(rows.storage_offset())
-    return [
-        rows.as_strided(
-            shape, (length, *strides) if is_of_all else strides, offset + row * length + start
-        )
-        for shape, strides, is_of_all, row, start in pieces
-    ]
+def _view(rows: torch.Tensor, offset: int, piece: _Piece) -> torch.Tensor:
+    length = rows.shape[-1]
+    strides = (length, *piece.strides) if piece.is_of_all else piece.strides
+    start = int(rows.storage_offset()) + offset + piece.row * length + piece.start
+    return rows.as_strided(piece.shape, strides, start)
 
 
 def _within(held: Sequence[Range], ranges: Sequence[Range]) -> list[Range]:

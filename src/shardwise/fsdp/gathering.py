@@ -12,9 +12,11 @@ from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import digits
 from shardwise.fsdp.custom import AllGather, process_group
 from shardwise.fsdp.errors import GatherError
+from shardwise.fsdp.pool import Pool, Rows, Size, size_in_bytes
 from shardwise.fsdp.unit import Unit
 
 CHANNEL = "gather"
+LARGE = 1 << 20
 
 
 class Gather:
@@ -22,47 +24,67 @@ class Gather:
 
     Arguments:
         units: consecutive ones of an arena.
+        pool: where the memory for them comes from.
         custom: what gathers them, if not the communicator.
     """
 
-    def __init__(self, units: Sequence[Unit], custom: AllGather | None = None) -> None:
+    def __init__(self, units: Sequence[Unit], pool: Pool, custom: AllGather | None = None) -> None:
         first, last = units[0], units[-1]
         self.first = first
-        self.start = first.offset
-        self.length = last.offset + last.length - first.offset
-        own = first.arena.flat.detach()[self.start : self.start + self.length]
-        own = own.to(first.device, first.dtype, non_blocking=True)
+        self._start = first.offset
+        self._left = len(units)
+        """How many units have not got their parameters."""
         self._names = ", ".join(unit.name for unit in units)
-        self._rows: torch.Tensor | None = None
-        if first.info.shard_mesh_size == 1:
-            self.pending = Pending.done(own)
-        elif custom is None:
-            shard = first.info.shard_communicator(CHANNEL)
-            self.pending = shard.all_gather_async(own)
+        self._pool = pool
+        self._is_there = False
+        length = last.offset + last.length - first.offset
+        own = first.arena.flat.detach()[self._start : self._start + length]
+        is_cast = own.dtype is not first.dtype or own.device != first.device
+        own = own.to(first.device, first.dtype, non_blocking=True)
+        size = gathered_size(units)
+        # A large own row is not copied among the others: its pieces are taken from where it is.
+        self._skips_own = not is_cast and custom is None and size_in_bytes(size) >= LARGE
+        if custom is not None:
+            self._rows = Rows(size)
+            self.pending = _custom(custom, own, self._rows, first)
         else:
-            self.pending = _custom(custom, own, first)
+            self._rows = pool.take(size)
+            if first.info.shard_mesh_size == 1:
+                self.pending = Pending.done(self._rows.matrix.copy_(own))
+            else:
+                shard = first.info.shard_communicator(CHANNEL)
+                self.pending = shard.all_gather_into_async(
+                    own, self._rows.matrix, skip_own=self._skips_own
+                )
         for unit in units:
             unit.gather = self
 
-    def rows(self) -> torch.Tensor:
-        """Those of all ranks, one below the other, once they are there."""
-        if self._rows is None:
-            try:
-                rows = self.pending.wait()
-            except CollectiveError as error:
-                raise GatherError(
-                    f"the parameters of {self._names} could not be gathered: {error}\nEvery rank "
-                    "of the mesh must call the same sharded modules in the same order; a rank that "
-                    "has no use for one calls it too, and multiplies its output by 0"
-                ) from error
-            self._rows = rows.view(self.first.info.shard_mesh_size, self.length)
-            self._check(self._rows)
-        return self._rows
-
     def fill(self, unit: Unit) -> None:
-        """Let a unit have its parameters."""
-        unit.fill(self.rows(), unit.offset - self.start)
+        """Let a unit have its parameters, once they are there."""
+        if not self._is_there:
+            self._wait()
+        unit.fill(self._rows, unit.offset - self._start, self._skips_own)
+        self.drop(unit)
+
+    def drop(self, unit: Unit) -> None:
+        """A unit does not need it any more."""
+        self.pending.wait()
         unit.gather = None
+        self._left -= 1
+        if not self._left:
+            self._pool.give(self._rows)
+
+    def _wait(self) -> None:
+        try:
+            self.pending.wait()
+        except CollectiveError as error:
+            raise GatherError(
+                f"the parameters of {self._names} could not be gathered: {error}\nEvery rank "
+                "of the mesh must call the same sharded modules in the same order; a rank that "
+                "has no use for one calls it too, and multiplies its output by 0"
+            ) from error
+        self._check(self._rows.matrix)
+        self._is_there = True
 
     def _check(self, rows: torch.Tensor) -> None:
         """Refuse rows of other units, which ranks that went another way have sent."""
@@ -100,16 +122,33 @@ class KeptGather:
         unit.refill(whole)
         unit.gather = None
 
+    def drop(self, unit: Unit) -> None:
+        """A unit does not need it any more."""
+        self.pending.wait()
+        unit.gather = None
 
-def _custom(custom: AllGather, own: torch.Tensor, unit: Unit) -> Pending[torch.Tensor]:
-    size = unit.info.shard_mesh_size
-    result = custom.allocate((own.numel() * size,), dtype=own.dtype, device=own.device)
-    group = process_group(unit.info)
-    work = custom(output_tensor=result, input_tensor=own, group=group, async_op=True)
+
+def gathered_size(units: Sequence[Unit]) -> Size:
+    """Of the buffer for the rows of consecutive units."""
+    first, last = units[0], units[-1]
+    length = last.offset + last.length - first.offset
+    return first.info.shard_mesh_size, length, first.dtype, first.device
+
+
+def _custom(custom: AllGather, own: torch.Tensor, rows: Rows, unit: Unit) -> Pending[torch.Tensor]:
+    rows.matrix = custom.allocate(
+        (rows.matrix.numel(),), dtype=own.dtype, device=own.device
+    ).view_as(rows.matrix)
+    work = custom(
+        output_tensor=rows.matrix.view(-1),
+        input_tensor=own,
+        group=process_group(unit.info),
+        async_op=True,
+    )
 
     def finish() -> torch.Tensor:
         if work is not None:
             work.wait()
-        return result
+        return rows.matrix
 
     return Pending(finish)

@@ -295,7 +295,8 @@ class Group:
                 "call it outside of forward and backward"
             )
         for unit in self.units:
-            unit.gather = None
+            if unit.gather is not None:
+                unit.gather.drop(unit)
             unit.reshard()
         for slot, held in self.bindings:
             slot.put(held.sharded)

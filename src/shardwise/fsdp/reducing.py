@@ -18,6 +18,7 @@ from shardwise.comm import Pending
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.custom import ReduceScatter, process_group
 from shardwise.fsdp.errors import GatherError
+from shardwise.fsdp.pool import Pool, Rows, Size
 from shardwise.fsdp.settings import Settings
 from shardwise.fsdp.unit import Held, Unit, aligned, gradient_of, set_gradient
 from shardwise.tensor import as_local
@@ -26,66 +27,105 @@ CHANNEL = "reduce"
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Reduction:
-    """The gradients of some units: put in, summed over ranks, and given to the shards.
+class Plan:
+    """Where the gradients of some units lie in a row.
 
     Arguments:
         units: of one arena and with equal settings.
     """
 
-    def __init__(self, units: Sequence[Unit], settings: Settings) -> None:
-        first = units[0]
+    def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
-        self.info = first.info
-        self.settings = settings
-        self.waits_for = {unit for unit in units if unit.trainable}
-        """Those whose gradients are not in yet."""
-        self._entries: dict[Unit, list[tuple[Held, int, int]]] = {}
+        self.trainable = [unit.trainable for unit in units]
+        self.flags = sum(map(len, self.trainable))
+        self.entries: dict[Unit, list[tuple[Held, int, int]]] = {}
         """Of each unit its parameters, each with its flag and where its pieces begin."""
-        flags = sum(len(unit.trainable) for unit in units)
-        length, flag = aligned(flags), 0
+        length, flag = aligned(self.flags), 0
         for unit in units:
-            entries = self._entries[unit] = []
+            entries = self.entries[unit] = []
             for index in unit.trainable:
                 held = unit.held[index]
                 entries.append((held, flag, length))
                 length += held.division.size
                 flag += 1
-        self._flags = flags
-        self._length = length
-        self._rows: torch.Tensor | None = None
+        first = units[0]
+        self.size: Size = (first.info.shard_mesh_size, length, first.reduce_dtype, first.device)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the same parameters still require gradients."""
+        return self.trainable == [unit.trainable for unit in self.units]
+
+    def places(self, unit: Unit, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Where the pieces of a unit's gradients go."""
+        result = []
+        for held, _, offset in self.entries[unit]:
+            result += held.division.of_gradient_rows(rows, offset)
+        return result
+
+
+class Reduction:
+    """The gradients of some units: put in, summed over ranks, and given to the shards.
+
+    Arguments:
+        plan: where they lie.
+        settings: those of all these units' groups.
+        pool: where memory comes from.
+    """
+
+    def __init__(self, plan: Plan, settings: Settings, pool: Pool) -> None:
+        self.plan = plan
+        self.info = plan.units[0].info
+        self.settings = settings
+        self.waits_for = {unit for unit in plan.units if unit.trainable}
+        """Those whose gradients are not in yet."""
+        self._pool = pool
+        self._rows: Rows | None = None
         self._unused: list[int] = []
         """The flags of parameters that have no gradient here."""
         self._pending: Pending[torch.Tensor]
         self._is_reduced = False
         # Halves are divided where they are summed, in a wider dtype, so that no sum overflows.
-        self._average = settings.divide_factor is None and first.reduce_dtype in _HALF
+        self._average = settings.divide_factor is None and plan.size[2] in _HALF
 
     def put(self, unit: Unit) -> None:
         """Copy a unit's gradients in, and let go of them."""
         gradients = unit.take_gradients()
         self.waits_for.discard(unit)
-        places: list[torch.Tensor] = []
-        pieces: list[torch.Tensor] = []
+        plan = self.plan
         with torch.no_grad(), as_local():
             rows = self._rows
             if rows is None:
-                size = (self.info.shard_mesh_size, self._length)
-                rows = torch.empty(size, dtype=unit.reduce_dtype, device=unit.device)
-                rows[:, : self._flags] = 1
-                self._rows = rows
-            for gradient, (held, flag, offset) in zip(gradients, self._entries[unit], strict=True):
-                division = held.division
-                if gradient is None:
+                rows = self._rows = self._taken()
+                rows.matrix[:, : plan.flags] = 1
+            matrix = rows.matrix
+            pieces: list[torch.Tensor] = []
+            if None not in gradients:
+                key = (id(plan), unit.number)
+                places = rows.views(key, lambda matrix: plan.places(unit, matrix))
+                for gradient, (held, _, _) in zip(gradients, plan.entries[unit], strict=True):
+                    pieces += held.division.of_gradient(gradient)  # type: ignore[arg-type]
+            else:
+                places = []
+                for gradient, (held, flag, offset) in zip(
+                    gradients, plan.entries[unit], strict=True
+                ):
+                    there = held.division.of_gradient_rows(matrix, offset)
+                    if gradient is not None:
+                        places += there
+                        pieces += held.division.of_gradient(gradient)
+                        continue
                     self._unused.append(flag)
-                    rows[:, flag] = 0
-                    for place in division.of_gradient_rows(rows, offset):
+                    matrix[:, flag] = 0
+                    for place in there:
                         place.zero_()
-                else:
-                    places += division.of_gradient_rows(rows, offset)
-                    pieces += division.of_gradient(gradient)
             if places:
                 torch._foreach_copy_(places, pieces)
+
+    def _taken(self) -> Rows:
+        # One row is what the gradients will be views of, so it cannot be used again.
+        size = self.plan.size
+        return Rows(size) if size[0] == 1 else self._pool.take(size)
 
     def start(self) -> None:
         """Send them off."""
@@ -95,13 +135,21 @@ class Reduction:
         assert rows is not None, "there are gradients"
         custom = self.settings.reduce_scatter
         if self.info.shard_mesh_size == 1:
-            self._pending = Pending.done(rows[0])
-        elif custom is not None:
-            self._pending = self._custom(custom, rows)
+            self._pending = Pending.done(rows.matrix[0])
+            return
+        if custom is not None:
+            pending = self._custom(custom, rows.matrix)
         else:
             shard = self.info.shard_communicator(CHANNEL)
             op = "avg" if self._average else "sum"
-            self._pending = shard.reduce_scatter_async(rows, op=op).then(lambda row: row[0])
+            pending = shard.reduce_scatter_async(rows.matrix, op=op).then(lambda row: row[0])
+
+        def finish() -> torch.Tensor:
+            row = pending.wait()
+            self._pool.give(rows)
+            return row
+
+        self._pending = Pending(finish)
 
     def go_on(self) -> None:
         """Once they are summed over the shard axis, send them along the replicate axis."""
@@ -131,10 +179,10 @@ class Reduction:
                 row.div_(self.settings.divide_factor or self.info.size)
             if self.settings.all_reduce_hook is not None:
                 self.settings.all_reduce_hook(row)
-            shards = self.units[0].arena.flat
+            shards = self.plan.units[0].arena.flat
             row = row.to(shards.device, shards.dtype)
             totals, pieces = [], []
-            for entries in self._entries.values():
+            for entries in self.plan.entries.values():
                 for held, flag, offset in entries:
                     if not used[flag]:
                         continue
@@ -157,7 +205,7 @@ class Reduction:
         try:
             return self._pending.wait()
         except CollectiveError as error:
-            names = "; ".join(unit.described() for unit in self.units)
+            names = "; ".join(unit.described() for unit in self.plan.units)
             raise GatherError(
                 f"the gradients of {names} could not be reduced: {error}\nEvery rank of the mesh "
                 "must run backward through the same sharded modules"
@@ -165,16 +213,16 @@ class Reduction:
 
     def _used(self, row: torch.Tensor) -> list[bool]:
         """For each parameter whether any rank had a gradient."""
-        used = [True] * self._flags
+        used = [True] * self.plan.flags
         if self._unused and not self.settings.fill_unused:
-            counts = row[: self._flags].tolist()
+            counts = row[: self.plan.flags].tolist()
             for flag in self._unused:
                 used[flag] = counts[flag] > 0
         return used
 
     def _add_earlier(self, row: torch.Tensor) -> None:
         """What was summed over the shard axis before, and not along the other."""
-        for entries in self._entries.values():
+        for entries in self.plan.entries.values():
             for held, flag, offset in entries:
                 if held.reduced is not None:
                     held.division.own(row, offset).add_(held.reduced)
@@ -182,13 +230,14 @@ class Reduction:
                     held.reduced = None
 
     def _keep_reduced(self, row: torch.Tensor, used: list[bool]) -> None:
-        for entries in self._entries.values():
+        for entries in self.plan.entries.values():
             for held, flag, offset in entries:
                 if used[flag]:
                     held.reduced = held.division.own(row, offset)
 
     def _custom(self, custom: ReduceScatter, rows: torch.Tensor) -> Pending[torch.Tensor]:
-        result = custom.allocate((self._length,), dtype=rows.dtype, device=rows.device)
+        length = rows.shape[1]
+        result = custom.allocate((length,), dtype=rows.dtype, device=rows.device)
         work = custom(
             output_tensor=result,
             input_tensor=rows.view(-1),

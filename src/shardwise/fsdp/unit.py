@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.building import Bucket
     from shardwise.fsdp.gathering import Gather
     from shardwise.fsdp.group import Group
+    from shardwise.fsdp.pool import Rows
 
 ALIGNED = 16
 """Parameters begin at multiples of so many elements, as fast kernels like it."""
@@ -134,7 +135,7 @@ class Unit:
             and self.dtype is self.held[0].sharded.dtype
             and self.device == self.arena.flat.device
         )
-        self.places: list[torch.Tensor] = []
+        self._places: dict[bool, list[torch.Tensor]] = {False: [], True: []}
         if self.is_alias:
             row = self.arena.flat.detach()[self.offset : self.offset + self.length]
             for each in self.held:
@@ -153,7 +154,9 @@ class Unit:
             if strides is None:
                 strides = torch.empty(shape, device="meta").stride()
             self._make_whole(each, self.memory.as_strided(shape, strides, start))
-            self.places += each.division.of_whole(bare.as_strided(shape, strides, start))
+            place = bare.as_strided(shape, strides, start)
+            for by_rank, places in self._places.items():
+                places += each.division.of_whole(place, by_rank)
             start += size
         self._free()
 
@@ -186,20 +189,31 @@ class Unit:
 
     # ---- gathered, and not
 
-    def fill(self, rows: torch.Tensor, start: int) -> None:
+    def fill(self, rows: Rows, start: int, skips_own: bool) -> None:
         """Make the gathered parameters from the rows of all ranks.
 
         Arguments:
             rows: may hold those of other units too.
             start: where those of this one begin.
+            skips_own: whether this rank's own row is not among them.
         """
-        with torch.no_grad(), as_local():
+        with torch.no_grad():
             self._allocate()
-            pieces: list[torch.Tensor] = []
-            for each in self.held:
-                pieces += each.division.of_rows(rows, start + each.offset)
-            torch._foreach_copy_(self.places, pieces)
+            pieces = rows.views(
+                (self.number, start, skips_own), lambda rows: self._pieces(rows, start, skips_own)
+            )
+            torch._foreach_copy_(self._places[skips_own], pieces)
         self._note_filled()
+
+    def _pieces(self, rows: torch.Tensor, start: int, skips_own: bool) -> list[torch.Tensor]:
+        result: list[torch.Tensor] = []
+        for each in self.held:
+            own = None
+            if skips_own:
+                first = self.offset + each.offset
+                own = self.arena.flat.detach()[first : first + each.division.size]
+            result += each.division.of_rows(rows, start + each.offset, own)
+        return result
 
     def refill(self, whole: torch.Tensor) -> None:
         """Make the gathered parameters from what `keep` has split."""
