@@ -100,7 +100,7 @@ class Reduction:
                 rows.matrix[:, : plan.flags] = 1
             matrix = rows.matrix
             pieces: list[torch.Tensor] = []
-            if None not in gradients:
+            if all(gradient is not None for gradient in gradients):
                 key = (id(plan), unit.number)
                 places = rows.views(key, lambda matrix: plan.places(unit, matrix))
                 for gradient, (held, _, _) in zip(gradients, plan.entries[unit], strict=True):
