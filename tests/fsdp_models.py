@@ -2,6 +2,7 @@
 ranks that get a part each. Shared by simulated and real ranks."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -86,8 +87,8 @@ class Task:
 
 FROZEN: dict[str, Callable[[str], bool]] = {
     "nothing": lambda name: False,
-    "some": lambda name: name in ("embedding.weight", "blocks.1.up.weight", "blocks.2.norm.bias"),
-    "whole layers": lambda name: name.startswith(("blocks.0.", "blocks.2.")),
+    "some": lambda name: name in ("blocks.0.norm.bias", "blocks.1.up.weight", "norm.weight"),
+    "whole layers": lambda name: name.startswith(("embedding.", "blocks.0.", "blocks.2.")),
     "all but biases": lambda name: not name.endswith("bias"),
 }
 
@@ -97,18 +98,24 @@ class Way:
     """How ranks share the work.
 
     Arguments:
-        prepare: makes a module data-parallel on a mesh of `shape` and `names`.
-        parts: how many parts a batch has.
+        shape, names: the mesh; with an axis "tp", the others are data-parallel.
+        prepare: makes a module data-parallel.
+        lay_out: makes it tensor-parallel before, if there is that axis.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
     prepare: Callable[..., None]
-    parts: int
+    lay_out: Callable[..., None] | None = None
 
     @property
     def ranks(self):
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
+
+    @property
+    def data_shape(self):
+        """Of the data-parallel axes; each of their ranks has a part of the batch."""
+        return self.shape if self.lay_out is None else self.shape[:1]
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,29 @@ class Variation:
 
 
 PLAIN = Variation()
+
+FEATURES: dict[str, tuple[dict, Variation]] = {
+    "nothing else": ({}, PLAIN),
+    "tied": ({"tied": True}, PLAIN),
+    "some frozen": ({"frozen": "some"}, PLAIN),
+    "layers frozen": ({"frozen": "whole layers"}, PLAIN),
+    "biases trained": ({"frozen": "all but biases"}, PLAIN),
+    "microbatches": ({}, Variation(3)),
+    "microbatches, reduced once": ({}, Variation(3, "last")),
+    "checkpoints": ({}, Variation(checkpointed=False)),
+    "checkpoints, reentrant": ({}, Variation(checkpointed=True)),
+    "checkpoints of two": ({}, Variation(regions=(2, 1), checkpointed=False)),
+    "checkpoints of two, reentrant": ({}, Variation(regions=(2, 1), checkpointed=True)),
+    "clipped": ({"clip": 0.1}, PLAIN),
+    "all of it": (
+        {"tied": True, "frozen": "some", "clip": 0.1},
+        Variation(3, "last", (2, 1), checkpointed=False),
+    ),
+    "all of it, reentrant": (
+        {"tied": True, "frozen": "some", "clip": 0.1},
+        Variation(3, "last", (2, 1), checkpointed=True),
+    ),
+}
 
 
 def each_block(model, mesh, **options):
@@ -155,26 +185,24 @@ PLAN = {
 }
 
 
-def tensor_parallel_too(model, mesh, **options):
-    """Every parameter lies on both axes."""
-    shard_module(model, mesh["tp"], PLAN)
-    each_block(model, mesh["dp"], **options)
+def by_plan(model, mesh):
+    """Every parameter lies on the axis."""
+    shard_module(model, mesh, PLAN)
 
 
-def styles_too(model, mesh, **options):
-    """Norms and the embedding lie on the data-parallel axis alone."""
+def by_styles(model, mesh):
+    """Norms, the embedding and the head do not."""
     styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], styles)
-    each_block(model, mesh["dp"], **options)
+        parallelize_module(block, mesh, styles)
 
 
 WAYS = {
-    "fsdp": Way((2,), ("dp",), each_block, 2),
-    "hsdp": Way((2, 2), ("replicate", "shard"), each_block, 4),
-    "fsdp x tp": Way((2, 2), ("dp", "tp"), tensor_parallel_too, 2),
-    "fsdp x styles": Way((2, 2), ("dp", "tp"), styles_too, 2),
-    "replicate": Way((2,), ("dp",), as_one_whole, 2),
+    "fsdp": Way((2,), ("dp",), each_block),
+    "hsdp": Way((2, 2), ("replicate", "shard"), each_block),
+    "fsdp x tp": Way((2, 2), ("dp", "tp"), each_block, by_plan),
+    "fsdp x styles": Way((2, 2), ("dp", "tp"), each_block, by_styles),
+    "replicate": Way((2,), ("dp",), as_one_whole),
 }
 
 
@@ -202,8 +230,9 @@ def build(task):
 
 
 def loss_of(model, tokens):
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    logits = logits.float() if logits.dtype is torch.bfloat16 else logits
+    return F.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
 def stepped(model, task, accumulate):
@@ -251,9 +280,12 @@ def as_rank(way, task, variation=PLAIN):
     """One of several ranks, on its part of every batch."""
     mesh = sw.init_device_mesh("cpu", way.shape, way.names)
     model, batches = build(task)
+    if way.lay_out is not None:
+        way.lay_out(model, mesh["tp"])
+        mesh = mesh["dp"]
     way.prepare(model, mesh, **variation.options)
     model.regions, model.checkpointed = variation.regions, variation.checkpointed
-    part = mesh.get_rank() // (way.ranks // way.parts)
+    place = mesh.mesh.flatten().tolist().index(mesh.get_rank())
     count = variation.microbatches
 
     def accumulate(step):
@@ -264,7 +296,7 @@ def as_rank(way, task, variation=PLAIN):
                 model.set_requires_gradient_sync(is_last)
             elif variation.sync == "shards":
                 model.set_requires_all_reduce(is_last)
-            loss = loss_of(model, microbatch.chunk(way.parts)[part]) / count
+            loss = loss_of(model, microbatch.chunk(mesh.size())[place]) / count
             loss.backward()
             total += whole(loss).item()
             check_memory(model)
@@ -273,6 +305,15 @@ def as_rank(way, task, variation=PLAIN):
     outcome = stepped(model, task, accumulate)
     check_memory(model)
     return outcome
+
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def check(way, task, variation=PLAIN):
+    """Simulated ranks train as one process does."""
+    outcomes = sw.simulate(lambda: as_rank(way, task, variation), way.ranks)
+    compare(outcomes, alone(task), TOLERANCES[task.dtype])
 
 
 def check_memory(model):

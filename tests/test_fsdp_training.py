@@ -3,78 +3,105 @@
 import pytest
 import torch
 from fsdp_models import (
-    PLAIN,
+    FEATURES,
     WAYS,
     Task,
     Variation,
     Way,
     alone,
     as_one,
-    as_rank,
+    as_one_whole,
     build,
-    compare,
+    by_plan,
+    by_styles,
+    check,
     each_block,
     loss_of,
     whole,
 )
 
 import shardwise as sw
-from shardwise import DTensor
+from shardwise import DTensor, Replicate, Shard
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-EVERY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-BOTH_DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=("fp64", "fp32"))
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-def check(way, task, variation=PLAIN):
-    outcomes = sw.simulate(lambda: as_rank(way, task, variation), way.ranks)
-    compare(outcomes, alone(task), TOLERANCES[task.dtype])
-
-
-@BOTH_DTYPES
 @EVERY_WAY
-@pytest.mark.parametrize("tied", [False, True], ids=("apart", "tied"))
-def test_ten_steps_are_those_of_one_process(way, dtype, tied):
-    check(way, Task(dtype, tied=tied))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_ten_steps_are_those_of_one_process(way, feature):
+    fields, variation = FEATURES[feature]
+    check(WAYS[way], Task(**fields), variation)
 
 
-@BOTH_DTYPES
 @EVERY_WAY
-@pytest.mark.parametrize("frozen", ["some", "whole layers", "all but biases"])
-def test_frozen_parameters_stay_and_the_rest_is_trained(way, dtype, frozen):
-    check(way, Task(dtype, frozen=frozen))
+@pytest.mark.parametrize("feature", ["nothing else", "tied", "all of it"])  # the rest: tests/sweep
+def test_ten_steps_in_single_precision_are_those_of_one_process(way, feature):
+    fields, variation = FEATURES[feature]
+    check(WAYS[way], Task(torch.float32, **fields), variation)
 
 
-@BOTH_DTYPES
-@EVERY_WAY
-@pytest.mark.parametrize("sync", ["every", "last"])
-def test_gradients_of_three_microbatches_accumulate(way, dtype, sync):
-    check(way, Task(dtype), Variation(microbatches=3, sync=sync))
+def test_the_table_of_features_has_what_it_says():
+    plain = alone(Task())
+    trained = {
+        name: {key for key, each in alone(Task(**fields)).gradients.items() if each is not None}
+        for name, (fields, _) in FEATURES.items()
+    }
+    assert trained["nothing else"] == set(plain.parameters)
+    assert trained["tied"] == trained["nothing else"] - {"head.weight"}
+    assert trained["biases trained"] == {key for key in plain.parameters if key.endswith("bias")}
+    assert {key.split(".")[1] for key in trained["layers frozen"] if "blocks" in key} == {"1"}
+    assert len(trained["some frozen"]) == len(plain.parameters) - 3
+    assert min(alone(Task(clip=0.1)).norms) > 0.1  # every step is clipped
 
 
-@BOTH_DTYPES
-@EVERY_WAY
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=("new", "reentrant"))
-@pytest.mark.parametrize("regions", [(1, 1, 1), (2, 1)], ids=("each", "two"))
-def test_checkpointed_blocks_are_computed_anew_with_parameters_gathered_again(
-    way, dtype, use_reentrant, regions
-):
-    check(way, Task(dtype), Variation(regions=regions, checkpointed=use_reentrant))
+def test_gradients_of_microbatches_are_summed_over_shards_each_and_over_replicas_once():
+    check(WAYS["hsdp"], Task(), Variation(microbatches=3, sync="shards"))
 
 
-@BOTH_DTYPES
-@EVERY_WAY
-def test_gradients_are_clipped_by_the_norm_of_all(way, dtype):
-    task = Task(dtype, clip=0.1)
-    check(way, task)
-    assert min(alone(task).norms) > 0.1  # all of them were
+# ---- uneven sizes
+
+
+def columns(parameter):
+    return Shard(1) if parameter.dim() > 1 else Shard(0)
+
+
+def some_whole(parameter):
+    return Replicate() if parameter.dim() == 1 else Shard(-1)
+
+
+UNEVEN = {
+    "fsdp 2": Way((2,), ("dp",), each_block),
+    "fsdp 3": Way((3,), ("dp",), each_block),
+    "fsdp 4": Way((4,), ("dp",), each_block),
+    "hsdp 2x3": Way((2, 3), ("replicate", "shard"), each_block),
+    "fsdp 2 x tp 2": Way((2, 2), ("dp", "tp"), each_block, by_plan),
+    "fsdp 3 x tp 2": Way((3, 2), ("dp", "tp"), each_block, by_plan),
+    "fsdp 2 x styles 2": Way((2, 2), ("dp", "tp"), each_block, by_styles),
+    "replicate 3": Way((3,), ("dp",), as_one_whole),
+}
+
+
+@pytest.mark.parametrize("way", UNEVEN)
+@pytest.mark.parametrize("placement", [None, columns, some_whole])
+def test_sizes_need_not_divide_and_pieces_may_be_empty(way, placement):
+    options = {} if placement is None or "replicate" in way else {"shard_placement_fn": placement}
+    check(UNEVEN[way], Task(sizes=(5, 7, 3), tied=True, clip=0.1), Variation(options=options))
+
+
+@pytest.mark.parametrize("placement", [None, columns])
+def test_uneven_parameters_may_be_split_over_fewer_ranks_after_forward(placement):
+    options = {"reshard_after_forward": 2, "shard_placement_fn": placement}
+    check(UNEVEN["fsdp 4"], Task(sizes=(5, 7, 3), tied=True), Variation(options=options))
+
+
+# ---- parts that are computed anew, and failures
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=("new", "reentrant"))
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_parts_of_a_sharded_module_may_be_checkpointed(use_reentrant, reshard):
     variation = Variation(checkpointed=use_reentrant, options={"reshard_after_forward": reshard})
-    check(Way((2,), ("dp",), as_one, 2), Task(), variation)
+    check(Way((2,), ("dp",), as_one), Task(), variation)
 
 
 @pytest.mark.parametrize("prepare", [each_block, as_one])
