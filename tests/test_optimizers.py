@@ -152,6 +152,21 @@ def test_clip_grad_norm_over_parameters_on_two_meshes_of_the_same_ranks():
     ranks(run)
 
 
+def test_clip_grad_norm_over_parameters_on_a_mesh_and_on_one_of_its_axes():
+    def run(mesh):
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        first = nn.Parameter(sw.distribute_tensor(torch.ones(7), mesh["dp"], [Shard(0)]))
+        second = nn.Parameter(sw.distribute_tensor(torch.ones(5, 4), mesh, [Shard(0), Shard(1)]))
+        first.grad, second.grad = torch.ones(7), torch.ones(5, 4)
+        norm = nn.utils.clip_grad_norm_([first, second], 1.0)
+        assert float(norm) == pytest.approx(27**0.5)
+        for each in (first, second):
+            expected = torch.full(each.shape, 27**-0.5)
+            assert torch.allclose(each.grad.full_tensor(), expected, atol=1e-6)
+
+    ranks(run)
+
+
 def test_clip_grad_value_clips_every_shard():
     def run(mesh):
         params = parameters(mesh)

@@ -241,6 +241,7 @@ class Context:
         if group.settings.unshard_in_backward:
             self.start(group.units)
             self.finish_gathers(group)
+            group.put_wholes()  # for checkpoints of parts of it, which compute them anew
         self._prefetch(group, group.backward_prefetch, -1)
 
     def _begin_backward(self) -> None:
@@ -252,14 +253,7 @@ class Context:
         if self.settings_changed:
             self._make_buckets()
         self.in_backward, self._task = True, task
-        context = ref(self)
-
-        def end() -> None:
-            found = context()
-            if found is not None and found._task == task:
-                found._end_backward()
-
-        Variable._execution_engine.queue_callback(end)
+        Variable._execution_engine.queue_callback(_End(self, task))
         for unit in reversed(self._used):
             if unit not in self._by_unit and unit.trainable:
                 self._expect(unit)
@@ -314,6 +308,8 @@ class Context:
         if any(unit.trainable and unit not in self._ready for unit in group.units):
             return
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
+        if not group.active:
+            group.put_shards()
         if group.settings.reshard_after_backward:
             self._release(group, True)
 
@@ -331,6 +327,7 @@ class Context:
                 continue  # this backward was started in its forward
             if group.state is not TrainingState.IDLE:
                 group.state = moved_on(group.state, TrainingState.IDLE, group.name)
+                group.put_shards()
             if group.settings.reshard_after_backward:
                 self._release(group, True)
         self._clear()
@@ -368,9 +365,31 @@ class Context:
             group.active = 0
             group.ran.clear()
             group.calls.clear()
-            for slot, held in group.bindings:
-                slot.put(held.sharded)
+            group.put_shards()
         self._clear()
+
+
+class _End:
+    """What autograd calls at the end of a backward; if that fails, it only lets go of it."""
+
+    def __init__(self, context: Context, task: int) -> None:
+        self._context = ref(context)
+        self._task = task
+
+    def __call__(self) -> None:
+        found = self._found()
+        if found is not None:
+            found._end_backward()
+
+    def __del__(self) -> None:
+        found = self._found()
+        if found is not None:
+            for group in found.groups:
+                group.put_shards()
+
+    def _found(self) -> Context | None:
+        found = self._context()
+        return found if found is not None and found._task == self._task else None
 
 
 def context_of(module: nn.Module) -> Context:

@@ -146,8 +146,7 @@ class Group:
                 self.state = moved_on(self.state, TrainingState.FORWARD, self.name)
             context.unshard_for_forward(self)
             if self.active == 1:
-                for slot, held in self.bindings:
-                    slot.put(held.whole)
+                self.put_wholes()
             policy = self.policy
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -198,9 +197,19 @@ class Group:
     def _leave(self, context: Context) -> None:
         context.depth -= 1
         self.active -= 1
-        if not self.active:
-            for slot, held in self.bindings:
-                slot.put(held.sharded)
+        # In backward a checkpoint of a part of it may still be computed anew.
+        if not self.active and self.state is not TrainingState.PRE_BACKWARD:
+            self.put_shards()
+
+    def put_wholes(self) -> None:
+        """Let the modules have the gathered parameters."""
+        for slot, held in self.bindings:
+            slot.put(held.whole)
+
+    def put_shards(self) -> None:
+        """Let the modules have the parameters as they are at rest."""
+        for slot, held in self.bindings:
+            slot.put(held.sharded)
 
     @property
     def _is_alias(self) -> bool:
@@ -284,8 +293,7 @@ class Group:
         """Finish gathering, and put the gathered parameters into the modules."""
         assert self.context is not None, "unshard has set it"
         self.context.finish_gathers(self)
-        for slot, held in self.bindings:
-            slot.put(held.whole)
+        self.put_wholes()
 
     def reshard(self) -> None:
         """Give back the memory."""
@@ -298,8 +306,7 @@ class Group:
             if unit.gather is not None:
                 unit.gather.drop(unit)
             unit.reshard()
-        for slot, held in self.bindings:
-            slot.put(held.sharded)
+        self.put_shards()
 
     def ready_context(self, module: nn.Module) -> Context:
         """Its context, whose units hold what the modules have now."""

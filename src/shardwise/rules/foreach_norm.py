@@ -35,12 +35,16 @@ def norms(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
         made = [torch.linalg.vector_norm(each, order, dtype=dtype) for each in tensors]
         return tuple(made if is_root else [each**order for each in made])
     results: list[Any] = [None] * len(tensors)
-    for mesh, positions in _by_mesh(tensors).items():
+    by_mesh = _by_mesh(tensors)
+    widest = _widest(tuple(by_mesh))
+    for mesh, positions in by_mesh.items():
         group = [tensors[at] for at in positions]
         if mesh is None:
             found = list(func(group, order, dtype=dtype))
         else:
             found = _norms_on(mesh, group, order, dtype, is_root)
+            if widest is not None and widest is not mesh:
+                found = [wrap(each, Layout(widest, ())) for each in found]
         for at, each in zip(positions, found, strict=True):
             results[at] = each
     return tuple(results)
@@ -66,6 +70,20 @@ def _by_mesh_of(layouts: tuple[Layout | None, ...]) -> dict[DeviceMesh | None, S
     for at, layout in enumerate(layouts):
         found.setdefault(None if layout is None else layout.mesh, []).append(at)
     return dict(found)
+
+
+@lru_cache(maxsize=256)
+def _widest(meshes: tuple[DeviceMesh | None, ...]) -> DeviceMesh | None:
+    """The mesh that has all ranks of the others, if one does.
+
+    Norms are all given there, so that they can be put together: of parameters on `mesh["dp"]` and
+    on `mesh["dp", "tp"]`. What lies on fewer ranks is the same along the rest, as a plain one is.
+    """
+    ranks = {mesh: set(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
+    if len(ranks) < 2:
+        return None
+    found = max(ranks, key=lambda mesh: len(ranks[mesh]))
+    return found if all(each <= ranks[found] for each in ranks.values()) else None
 
 
 def _norms_on(
