@@ -250,8 +250,9 @@ def _make_group(
     for module, key, name, parameter, layout in wanted:
         if id(parameter) not in made:
             made[id(parameter)] = _sharded(parameter, layout, info, offload_policy, name)
-        slot = Slot(module, key, name, layout)
-        slot.put(made[id(parameter)])
+        tensor = made[id(parameter)]
+        slot = Slot(module, key, name, layout, getattr(tensor, "_whole_strides", None))
+        slot.put(tensor)
         slots.append(slot)
     group = Group(modules, slots, info, mp_policy, offload_policy, settings)
     for module in modules:

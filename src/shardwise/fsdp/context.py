@@ -369,7 +369,8 @@ class Context:
             group.ran.clear()
             group.calls.clear()
             for slot, held in group.bindings:
-                slot.put(held.sharded)
+                if slot.holds(held.whole):  # not what users have put there since
+                    slot.put(held.sharded)
         self._clear()
 
 

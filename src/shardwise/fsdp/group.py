@@ -33,14 +33,23 @@ if TYPE_CHECKING:
 class Slot:
     """Where a module keeps a parameter."""
 
-    __slots__ = ("key", "layout", "module", "name", "own_setter")
+    __slots__ = ("key", "layout", "module", "name", "own_setter", "strides")
 
-    def __init__(self, module: nn.Module, key: str, name: str, layout: Layout) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        key: str,
+        name: str,
+        layout: Layout,
+        strides: tuple[int, ...] | None,
+    ) -> None:
         self.module = module
         self.key = key
         self.name = name
         self.layout = layout
         """Of the parameter at rest."""
+        self.strides = strides
+        """Of the gathered one, if its dims are not stored in their order."""
         # Some modules, such as torch's LSTM, keep their parameters in a list too.
         self.own_setter = type(module).__setattr__ is not nn.Module.__setattr__
 
@@ -50,6 +59,10 @@ class Slot:
         found = self.module._parameters[self.key]
         assert found is not None, "only slots that hold something are listed"
         return found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is there now."""
+        return self.module._parameters.get(self.key) is tensor
 
     def put(self, tensor: Any) -> None:
         """Replace it."""
@@ -117,7 +130,7 @@ class Group:
         result.context = None
         result.modules = copy.deepcopy(self.modules, memo)
         result.slots = [
-            Slot(copy.deepcopy(slot.module, memo), slot.key, slot.name, slot.layout)
+            Slot(copy.deepcopy(slot.module, memo), slot.key, slot.name, slot.layout, slot.strides)
             for slot in self.slots
         ]
         result.forward_prefetch = result.backward_prefetch = None

@@ -43,13 +43,30 @@ set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _BASE.grad._
 class Held:
     """One parameter of a unit."""
 
-    __slots__ = ("accumulated", "division", "name", "offset", "reduced", "sharded", "whole")
+    __slots__ = (
+        "accumulated",
+        "division",
+        "name",
+        "offset",
+        "reduced",
+        "sharded",
+        "strides",
+        "whole",
+    )
 
-    def __init__(self, name: str, sharded: DTensor, division: Division) -> None:
+    def __init__(
+        self,
+        name: str,
+        sharded: DTensor,
+        division: Division,
+        strides: tuple[int, ...] | None,
+    ) -> None:
         self.name = name
         self.sharded = sharded
         """What the module has at rest, and optimizers see."""
         self.division = division
+        self.strides = strides or torch.empty(division.whole_shape, device="meta").stride()
+        """Of what the module computes with."""
         self.offset = 0
         """Where it begins in a row."""
         self.whole: torch.Tensor
@@ -149,10 +166,7 @@ class Unit:
         bare = self.memory.data  # its copies do not count as changes of what autograd has saved
         start = 0
         for each, size in zip(self.held, sizes, strict=True):
-            shape = each.division.whole_shape
-            strides = getattr(each.sharded, "_whole_strides", None)
-            if strides is None:
-                strides = torch.empty(shape, device="meta").stride()
+            shape, strides = each.division.whole_shape, each.strides
             self._make_whole(each, self.memory.as_strided(shape, strides, start))
             place = bare.as_strided(shape, strides, start)
             for by_rank, places in self._places.items():
