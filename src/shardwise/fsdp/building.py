@@ -33,19 +33,21 @@ class Bucket:
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
-        self._plan: Plan | None = None
+        self._plans: dict[tuple[Unit, ...], Plan] = {}
         for unit in units:
             unit.bucket = self
 
     def sizes(self) -> list[Size]:
         """Of the buffers that it needs."""
-        return [gathered_size(self.units), self.plan().size]
+        return [gathered_size(self.units), self.plan(self.units).size]
 
-    def plan(self) -> Plan:
-        """Where its gradients lie when they are reduced."""
-        if self._plan is None or not self._plan.is_current:
-            self._plan = Plan(self.units)
-        return self._plan
+    def plan(self, units: Sequence[Unit]) -> Plan:
+        """Where the gradients of all its units, or of one, lie when they are reduced."""
+        key = tuple(units)
+        found = self._plans.get(key)
+        if found is None or not found.is_current:
+            found = self._plans[key] = Plan(units)
+        return found
 
     def run_around(self, unit: Unit) -> list[Unit]:
         """The consecutive units with this one among them that are yet to be gathered."""

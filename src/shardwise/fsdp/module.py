@@ -58,6 +58,7 @@ class FSDPModule(_Base):
         memo[id(self)] = result
         for name, value in self.__dict__.items():
             result.__dict__[name] = copy.deepcopy(value, memo)
+        take_in(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -75,7 +76,7 @@ class FSDPModule(_Base):
         Arguments:
             async_op: return at once a handle that has a `wait()`, which forward also calls.
         """
-        self._fsdp_group.unshard(self)
+        self._fsdp_group.unshard()
         handle = UnshardHandle(self._fsdp_group)
         if async_op:
             return handle
@@ -140,8 +141,7 @@ class FSDPModule(_Base):
         """Say whether the next backward waits for gradients under way. With False they go on
         beside the next microbatch; the last one must wait."""
         _check_bool("is_last_backward", is_last_backward)
-        group = self._fsdp_group
-        group.ready_context(self).is_last_backward = is_last_backward
+        self._fsdp_group.ready_context().is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this group's gradients by `factor`, not by the number of ranks."""
@@ -207,13 +207,13 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    args, kwargs = group.before(module, args, kwargs)
+    args, kwargs, call = group.before(args, kwargs)
     try:
         output = function(*args, **kwargs)
     except BaseException:
-        group.failed(module)
+        group.failed()
         raise
-    return group.after(module, output)
+    return group.after(module, output, call)
 
 
 _classes: dict[type, type] = {}
@@ -227,6 +227,16 @@ def swap_class(module: nn.Module, group: Group, prefix: str) -> None:
         found = _classes[own] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
     module._fsdp_group = group  # type: ignore[assignment]
     module.__class__ = found
+    take_in(module)
+
+
+def take_in(module: Any) -> None:
+    """Let the groups within a sharded module know that it is around them."""
+    group: Group = module._fsdp_group
+    for each in module.modules():
+        inner: Group | None = getattr(each, "_fsdp_group", None)
+        if inner is not None and inner is not group and inner.outer is None:
+            inner.outer = group
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
