@@ -217,6 +217,21 @@ def test_parameters_that_stay_gathered_are_gathered_again_when_their_shards_chan
     on_ranks(run)
 
 
+def test_what_was_kept_on_fewer_ranks_or_gathered_early_is_not_used_once_shards_change():
+    def run(mesh):
+        model = shard_all(made(), mesh, reshard_after_forward=2)
+        plain = made()
+        model(batch())  # without a backward
+        model.layers[0].unshard()  # the others, which travel with it, are under way
+        with torch.no_grad():
+            for each in (model, plain):
+                for parameter in each.parameters():
+                    parameter.mul_(1.5)
+        assert_close(model(batch()), plain(batch()))
+
+    on_ranks(run, 4)
+
+
 # ---- in parts
 
 

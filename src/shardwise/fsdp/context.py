@@ -123,8 +123,12 @@ class Context:
         self._outermost = group
         self._sequence = {}
         for unit in self.units:
-            if unit.state is _UNSHARDED and not unit.is_alias and unit.is_stale():
+            if not unit.is_alias and unit.is_stale():
+                if unit.gather is not None:
+                    unit.gather.drop(unit)
                 unit.reshard()
+                for user in unit.groups:
+                    user.hide()
 
     def unshard_for_forward(self, group: Group) -> None:
         """Gather what a group needs, and start to gather what probably comes next."""

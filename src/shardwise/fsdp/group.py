@@ -9,6 +9,8 @@ back. When that happens, and what travels together, is the context's business.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -249,6 +251,15 @@ class Group:
             return tensor.clone() if any(unit.holds(address) for unit in self.units) else tensor
 
         return change(output) if isinstance(output, torch.Tensor) else on_tensors(output, change)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let the modules hold the shards for a while."""
+        was_shown = self.is_shown
+        self.hide()
+        yield
+        if was_shown:
+            self.show()
 
     # ---- gradients that come and go
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +57,33 @@ class FSDPModule(_Base):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         result = object.__new__(type(self))
         memo[id(self)] = result
-        for name, value in self.__dict__.items():
-            result.__dict__[name] = copy.deepcopy(value, memo)
+        with self._fsdp_group.hidden():  # the copy has shards of its own
+            for name, value in self.__dict__.items():
+                result.__dict__[name] = copy.deepcopy(value, memo)
         take_in(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also of gradients that are accumulated and not reduced yet."""
-        super().zero_grad(set_to_none)
-        for group in self._groups(recurse=True):
-            for unit in group.units:
-                unit.forget_gradients()
+        with ExitStack() as stack:
+            for group in self._groups(recurse=True):
+                stack.enter_context(group.hidden())
+                for unit in group.units:
+                    unit.forget_gradients()
+            super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of DTensors, even if the parameters are gathered now."""
+        with self._fsdp_group.hidden():
+            return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._fsdp_group.hide()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fsdp_group.hide()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ---- parameters
 
@@ -216,15 +233,15 @@ def _run(
     return group.after(module, output, call)
 
 
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, str], type] = {}
 
 
 def swap_class(module: nn.Module, group: Group, prefix: str) -> None:
     """Make a module one that is sharded: `FSDPLinear` is both an `FSDPModule` and a `Linear`."""
     own = type(module)
-    found = _classes.get(own)
+    found = _classes.get((own, prefix))
     if found is None:
-        found = _classes[own] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
+        found = _classes[own, prefix] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
     module._fsdp_group = group  # type: ignore[assignment]
     module.__class__ = found
     take_in(module)

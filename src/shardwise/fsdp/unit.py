@@ -217,7 +217,7 @@ class Unit:
                 (self.number, start, skips_own), lambda rows: self._pieces(rows, start, skips_own)
             )
             torch._foreach_copy_(self._places[skips_own], pieces)
-        self._note_filled()
+        self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
 
     def _pieces(self, rows: torch.Tensor, start: int, skips_own: bool) -> list[torch.Tensor]:
         result: list[torch.Tensor] = []
@@ -235,15 +235,17 @@ class Unit:
             self._allocate()
             self.memory.data.copy_(whole)
         self.kept = None
-        self._note_filled()
-
-    def _note_filled(self) -> None:
         self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
+
+    def note_versions(self) -> None:
+        """The shards are being gathered as they are now."""
         with as_local():
             self.versions = [_version(each.sharded) for each in self.held]
 
     def is_stale(self) -> bool:
-        """Whether its shards were changed since they were gathered."""
+        """Whether its shards were changed since they were gathered, if they are."""
+        if self.state is ShardedState.SHARDED and self.gather is None:
+            return False
         with as_local():
             return self.versions != [_version(each.sharded) for each in self.held]
 
