@@ -9,7 +9,7 @@ back. When that happens, and what travels together, is the context's business.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,10 @@ class Slot:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is there now."""
         return self.module._parameters.get(self.key) is tensor
+
+    def take(self) -> None:
+        """Note on the module that a group has it."""
+        vars(self.module).setdefault("_fsdp_keys", set()).add(self.key)
 
     def put(self, tensor: Any) -> None:
         """Replace it."""
@@ -367,6 +371,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return on_tensors(value, change)
+
+
+def is_taken(module: nn.Module, key: str) -> bool:
+    """Whether a group has this parameter of a module."""
+    return key in vars(module).get("_fsdp_keys", ())
+
+
+def check_list(modules: Any) -> None:
+    """Refuse what is not several modules."""
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        raise FSDPError(f"modules: expected a list of modules, got {type(modules).__name__}")
 
 
 def check_group(module: Any, argument: str) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import MethodType
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.fsdp.custom import AllGather, ReduceScatter
-from shardwise.fsdp.errors import FSDPError
-from shardwise.fsdp.group import Group, check_group
+from shardwise.fsdp.errors import FSDPError, check_bool
+from shardwise.fsdp.group import Group, check_group, check_list
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -106,7 +107,7 @@ class FSDPModule(_Base):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are given back after forward, and gathered again in backward."""
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        check_bool("reshard_after_forward", reshard_after_forward)
         self._change(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
@@ -114,12 +115,12 @@ class FSDPModule(_Base):
     ) -> None:
         """Say whether parameters are given back after backward. Kept ones need no gather in the
         next forward, unless the shards have changed since, which is noticed."""
-        _check_bool("reshard_after_backward", reshard_after_backward)
+        check_bool("reshard_after_backward", reshard_after_backward)
         self._change(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether this group's backward needs its parameters; that of an embedding does not."""
-        _check_bool("unshard_in_backward", unshard_in_backward)
+        check_bool("unshard_in_backward", unshard_in_backward)
         self._change(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -143,7 +144,7 @@ class FSDPModule(_Base):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Say whether backward reduces gradients. If not, they are accumulated unsharded."""
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        check_bool("requires_gradient_sync", requires_gradient_sync)
         self._change(
             recurse, gradient_sync=requires_gradient_sync, all_reduce=requires_gradient_sync
         )
@@ -151,31 +152,32 @@ class FSDPModule(_Base):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward sums gradients over the replicate axis. If not, the shards'
         gradients are accumulated until it does."""
-        _check_bool("requires_all_reduce", requires_all_reduce)
+        check_bool("requires_all_reduce", requires_all_reduce)
         self._change(recurse, all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward waits for gradients under way. With False they go on
         beside the next microbatch; the last one must wait."""
-        _check_bool("is_last_backward", is_last_backward)
+        check_bool("is_last_backward", is_last_backward)
         self._fsdp_group.ready_context().is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this group's gradients by `factor`, not by the number of ranks."""
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor == 0:
-            raise FSDPError(f"factor: expected a number other than 0, got {factor!r}")
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or factor == 0 or not math.isfinite(factor):
+            raise FSDPError(f"factor: expected a finite number other than 0, got {factor!r}")
         self._change(False, divide_factor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Nothing changes: what travels is always summed, and divided afterwards."""
-        _check_bool("enable", enable)
+        check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Say whether parameters that no rank has used get zeros as gradients. By default they have
         none, as in one process. What only some ranks have used is right either way."""
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         self._change(recurse, fill_unused=reduce_scatter_unused_params)
 
     def set_all_reduce_hook(
@@ -265,7 +267,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    method = getattr(module, method_name, None)
+    method = getattr(module, method_name, None) if isinstance(method_name, str) else None
     if not callable(method):
         raise FSDPError(
             f"method_name: expected a method of {type(module).__name__}, got {method_name!r}"
@@ -286,11 +288,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _groups_of(modules: Sequence[FSDPModule]) -> list[Group]:
-    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
-        raise FSDPError(f"modules: expected a list of modules, got {type(modules).__name__}")
+    check_list(modules)
     return [check_group(module, f"modules[{at}]") for at, module in enumerate(modules)]
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise FSDPError(f"{name}: expected True or False, got {value!r}")
