@@ -14,7 +14,7 @@ from shardwise.errors import LayoutError
 from shardwise.fsdp.context import joined
 from shardwise.fsdp.division import Division, sharded_layout
 from shardwise.fsdp.errors import FSDPError
-from shardwise.fsdp.group import Group, Slot, check_group
+from shardwise.fsdp.group import Group, Slot, check_group, check_list, is_taken
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -139,6 +139,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Let modules that no common module calls, such as the stages of a pipeline, share a schedule:
     each is gathered while the one before it computes."""
     groups: dict[Group, None] = {}
+    check_list(modules)
     for at, module in enumerate(modules):
         check_group(module, f"modules[{at}]")
         for each in module.modules():
@@ -171,6 +172,11 @@ def _checked_modules(module: Any, function: str) -> list[nn.Module]:
                 f"{function}(module): expected a module that is not data-parallel yet, got "
                 f"{type(each).__name__}; call it once for each module"
             )
+        if sum(each is other for other in modules) > 1:
+            raise FSDPError(
+                f"{function}(module): expected a list of different modules, got the same "
+                f"{type(each).__name__} twice"
+            )
     return modules
 
 
@@ -192,6 +198,11 @@ def _placement_of(
     function: PlacementFunction | None,
 ) -> Callable[[nn.Parameter, str], int | None]:
     """Which dim of a parameter is split, if any."""
+    if function is not None and not callable(function):
+        raise FSDPError(
+            f"shard_placement_fn: expected a function of a parameter, got {function!r}; for one "
+            f"placement of all pass lambda parameter: {function!r}"
+        )
 
     def dim_of(parameter: nn.Parameter, name: str) -> int | None:
         wanted: Any = None if function is None else function(parameter)
@@ -250,8 +261,10 @@ def _make_group(
     for module, key, name, parameter, layout in wanted:
         if id(parameter) not in made:
             made[id(parameter)] = _sharded(parameter, layout, info, offload_policy, name)
-        slot = Slot(module, key, name, layout)
-        slot.put(made[id(parameter)])
+        tensor = made[id(parameter)]
+        slot = Slot(module, key, name, layout, getattr(tensor, "_whole_strides", None))
+        slot.put(tensor)
+        slot.take()
         slots.append(slot)
     group = Group(modules, slots, info, mp_policy, offload_policy, settings)
     for module in modules:
@@ -290,7 +303,13 @@ def _homes(modules: Sequence[nn.Module], ignored: set[int]) -> list[tuple[nn.Mod
             for key, parameter in each._parameters.items():
                 if parameter is None or id(parameter) in ignored or (id(each), key) in taken:
                     continue
-                homes.append((each, key, f"{path}.{key}" if path else key))
+                name = f"{path}.{key}" if path else key
+                if is_taken(each, key):
+                    raise FSDPError(
+                        f"{name}: it is in the group of a module around this one already; shard "
+                        "inner modules first, and then those around them"
+                    )
+                homes.append((each, key, name))
     return homes
 
 

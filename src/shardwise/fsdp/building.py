@@ -33,19 +33,21 @@ class Bucket:
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
-        self._plan: Plan | None = None
+        self._plans: dict[tuple[Unit, ...], Plan] = {}
         for unit in units:
             unit.bucket = self
 
     def sizes(self) -> list[Size]:
         """Of the buffers that it needs."""
-        return [gathered_size(self.units), self.plan().size]
+        return [gathered_size(self.units), self.plan(self.units).size]
 
-    def plan(self) -> Plan:
-        """Where its gradients lie when they are reduced."""
-        if self._plan is None or not self._plan.is_current:
-            self._plan = Plan(self.units)
-        return self._plan
+    def plan(self, units: Sequence[Unit]) -> Plan:
+        """Where the gradients of all its units, or of one, lie when they are reduced."""
+        key = tuple(units)
+        found = self._plans.get(key)
+        if found is None or not found.is_current:
+            found = self._plans[key] = Plan(units)
+        return found
 
     def run_around(self, unit: Unit) -> list[Unit]:
         """The consecutive units with this one among them that are yet to be gathered."""
@@ -67,17 +69,17 @@ def built(groups: Sequence[Group]) -> list[Unit]:
 
     Parameters that several groups have, being tied, are units of their own.
     """
-    tensors: dict[int, tuple[str, DTensor, list[Group]]] = {}
+    tensors: dict[int, tuple[Slot, DTensor, list[Group]]] = {}
     for group in groups:
         for slot in group.slots:
             tensor = _current(slot)
-            users = tensors.setdefault(id(tensor), (slot.name, tensor, []))[2]
+            users = tensors.setdefault(id(tensor), (slot, tensor, []))[2]
             if group not in users:
                 users.append(group)
-    parts: dict[Any, list[tuple[str, DTensor]]] = {}
-    for name, tensor, users in tensors.values():
+    parts: dict[Any, list[tuple[Slot, DTensor]]] = {}
+    for slot, tensor, users in tensors.values():
         key: Any = (tuple(map(id, users)), tensor.dtype, tensor.device)
-        parts.setdefault(key, []).append((name, tensor))
+        parts.setdefault(key, []).append((slot, tensor))
     units: list[Unit] = []
     made: dict[int, tuple[Unit, Held]] = {}
     users_of = {id(tensor): users for _, tensor, users in tensors.values()}
@@ -111,24 +113,27 @@ def _current(slot: Slot) -> DTensor:
     return result  # type: ignore[no-any-return]
 
 
-def _split(part: list[tuple[str, DTensor]], group: Group) -> list[list[tuple[str, DTensor]]]:
+def _split(part: list[tuple[Slot, DTensor]], group: Group) -> list[list[tuple[Slot, DTensor]]]:
     """Parameters of one unit, or of several if they need no gathering."""
     if group.info.shard_mesh_size > 1:
         return [part]
-    result: list[list[tuple[str, DTensor]]] = [[]]
+    result: list[list[tuple[Slot, DTensor]]] = [[]]
     size = 0
-    for name, tensor in part:
+    for slot, tensor in part:
         if size >= REPLICATED:
             result.append([])
             size = 0
-        result[-1].append((name, tensor))
+        result[-1].append((slot, tensor))
         size += tensor.nbytes
     return result
 
 
-def _unit(number: int, groups: list[Group], part: list[tuple[str, DTensor]]) -> Unit:
+def _unit(number: int, groups: list[Group], part: list[tuple[Slot, DTensor]]) -> Unit:
     group = groups[0]
-    held = [Held(name, tensor, Division.of(tensor._layout, group.info)) for name, tensor in part]
+    held = [
+        Held(slot.name, tensor, Division.of(tensor._layout, group.info), slot.strides)
+        for slot, tensor in part
+    ]
     device = part[0][1].device
     if isinstance(group.offload, CPUOffloadPolicy):
         device = torch.device(group.info.mesh.device_type)

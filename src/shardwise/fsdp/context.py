@@ -76,12 +76,13 @@ class Context:
 
     def check(self) -> None:
         """See to it that units hold the parameters that the modules have."""
-        if not self.units or not self._is_current():
-            self._build()
-        for unit in self.units:
-            unit.follow_requires_grad()
-        if self.settings_changed:
-            self._make_buckets()
+        with torch.inference_mode(False):  # else what is made here could never be trained with
+            if not self.units or not self._is_current():
+                self._build()
+            for unit in self.units:
+                unit.follow_requires_grad()
+            if self.settings_changed:
+                self._make_buckets()
 
     def _is_current(self) -> bool:
         for group in self.groups:
@@ -122,8 +123,12 @@ class Context:
         self._outermost = group
         self._sequence = {}
         for unit in self.units:
-            if unit.state is _UNSHARDED and not unit.is_alias and unit.is_stale():
+            if not unit.is_alias and unit.is_stale():
+                if unit.gather is not None:
+                    unit.gather.drop(unit)
                 unit.reshard()
+                for user in unit.groups:
+                    user.hide()
 
     def unshard_for_forward(self, group: Group) -> None:
         """Gather what a group needs, and start to gather what probably comes next."""
@@ -155,6 +160,8 @@ class Context:
 
     def _release(self, group: Group, wanted: bool | int) -> None:
         """Give up what a group has gathered; a number says over how many ranks to split it."""
+        if not group.active:
+            group.hide()
         for unit in group.units:
             unit.holders.discard(group)
             if unit.holders or unit.state is not _UNSHARDED or unit.is_alias:
@@ -241,7 +248,7 @@ class Context:
         if group.settings.unshard_in_backward:
             self.start(group.units)
             self.finish_gathers(group)
-            group.put_wholes()  # for checkpoints of parts of it, which compute them anew
+            group.show()  # a checkpoint in its forward may compute a part of it anew
         self._prefetch(group, group.backward_prefetch, -1)
 
     def _begin_backward(self) -> None:
@@ -263,12 +270,15 @@ class Context:
         settings = unit.groups[0].settings
         if not any(group.settings.gradient_sync for group in unit.groups):
             return
-        reduction = Reduction(unit.bucket.plan(), settings, self.pool)
+        if unit in self._used and unit not in self._by_unit:
+            reduction = Reduction(unit.bucket.plan(unit.bucket.units), settings, self.pool)
+            # Of those that travel with it, only the used ones are waited for.
+            reduction.waits_for &= self._used.keys()
+        else:
+            reduction = Reduction(unit.bucket.plan([unit]), settings, self.pool)
         self._line.append(reduction)
-        for each in unit.bucket.units:
+        for each in reduction.waits_for:
             self._by_unit[each] = reduction
-        # Of those that travel with it, only the used ones are waited for.
-        reduction.waits_for &= self._used.keys() | {unit}
 
     def _on_ready(self, unit: Unit) -> None:
         """All gradients of a unit are there."""
@@ -308,15 +318,16 @@ class Context:
         if any(unit.trainable and unit not in self._ready for unit in group.units):
             return
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
-        if not group.active:
-            group.put_shards()
+        group.hide()
         if group.settings.reshard_after_backward:
             self._release(group, True)
 
     def _end_backward(self) -> None:
         for unit in self.units:
-            if unit.got and unit not in self._by_unit:
-                unit.keep_gradients()
+            if unit.got and self._by_unit.get(unit) not in self._line:
+                self._expect(unit)  # not all of them came, or some a second time
+                if unit not in self._by_unit:
+                    unit.keep_gradients()
         while self._line:
             self._launch(self._line.pop(0))
         if self.is_last_backward:
@@ -327,7 +338,7 @@ class Context:
                 continue  # this backward was started in its forward
             if group.state is not TrainingState.IDLE:
                 group.state = moved_on(group.state, TrainingState.IDLE, group.name)
-                group.put_shards()
+            group.hide()
             if group.settings.reshard_after_backward:
                 self._release(group, True)
         self._clear()
@@ -365,42 +376,51 @@ class Context:
             group.active = 0
             group.ran.clear()
             group.calls.clear()
-            group.put_shards()
+            group.hide()
         self._clear()
 
 
 class _End:
-    """What autograd calls at the end of a backward; if that fails, it only lets go of it."""
+    """What happens at the end of a backward; or when it is dropped, as the backward has failed."""
 
     def __init__(self, context: Context, task: int) -> None:
         self._context = ref(context)
         self._task = task
 
     def __call__(self) -> None:
-        found = self._found()
-        if found is not None:
-            found._end_backward()
+        context = self._context()
+        if context is not None and context._task == self._task:
+            context._end_backward()
 
     def __del__(self) -> None:
-        found = self._found()
-        if found is not None:
-            for group in found.groups:
-                group.put_shards()
-
-    def _found(self) -> Context | None:
-        found = self._context()
-        return found if found is not None and found._task == self._task else None
+        context = self._context()
+        if context is not None and context._task == self._task:
+            for group in context.groups:
+                group.hide()
 
 
-def context_of(module: nn.Module) -> Context:
-    """The context of a module that runs for the first time: of all groups in it."""
-    groups = []
-    for name, each in module.named_modules():
-        group = getattr(each, "_fsdp_group", None)
-        if isinstance(group, Group) and group not in groups:
-            group.name = name or type(each).__name__
-            groups.append(group)
+def context_of(group: Group) -> Context:
+    """The context of a group that runs for the first time: of all groups in the outermost module
+    that is sharded."""
+    top, seen = group, {group}
+    while top.outer is not None and top.outer not in seen:
+        top = top.outer
+        seen.add(top)
+    groups = _named_groups(top.modules)
+    if group not in groups:  # its module was taken out of the outer one
+        groups = _named_groups(group.modules)
     return joined(groups)
+
+
+def _named_groups(modules: Sequence[nn.Module]) -> list[Group]:
+    groups = []
+    for module in modules:
+        for name, each in module.named_modules():
+            group = getattr(each, "_fsdp_group", None)
+            if isinstance(group, Group) and group not in groups:
+                group.name = name or type(each).__name__
+                groups.append(group)
+    return groups
 
 
 def joined(groups: Sequence[Group]) -> Context:

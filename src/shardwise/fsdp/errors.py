@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwise.errors import CollectiveError, ShardwiseError
 
 
@@ -15,3 +17,9 @@ class StateError(ShardwiseError, RuntimeError):
 
 class GatherError(CollectiveError):
     """Parameters could not be gathered, or gradients reduced; the message names them."""
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise FSDPError(f"{name}: expected True or False, got {value!r}")

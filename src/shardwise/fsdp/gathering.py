@@ -58,6 +58,7 @@ class Gather:
                 )
         for unit in units:
             unit.gather = self
+            unit.note_versions()
 
     def fill(self, unit: Unit) -> None:
         """Let a unit have its parameters, once they are there."""

@@ -9,6 +9,8 @@ back. When that happens, and what travels together, is the context's business.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -33,14 +35,23 @@ if TYPE_CHECKING:
 class Slot:
     """Where a module keeps a parameter."""
 
-    __slots__ = ("key", "layout", "module", "name", "own_setter")
+    __slots__ = ("key", "layout", "module", "name", "own_setter", "strides")
 
-    def __init__(self, module: nn.Module, key: str, name: str, layout: Layout) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        key: str,
+        name: str,
+        layout: Layout,
+        strides: tuple[int, ...] | None,
+    ) -> None:
         self.module = module
         self.key = key
         self.name = name
         self.layout = layout
         """Of the parameter at rest."""
+        self.strides = strides
+        """Of the gathered one, if its dims are not stored in their order."""
         # Some modules, such as torch's LSTM, keep their parameters in a list too.
         self.own_setter = type(module).__setattr__ is not nn.Module.__setattr__
 
@@ -50,6 +61,14 @@ class Slot:
         found = self.module._parameters[self.key]
         assert found is not None, "only slots that hold something are listed"
         return found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is there now."""
+        return self.module._parameters.get(self.key) is tensor
+
+    def take(self) -> None:
+        """Note on the module that a group has it."""
+        vars(self.module).setdefault("_fsdp_keys", set()).add(self.key)
 
     def put(self, tensor: Any) -> None:
         """Replace it."""
@@ -62,10 +81,14 @@ class Slot:
 class Call:
     """One forward of a group, as long as its graph lives: which gradients of inputs are to come."""
 
-    __slots__ = ("__weakref__", "inputs")
+    __slots__ = ("__weakref__", "inputs", "left", "task")
 
     def __init__(self) -> None:
         self.inputs = 0
+        self.left = 0
+        """How many of them have no gradient yet in this backward."""
+        self.task = -1
+        """Which backward that is."""
 
 
 class Group:
@@ -95,6 +118,8 @@ class Group:
         self.forward_prefetch: list[Group] | None = None
         self.backward_prefetch: list[Group] | None = None
         self.context: Context | None = None
+        self.outer: Group | None = None
+        """The group of a module around these, if any."""
         self._reset()
 
     def _reset(self) -> None:
@@ -108,16 +133,18 @@ class Group:
         """Which of its modules have run in this forward of the outermost."""
         self.calls: WeakSet[Call] = WeakSet()
         """Forwards whose inputs have not all got their gradients."""
+        self.is_shown = False
+        """Whether the modules hold the gathered parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """The group of copied modules; everything else is found again when they first run."""
         result = copy.copy(self)
         memo[id(self)] = result
         result._reset()
-        result.context = None
+        result.context = result.outer = None
         result.modules = copy.deepcopy(self.modules, memo)
         result.slots = [
-            Slot(copy.deepcopy(slot.module, memo), slot.key, slot.name, slot.layout)
+            Slot(copy.deepcopy(slot.module, memo), slot.key, slot.name, slot.layout, slot.strides)
             for slot in self.slots
         ]
         result.forward_prefetch = result.backward_prefetch = None
@@ -132,12 +159,13 @@ class Group:
     # ---- forward
 
     def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Call]:
         """Gather, and return what the module is to be called with."""
         context = self.context
         if context is None or context.depth == 0:
-            context = self._begin(module)
+            context = self._begin()
+        call = Call()
         context.depth += 1
         self.active += 1
         try:
@@ -145,26 +173,25 @@ class Group:
             if not again and self.active == 1 and self.state is not TrainingState.FORWARD:
                 self.state = moved_on(self.state, TrainingState.FORWARD, self.name)
             context.unshard_for_forward(self)
-            if self.active == 1:
-                self.put_wholes()
+            self.show()
             policy = self.policy
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
             if not again and torch.is_grad_enabled() and not self._is_alias:
-                args, kwargs = self._watch_inputs(args, kwargs)
+                args, kwargs = self._watch_inputs(call, args, kwargs)
         except BaseException:
-            self.failed(module)
+            self.failed()
             raise
-        return args, kwargs
+        return args, kwargs, call
 
-    def _begin(self, module: nn.Module) -> Context:
+    def _begin(self) -> Context:
         from shardwise.fsdp.context import context_of
 
-        context = self.context or context_of(module)
+        context = self.context or context_of(self)
         context.begin(self)
         return context
 
-    def after(self, module: nn.Module, output: Any) -> Any:
+    def after(self, module: nn.Module, output: Any, call: Call) -> Any:
         """Put the shards back, and return what the caller is to get."""
         context = self.context
         assert context is not None, "it was set before"
@@ -178,13 +205,13 @@ class Group:
             self.state = moved_on(self.state, TrainingState.IDLE, self.name)
             output = self._unaliased(output)
             self.ran.add(module)
-            needs_backward = torch.is_grad_enabled() and self._watch_outputs(output)
+            needs_backward = torch.is_grad_enabled() and self._watch_outputs(call, output)
             context.after_forward(self, needs_backward)
         if context.depth == 0:
             context.end_forward()
         return output
 
-    def failed(self, module: nn.Module) -> None:
+    def failed(self) -> None:
         """After an exception in forward."""
         context = self.context
         assert context is not None, "it was set before"
@@ -197,19 +224,23 @@ class Group:
     def _leave(self, context: Context) -> None:
         context.depth -= 1
         self.active -= 1
-        # In backward a checkpoint of a part of it may still be computed anew.
         if not self.active and self.state is not TrainingState.PRE_BACKWARD:
-            self.put_shards()
+            self.hide()
 
-    def put_wholes(self) -> None:
-        """Let the modules have the gathered parameters."""
-        for slot, held in self.bindings:
-            slot.put(held.whole)
+    def show(self) -> None:
+        """Put the gathered parameters into the modules."""
+        if not self.is_shown:
+            self.is_shown = True
+            for slot, held in self.bindings:
+                slot.put(held.whole)
 
-    def put_shards(self) -> None:
-        """Let the modules have the parameters as they are at rest."""
-        for slot, held in self.bindings:
-            slot.put(held.sharded)
+    def hide(self) -> None:
+        """Put the shards into the modules, where users have not put something else since."""
+        if self.is_shown:
+            self.is_shown = False
+            for slot, held in self.bindings:
+                if slot.holds(held.whole):
+                    slot.put(held.sharded)
 
     @property
     def _is_alias(self) -> bool:
@@ -225,20 +256,28 @@ class Group:
 
         return change(output) if isinstance(output, torch.Tensor) else on_tensors(output, change)
 
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let the modules hold the shards for a while."""
+        was_shown = self.is_shown
+        self.hide()
+        yield
+        if was_shown:
+            self.show()
+
     # ---- gradients that come and go
 
     def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notice when the gradients of all inputs are there: then nothing here is needed any more.
 
         The inputs become views, so that only what happens in this forward counts.
         """
-        call = Call()
 
         def came(_: torch.Tensor) -> None:
-            call.inputs -= 1
-            if not call.inputs:
+            call.left -= 1
+            if not call.left:
                 self.calls.discard(call)
                 assert self.context is not None, "it has run"
                 self.context.check_done(self)
@@ -257,15 +296,20 @@ class Group:
         else:
             args, kwargs = on_tensors((args, kwargs), change)
         if call.inputs:
+            call.left = call.inputs
             self.calls.add(call)
         return args, kwargs
 
-    def _watch_outputs(self, output: Any) -> bool:
+    def _watch_outputs(self, call: Call, output: Any) -> bool:
         """Notice when the first gradient comes; says whether one may."""
         found = False
 
         def came(_: torch.Tensor) -> None:
             assert self.context is not None, "it has run"
+            task = torch._C._current_graph_task_id()
+            if call.inputs and call.task != task:  # again, if its graph was retained
+                call.task, call.left = task, call.inputs
+                self.calls.add(call)
             self.context.begin_backward_of(self)
 
         def watch(tensor: Any) -> Any:
@@ -284,16 +328,16 @@ class Group:
 
     # ---- asked for by users
 
-    def unshard(self, module: nn.Module) -> None:
+    def unshard(self) -> None:
         """Start gathering, outside of forward."""
-        context = self.ready_context(module)
+        context = self.ready_context()
         context.start(self.units)
 
     def wait(self) -> None:
         """Finish gathering, and put the gathered parameters into the modules."""
         assert self.context is not None, "unshard has set it"
         self.context.finish_gathers(self)
-        self.put_wholes()
+        self.show()
 
     def reshard(self) -> None:
         """Give back the memory."""
@@ -306,13 +350,13 @@ class Group:
             if unit.gather is not None:
                 unit.gather.drop(unit)
             unit.reshard()
-        self.put_shards()
+        self.hide()
 
-    def ready_context(self, module: nn.Module) -> Context:
+    def ready_context(self) -> Context:
         """Its context, whose units hold what the modules have now."""
         from shardwise.fsdp.context import context_of
 
-        context = self.context or context_of(module)
+        context = self.context or context_of(self)
         context.check()
         return context
 
@@ -327,6 +371,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return on_tensors(value, change)
+
+
+def is_taken(module: nn.Module, key: str) -> bool:
+    """Whether a group has this parameter of a module."""
+    return key in vars(module).get("_fsdp_keys", ())
+
+
+def check_list(modules: Any) -> None:
+    """Refuse what is not several modules."""
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        raise FSDPError(f"modules: expected a list of modules, got {type(modules).__name__}")
 
 
 def check_group(module: Any, argument: str) -> Group:

@@ -119,6 +119,13 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise FSDPError("DataParallelMeshDims: expected shard, replicate or both; got neither")
+        for field, names in (("shard", self.shard), ("replicate", self.replicate)):
+            several = names if isinstance(names, tuple) else (names,)
+            if names is not None and not (several and all(isinstance(it, str) for it in several)):
+                raise FSDPError(
+                    f"DataParallelMeshDims({field}): expected the name of an axis or a tuple of "
+                    f"names, got {names!r}"
+                )
 
 
 def shard_info(
@@ -131,7 +138,9 @@ def shard_info(
         dims: which axes of it are data-parallel; by default all.
         device_type: of the default mesh.
     """
-    mesh = _checked(mesh, device_type)
+    mesh = _checked(mesh, device_type, "fully_shard")
+    if dims is not None and not isinstance(dims, DataParallelMeshDims):
+        raise FSDPError(f"dp_mesh_dims: expected DataParallelMeshDims(...), got {dims!r}")
     if dims is not None:
         return _named_info(mesh, dims)
     if mesh.ndim == 1:
@@ -146,7 +155,7 @@ def shard_info(
 
 def replicate_info(mesh: DeviceMesh | TorchMesh | None, device_type: str) -> DDPMeshInfo:
     """How `replicate` lies on a mesh of one axis, by default all ranks."""
-    mesh = _checked(mesh, device_type)
+    mesh = _checked(mesh, device_type, "replicate")
     if mesh.ndim != 1:
         raise FSDPError(
             f"mesh: expected 1 axis, got {mesh!r}; pass the data-parallel axis, such as mesh['dp']"
@@ -175,7 +184,7 @@ def _merged(mesh: DeviceMesh, names: str | tuple[str, ...] | None) -> str | None
     return name
 
 
-def _checked(mesh: DeviceMesh | TorchMesh | None, device_type: str) -> DeviceMesh:
+def _checked(mesh: DeviceMesh | TorchMesh | None, device_type: str, function: str) -> DeviceMesh:
     if mesh is None:
         from shardwise import world
 
@@ -184,6 +193,6 @@ def _checked(mesh: DeviceMesh | TorchMesh | None, device_type: str) -> DeviceMes
     if not mesh.is_abstract and mesh.get_coordinate() is None:
         raise FSDPError(
             f"mesh: expected one that rank {mesh.get_rank()} is in, got {mesh!r}; each rank calls "
-            "fully_shard with the mesh of its own data-parallel peers"
+            f"{function} with the mesh of its own data-parallel peers"
         )
     return mesh

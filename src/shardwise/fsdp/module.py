@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.fsdp.custom import AllGather, ReduceScatter
-from shardwise.fsdp.errors import FSDPError
-from shardwise.fsdp.group import Group, check_group
+from shardwise.fsdp.errors import FSDPError, check_bool
+from shardwise.fsdp.group import Group, check_group, check_list
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -56,16 +58,33 @@ class FSDPModule(_Base):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         result = object.__new__(type(self))
         memo[id(self)] = result
-        for name, value in self.__dict__.items():
-            result.__dict__[name] = copy.deepcopy(value, memo)
+        with self._fsdp_group.hidden():  # the copy has shards of its own
+            for name, value in self.__dict__.items():
+                result.__dict__[name] = copy.deepcopy(value, memo)
+        take_in(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also of gradients that are accumulated and not reduced yet."""
-        super().zero_grad(set_to_none)
-        for group in self._groups(recurse=True):
-            for unit in group.units:
-                unit.forget_gradients()
+        with ExitStack() as stack:
+            for group in self._groups(recurse=True):
+                stack.enter_context(group.hidden())
+                for unit in group.units:
+                    unit.forget_gradients()
+            super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of DTensors, even if the parameters are gathered now."""
+        with self._fsdp_group.hidden():
+            return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._fsdp_group.hide()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fsdp_group.hide()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ---- parameters
 
@@ -75,7 +94,7 @@ class FSDPModule(_Base):
         Arguments:
             async_op: return at once a handle that has a `wait()`, which forward also calls.
         """
-        self._fsdp_group.unshard(self)
+        self._fsdp_group.unshard()
         handle = UnshardHandle(self._fsdp_group)
         if async_op:
             return handle
@@ -88,7 +107,7 @@ class FSDPModule(_Base):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are given back after forward, and gathered again in backward."""
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        check_bool("reshard_after_forward", reshard_after_forward)
         self._change(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
@@ -96,12 +115,12 @@ class FSDPModule(_Base):
     ) -> None:
         """Say whether parameters are given back after backward. Kept ones need no gather in the
         next forward, unless the shards have changed since, which is noticed."""
-        _check_bool("reshard_after_backward", reshard_after_backward)
+        check_bool("reshard_after_backward", reshard_after_backward)
         self._change(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether this group's backward needs its parameters; that of an embedding does not."""
-        _check_bool("unshard_in_backward", unshard_in_backward)
+        check_bool("unshard_in_backward", unshard_in_backward)
         self._change(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -125,7 +144,7 @@ class FSDPModule(_Base):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Say whether backward reduces gradients. If not, they are accumulated unsharded."""
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        check_bool("requires_gradient_sync", requires_gradient_sync)
         self._change(
             recurse, gradient_sync=requires_gradient_sync, all_reduce=requires_gradient_sync
         )
@@ -133,32 +152,32 @@ class FSDPModule(_Base):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward sums gradients over the replicate axis. If not, the shards'
         gradients are accumulated until it does."""
-        _check_bool("requires_all_reduce", requires_all_reduce)
+        check_bool("requires_all_reduce", requires_all_reduce)
         self._change(recurse, all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward waits for gradients under way. With False they go on
         beside the next microbatch; the last one must wait."""
-        _check_bool("is_last_backward", is_last_backward)
-        group = self._fsdp_group
-        group.ready_context(self).is_last_backward = is_last_backward
+        check_bool("is_last_backward", is_last_backward)
+        self._fsdp_group.ready_context().is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this group's gradients by `factor`, not by the number of ranks."""
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor == 0:
-            raise FSDPError(f"factor: expected a number other than 0, got {factor!r}")
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or factor == 0 or not math.isfinite(factor):
+            raise FSDPError(f"factor: expected a finite number other than 0, got {factor!r}")
         self._change(False, divide_factor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Nothing changes: what travels is always summed, and divided afterwards."""
-        _check_bool("enable", enable)
+        check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Say whether parameters that no rank has used get zeros as gradients. By default they have
         none, as in one process. What only some ranks have used is right either way."""
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         self._change(recurse, fill_unused=reduce_scatter_unused_params)
 
     def set_all_reduce_hook(
@@ -207,26 +226,36 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    args, kwargs = group.before(module, args, kwargs)
+    args, kwargs, call = group.before(args, kwargs)
     try:
         output = function(*args, **kwargs)
     except BaseException:
-        group.failed(module)
+        group.failed()
         raise
-    return group.after(module, output)
+    return group.after(module, output, call)
 
 
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, str], type] = {}
 
 
 def swap_class(module: nn.Module, group: Group, prefix: str) -> None:
     """Make a module one that is sharded: `FSDPLinear` is both an `FSDPModule` and a `Linear`."""
     own = type(module)
-    found = _classes.get(own)
+    found = _classes.get((own, prefix))
     if found is None:
-        found = _classes[own] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
+        found = _classes[own, prefix] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
     module._fsdp_group = group  # type: ignore[assignment]
     module.__class__ = found
+    take_in(module)
+
+
+def take_in(module: Any) -> None:
+    """Let the groups within a sharded module know that it is around them."""
+    group: Group = module._fsdp_group
+    for each in module.modules():
+        inner: Group | None = getattr(each, "_fsdp_group", None)
+        if inner is not None and inner is not group and inner.outer is None:
+            inner.outer = group
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -238,7 +267,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    method = getattr(module, method_name, None)
+    method = getattr(module, method_name, None) if isinstance(method_name, str) else None
     if not callable(method):
         raise FSDPError(
             f"method_name: expected a method of {type(module).__name__}, got {method_name!r}"
@@ -259,11 +288,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _groups_of(modules: Sequence[FSDPModule]) -> list[Group]:
-    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
-        raise FSDPError(f"modules: expected a list of modules, got {type(modules).__name__}")
+    check_list(modules)
     return [check_group(module, f"modules[{at}]") for at, module in enumerate(modules)]
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise FSDPError(f"{name}: expected True or False, got {value!r}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.fsdp.errors import FSDPError, check_bool
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -24,6 +26,17 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if dtype is not None and not is_dtype:
+                raise FSDPError(
+                    f"MixedPrecisionPolicy({name}): expected a floating-point dtype such as "
+                    f"torch.bfloat16, or None; got {dtype!r}"
+                )
+        check_bool("MixedPrecisionPolicy(cast_forward_inputs)", self.cast_forward_inputs)
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:
@@ -40,3 +53,6 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        check_bool("CPUOffloadPolicy(pin_memory)", self.pin_memory)

@@ -34,7 +34,8 @@ class Rows:
     def __init__(self, size: Size) -> None:
         count, length, dtype, device = size
         self.size = size
-        self.matrix = torch.empty(count, length, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it may be used again for training
+            self.matrix = torch.empty(count, length, dtype=dtype, device=device)
         self._views: dict[Hashable, list[torch.Tensor]] = {}
 
     def views(

@@ -81,6 +81,7 @@ class Reduction:
         """Those whose gradients are not in yet."""
         self._pool = pool
         self._rows: Rows | None = None
+        self._put: set[Unit] = set()
         self._unused: list[int] = []
         """The flags of parameters that have no gradient here."""
         self._pending: Pending[torch.Tensor]
@@ -90,7 +91,10 @@ class Reduction:
 
     def put(self, unit: Unit) -> None:
         """Copy a unit's gradients in, and let go of them."""
-        gradients = unit.take_gradients()
+        self._put.add(unit)
+        self._copy_in(unit, unit.take_gradients())
+
+    def _copy_in(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         self.waits_for.discard(unit)
         plan = self.plan
         with torch.no_grad(), as_local():
@@ -101,7 +105,7 @@ class Reduction:
             matrix = rows.matrix
             pieces: list[torch.Tensor] = []
             if all(gradient is not None for gradient in gradients):
-                key = (id(plan), unit.number)
+                key = (plan, unit.number)
                 places = rows.views(key, lambda matrix: plan.places(unit, matrix))
                 for gradient, (held, _, _) in zip(gradients, plan.entries[unit], strict=True):
                     pieces += held.division.of_gradient(gradient)  # type: ignore[arg-type]
@@ -131,6 +135,9 @@ class Reduction:
         """Send them off."""
         for unit in list(self.waits_for):
             self.put(unit)
+        for unit in self.plan.units:
+            if unit not in self._put:  # it has no part in this backward
+                self._copy_in(unit, [None] * len(unit.trainable))
         rows, self._rows = self._rows, None
         assert rows is not None, "there are gradients"
         custom = self.settings.reduce_scatter

@@ -43,13 +43,30 @@ set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _BASE.grad._
 class Held:
     """One parameter of a unit."""
 
-    __slots__ = ("accumulated", "division", "name", "offset", "reduced", "sharded", "whole")
+    __slots__ = (
+        "accumulated",
+        "division",
+        "name",
+        "offset",
+        "reduced",
+        "sharded",
+        "strides",
+        "whole",
+    )
 
-    def __init__(self, name: str, sharded: DTensor, division: Division) -> None:
+    def __init__(
+        self,
+        name: str,
+        sharded: DTensor,
+        division: Division,
+        strides: tuple[int, ...] | None,
+    ) -> None:
         self.name = name
         self.sharded = sharded
         """What the module has at rest, and optimizers see."""
         self.division = division
+        self.strides = strides or torch.empty(division.whole_shape, device="meta").stride()
+        """Of what the module computes with."""
         self.offset = 0
         """Where it begins in a row."""
         self.whole: torch.Tensor
@@ -149,10 +166,7 @@ class Unit:
         bare = self.memory.data  # its copies do not count as changes of what autograd has saved
         start = 0
         for each, size in zip(self.held, sizes, strict=True):
-            shape = each.division.whole_shape
-            strides = getattr(each.sharded, "_whole_strides", None)
-            if strides is None:
-                strides = torch.empty(shape, device="meta").stride()
+            shape, strides = each.division.whole_shape, each.strides
             self._make_whole(each, self.memory.as_strided(shape, strides, start))
             place = bare.as_strided(shape, strides, start)
             for by_rank, places in self._places.items():
@@ -203,7 +217,7 @@ class Unit:
                 (self.number, start, skips_own), lambda rows: self._pieces(rows, start, skips_own)
             )
             torch._foreach_copy_(self._places[skips_own], pieces)
-        self._note_filled()
+        self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
 
     def _pieces(self, rows: torch.Tensor, start: int, skips_own: bool) -> list[torch.Tensor]:
         result: list[torch.Tensor] = []
@@ -221,15 +235,17 @@ class Unit:
             self._allocate()
             self.memory.data.copy_(whole)
         self.kept = None
-        self._note_filled()
-
-    def _note_filled(self) -> None:
         self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
+
+    def note_versions(self) -> None:
+        """The shards are being gathered as they are now."""
         with as_local():
             self.versions = [_version(each.sharded) for each in self.held]
 
     def is_stale(self) -> bool:
-        """Whether its shards were changed since they were gathered."""
+        """Whether its shards were changed since they were gathered, if they are."""
+        if self.state is ShardedState.SHARDED and self.gather is None:
+            return False
         with as_local():
             return self.versions != [_version(each.sharded) for each in self.held]
 

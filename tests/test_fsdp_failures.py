@@ -1,0 +1,373 @@
+"""What some ranks do not use, and what raises: right gradients, named errors, training goes on."""
+
+import pytest
+import torch
+from sharded_cases import (
+    WIDTH,
+    Block,
+    Net,
+    assert_at_rest,
+    assert_close,
+    assert_same,
+    batch,
+    full,
+    made,
+    mean_square,
+    mine,
+    on_ranks,
+    shard_all,
+    train,
+)
+from torch import nn
+
+import shardwise as sw
+from shardwise.fsdp import GatherError, StateError, fully_shard, replicate
+from shardwise.mesh import init_device_mesh
+
+# ---- parameters that are not used
+
+
+class Branches(nn.Module):
+    """Each layer has two branches, of which a call uses one; and a parameter for show."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Branch() for _ in range(2))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, left):
+        for layer in self.layers:
+            x = layer(x, left)
+        return x
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, left):
+        return torch.tanh((self.left if left else self.right)(x))
+
+
+def by_layer(model, mesh):
+    return shard_all(model, mesh)
+
+
+def by_layer_apart(model, mesh):
+    """No two units travel together."""
+    shard_all(model, mesh)
+    for each in (model, *model.layers):
+        each.set_all_reduce_hook(lambda gradients: None)
+    return model
+
+
+def in_one(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def replicated(model, mesh):
+    return replicate(model, mesh=mesh)
+
+
+def hybrid(model, mesh):
+    return shard_all(model, init_device_mesh("cpu", (2, mesh.size() // 2), ("replicate", "shard")))
+
+
+SHARDED = pytest.mark.parametrize("shard", [by_layer, by_layer_apart, in_one, replicated, hybrid])
+
+
+@SHARDED
+@pytest.mark.parametrize("count", [2, 4])
+def test_parameters_that_some_ranks_use_get_zeros_from_the_others(shard, count):
+    """Only the last rank uses the right branch."""
+    plain, x = made(Branches), batch()
+    parts = x.chunk(count)
+    losses = [plain(part, at < count - 1).square().mean() for at, part in enumerate(parts)]
+    (sum(losses) / count).backward()
+
+    def run(mesh):
+        model = shard(made(Branches), mesh)
+        for _ in range(2):  # the second time from what was there before
+            model.zero_grad()
+            is_last = mesh.get_rank() == mesh.size() - 1
+            model(mine(x, mesh), not is_last).square().mean().backward()
+            assert_same(model, plain)
+            assert_at_rest(model)
+
+    on_ranks(run, count)
+
+
+@SHARDED
+def test_parameters_that_no_rank_uses_have_no_gradient_or_zeros_on_demand(shard):
+    def run(mesh):
+        model = shard(made(Branches), mesh)
+        model(mine(batch(), mesh), True).square().mean().backward()
+        assert model.unused.grad is None and model.layers[0].right.weight.grad is None
+        assert model.layers[0].left.weight.grad is not None
+        model.set_reduce_scatter_unused_params(True)
+        model(mine(batch(), mesh), True).square().mean().backward()
+        for parameter in (model.unused, model.layers[0].right.weight):
+            assert not full(parameter.grad).any()
+
+    on_ranks(run)
+
+
+def test_a_second_backward_with_parameters_that_some_ranks_do_not_use():
+    plain, x = made(Branches), batch()
+    for _ in range(2):
+        first, second = x.chunk(2)
+        loss = plain(first, True).square().mean() + plain(second, False).square().mean()
+        (loss / 2).backward()
+
+    def run(mesh):
+        model = by_layer(made(Branches), mesh)
+        left = mesh.get_rank() == 0
+        losses = [model(mine(x, mesh), left).square().mean() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        assert_same(model, plain)
+
+    on_ranks(run)
+
+
+def test_a_sharded_module_that_some_ranks_do_not_call_is_named():
+    def run(mesh):
+        model = shard_all(made(), mesh)
+        for layer in model.layers:
+            layer.set_all_reduce_hook(lambda gradients: None)  # each travels alone
+        skipped = mesh.get_rank()
+        model.layers[skipped].forward = lambda x: x
+        x = mine(batch(), mesh)
+        for at, layer in enumerate(model.layers):
+            if at != skipped:
+                x = layer(x)
+
+    with pytest.raises(
+        sw.RankError, match=r"(?s)layers\.[01].*multiplies its output by 0"
+    ) as error:
+        on_ranks(run)
+    assert isinstance(error.value.__cause__, GatherError)
+
+
+def test_ranks_that_end_before_the_others_are_named():
+    def run(mesh):
+        model = shard_all(made(), mesh)
+        if mesh.get_rank() == 0:
+            model(batch())
+
+    with pytest.raises(sw.ShardwiseError, match="rank 1"):
+        on_ranks(run)
+
+
+# ---- exceptions
+
+
+class BrokenError(RuntimeError):
+    """What tests raise."""
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise BrokenError("in backward")
+
+
+class Fragile(Net):
+    """Fails after its second layer, in forward or in backward, or in a recomputation."""
+
+    fails = ""
+
+    def forward(self, x):
+        for at, layer in enumerate(self.layers):
+            x = layer(x)
+            if at == 1 and self.fails == "forward":
+                raise BrokenError("in forward")
+            if at == 1 and self.fails == "backward":
+                x = Breaks.apply(x)
+        return self.head(x)
+
+
+FAILURES = pytest.mark.parametrize("fails", ["forward", "backward"])
+
+
+def fail(model, x, fails):
+    model.fails = fails
+    with pytest.raises(BrokenError):
+        mean_square(model, x).backward()
+    model.fails = ""
+
+
+@FAILURES
+@pytest.mark.parametrize("shard", [by_layer, in_one, replicated])
+def test_training_goes_on_after_an_exception(fails, shard):
+    plain = train(made(), batch())
+
+    def run(mesh):
+        model = shard(made(Fragile), mesh)
+        x = mine(batch(), mesh)
+        fail(model, x, fails)  # at the very first
+        assert all(type(each) is sw.DTensor for each in model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for _ in range(3):
+            fail(model, x, fails)
+            assert all(type(each) is sw.DTensor for each in model.parameters())
+            optimizer.zero_grad()
+            mean_square(model, x).backward()
+            optimizer.step()
+        assert_same(model, plain)
+        assert_at_rest(model)
+
+    on_ranks(run)
+
+
+@FAILURES
+def test_an_exception_in_evaluation_leaves_nothing_gathered(fails):
+    def run(mesh):
+        model = by_layer(made(Fragile), mesh)
+        fail(model, batch(), fails)
+        if fails == "backward":
+            model.reset_iter_state()
+        assert_at_rest(model)
+        with torch.no_grad():
+            assert_close(model(batch()), made()(batch()))
+
+    on_ranks(run)
+
+
+@FAILURES
+def test_gradients_that_the_shards_had_before_an_exception_stay(fails):
+    plain = made()
+    mean_square(plain, batch()).backward()
+    mean_square(plain, 2 * batch()).backward()
+
+    def run(mesh):
+        model = by_layer(made(Fragile), mesh)
+        x = mine(batch(), mesh)
+        mean_square(model, x).backward()
+        kept = [full(each.grad) for each in model.layers[0].parameters()]
+        fail(model, x, fails)
+        for parameter, gradient in zip(model.layers[0].parameters(), kept, strict=True):
+            assert_close(full(parameter.grad), gradient)
+        if fails == "forward":
+            mean_square(model, 2 * x).backward()
+            assert_same(model, plain)
+
+    on_ranks(run)
+
+
+def test_a_graph_made_before_an_exception_can_still_be_run():
+    plain = made()
+    mean_square(plain, batch()).backward()
+
+    def run(mesh):
+        model = by_layer(made(Fragile), mesh)
+        x = mine(batch(), mesh)
+        loss = mean_square(model, x)
+        fail(model, x, "forward")
+        loss.backward()
+        assert_same(model, plain)
+        assert_at_rest(model)
+        loss = mean_square(model, x)
+        fail(model, x, "backward")
+        model.zero_grad()
+        loss.backward()
+        assert_same(model, plain)
+        assert_at_rest(model)
+
+    on_ranks(run)
+
+
+def test_an_exception_in_a_recomputed_block():
+    from torch.utils.checkpoint import checkpoint
+
+    class Fails(Block):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            if self.count == 2:
+                raise BrokenError("computed anew")
+            return super().forward(x)
+
+    class Recomputed(Net):
+        def __init__(self):
+            super().__init__(1)
+            self.layers.append(Fails())
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return self.head(x)
+
+    def run(mesh):
+        model = by_layer(made(Recomputed), mesh)
+        x = mine(batch(), mesh)
+        with pytest.raises(BrokenError):
+            mean_square(model, x).backward()
+        model.zero_grad()
+        train(model, x)
+        assert_same(model, expected)
+        assert_at_rest(model)
+
+    expected = made(Recomputed)
+    with pytest.raises(BrokenError):
+        mean_square(expected, batch()).backward()
+    expected.zero_grad()
+    train(expected, batch())
+    on_ranks(run)
+
+
+def test_no_accumulated_gradient_survives_zero_grad():
+    plain = made()
+    mean_square(plain, batch()).backward()
+
+    def run(mesh):
+        model = by_layer(made(), mesh)
+        x = mine(batch(), mesh)
+        model.set_requires_gradient_sync(False)
+        mean_square(model, 3 * x).backward()
+        model.zero_grad()
+        model.set_requires_gradient_sync(True)
+        mean_square(model, x).backward()
+        assert_same(model, plain)
+
+    on_ranks(run)
+
+
+def test_what_cannot_be_done_now_is_refused_by_name():
+    class Reshards(Net):
+        def forward(self, x):
+            self.layers[0](x)
+            self.reshard()
+
+    class ReshardsInside(Block):
+        def forward(self, x):
+            self.register = self.linear.weight
+            with pytest.raises(StateError, match=r"reshard: layers\.0 is in FORWARD"):
+                self.reshard()
+            return super().forward(x)
+
+    class Holds(Net):
+        def __init__(self):
+            super().__init__(0)
+            self.layers.append(ReshardsInside())
+
+    def run(mesh):
+        with pytest.raises(StateError, match=r"reshard: FSDPReshards is in FORWARD"):
+            shard_all(made(Reshards), mesh)(batch())
+        model = shard_all(made(Holds), mesh)
+        output = model(batch())
+
+        def refused(_):
+            with pytest.raises(StateError, match="is in PRE_BACKWARD"):
+                model.reshard()
+
+        output.register_hook(refused)
+        output.sum().backward()
+
+    on_ranks(run)
