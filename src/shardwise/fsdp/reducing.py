@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.comm import Pending
 from shardwise.errors import CollectiveError
+from shardwise.fsdp.causes import reducing
 from shardwise.fsdp.custom import ReduceScatter, process_group
 from shardwise.fsdp.errors import GatherError
 from shardwise.fsdp.pool import Pool, Rows, Size
@@ -142,7 +143,9 @@ class Reduction:
         else:
             shard = self.info.shard_communicator(CHANNEL)
             op = "avg" if self._average else "sum"
-            pending = shard.reduce_scatter_async(rows.matrix, op=op).then(lambda row: row[0])
+            with reducing(self.plan.units):
+                summed = shard.reduce_scatter_async(rows.matrix, op=op)
+            pending = summed.then(lambda row: row[0])
 
         def finish() -> torch.Tensor:
             row = pending.wait()
@@ -164,7 +167,8 @@ class Reduction:
             return
         replicas = self.info.replicate_communicator(CHANNEL)
         op = "avg" if self._average else "sum"
-        self._pending = replicas.all_reduce_async(row, op, in_place=True)
+        with reducing(self.plan.units):
+            self._pending = replicas.all_reduce_async(row, op, in_place=True)
 
     def finish(self) -> None:
         """Give them to the shards."""
