@@ -70,6 +70,10 @@ class Context:
         self._by_unit: dict[Unit, Reduction] = {}
         self._ready: set[Unit] = set()
         """Those all of whose gradients this backward has brought."""
+        self._had: set[Unit] = set()
+        """Those that were gathered at some time in this backward. When they are given back depends
+        on what this rank has used; so that all ranks gather alike, they are not gathered again
+        unless a module asks."""
         self._under_way: deque[Reduction] = deque()
 
     # ---- making units, and keeping them up to date
@@ -190,7 +194,9 @@ class Context:
                 mesh, _ = _kept_mesh(unit, int(wanted or 0))
                 KeptGather(unit, communicator(mesh, (0,), channel="gather"))
                 continue
-            run = unit.bucket.run_around(unit)
+            run = unit.bucket.run_around(unit, self._had)
+            if self.in_backward:
+                self._had.update(run)
             Gather(run, self.pool, unit.groups[0].settings.all_gather)
 
     def finish_gathers(self, group: Group) -> None:
@@ -215,7 +221,7 @@ class Context:
             unit = self._order[at]
             if unit.gather is not None:
                 return  # one ahead is enough
-            if unit.state is not _UNSHARDED and not unit.is_alias:
+            if unit.state is not _UNSHARDED and not unit.is_alias and unit not in self._had:
                 if step > 0 or unit.groups[0].settings.unshard_in_backward:
                     self.start([unit])
                 return
@@ -253,6 +259,9 @@ class Context:
         if self.settings_changed:
             self._make_buckets()
         self.in_backward, self._task = True, task
+        self._had.update(
+            unit for unit in self.units if unit.state is _UNSHARDED or unit.gather is not None
+        )
         Variable._execution_engine.queue_callback(_End(self, task))
         for unit in reversed(self._used):
             if unit not in self._by_unit and unit.trainable:
@@ -343,6 +352,7 @@ class Context:
         self._by_unit.clear()
         self._line.clear()
         self._ready.clear()
+        self._had.clear()
         self._used.clear()
 
     # ---- after exceptions

@@ -1,0 +1,46 @@
+"""Every rank gathers the same, whatever it uses of a model."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.fsdp import fully_shard
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        self.head = nn.Linear(width, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, is_scaled):
+        x = self.head(self.layers(x))
+        return x * self.scale if is_scaled else x
+
+
+@pytest.mark.parametrize("width", [8, 600], ids=["groups that travel together", "each by itself"])
+def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width):
+    """The head's backward is over before that of the layers, on the ranks that use all of it."""
+
+    def run():
+        torch.manual_seed(0)
+        model = Net(width)
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):
+            model(torch.ones(1, width), is_scaled=mesh.get_rank() == 0).sum().backward()
+        return model.head.bias.grad.full_tensor()
+
+    events = []
+    with sw.listen(lambda event: event.cause.operator == "unshard" and events.append(event)):
+        for gradient in sw.simulate(run, 2):
+            torch.testing.assert_close(gradient, torch.full((4,), 2.0))
+    first, second = ([each.cause for each in events if each.rank == rank] for rank in (0, 1))
+    assert first == second
+    assert [
+        each.module for each in first if "Net" in each.module and each.direction == "backward"
+    ] == []
