@@ -44,3 +44,20 @@ def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width):
     assert [
         each.module for each in first if "Net" in each.module and each.direction == "backward"
     ] == []
+
+
+def test_groups_that_travel_with_used_ones_and_are_not_used_have_no_gradients():
+    """Whatever is in the memory that they would have come in."""
+
+    def run():
+        model = Net(8)
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(1, 8), is_scaled=True).sum().backward()
+        model.zero_grad()
+        model.layers[1](torch.ones(1, 8)).sum().backward()
+        return [name for name, each in model.named_parameters() if each.grad is not None]
+
+    assert sw.simulate(run, 2) == 2 * [["layers.1.weight", "layers.1.bias"]]

@@ -79,6 +79,8 @@ class Reduction:
         self.info = plan.units[0].info
         self.settings = settings
         self.waits_for = {unit for unit in plan.units if unit.trainable}
+        """Those whose gradients are not in yet, and will come."""
+        self._left = set(self.waits_for)
         """Those whose gradients are not in yet."""
         self._pool = pool
         self._rows: Rows | None = None
@@ -93,6 +95,7 @@ class Reduction:
         """Copy a unit's gradients in, and let go of them."""
         gradients = unit.take_gradients()
         self.waits_for.discard(unit)
+        self._left.discard(unit)
         plan = self.plan
         with torch.no_grad(), as_local():
             rows = self._rows
@@ -102,7 +105,7 @@ class Reduction:
             matrix = rows.matrix
             pieces: list[torch.Tensor] = []
             if all(gradient is not None for gradient in gradients):
-                key = (id(plan), unit.number)
+                key = (plan, unit.number)
                 places = rows.views(key, lambda matrix: plan.places(unit, matrix))
                 for gradient, (held, _, _) in zip(gradients, plan.entries[unit], strict=True):
                     pieces += held.division.of_gradient(gradient)  # type: ignore[arg-type]
@@ -130,7 +133,7 @@ class Reduction:
 
     def start(self) -> None:
         """Send them off."""
-        for unit in list(self.waits_for):
+        for unit in list(self._left):
             self.put(unit)
         rows, self._rows = self._rows, None
         assert rows is not None, "there are gradients"
