@@ -15,8 +15,10 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 4)
         self.scale = nn.Parameter(torch.ones(4))
 
-    def forward(self, x, is_scaled):
-        x = self.head(self.layers(x))
+    def forward(self, x, is_scaled=True, depth=2):
+        for layer in list(self.layers)[:depth]:
+            x = layer(x)
+        x = self.head(x)
         return x * self.scale if is_scaled else x
 
 
@@ -55,9 +57,29 @@ def test_groups_that_travel_with_used_ones_and_are_not_used_have_no_gradients():
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        model(torch.ones(1, 8), is_scaled=True).sum().backward()
+        model(torch.ones(1, 8)).sum().backward()
         model.zero_grad()
         model.layers[1](torch.ones(1, 8)).sum().backward()
         return [name for name, each in model.named_parameters() if each.grad is not None]
 
     assert sw.simulate(run, 2) == 2 * [["layers.1.weight", "layers.1.bias"]]
+
+
+def test_gradients_that_were_accumulated_are_reduced_by_a_backward_that_does_not_use_their_group():
+    def run():
+        model = Net(600)
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 600)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 600), depth=1).sum().backward()
+        first = model.layers[1].bias.grad.full_tensor()
+        torch.testing.assert_close(first, model.head.weight.full_tensor().sum(0))
+        model.zero_grad()
+        model(torch.ones(1, 600), depth=1).sum().backward()
+        return model.layers[1].bias.grad
+
+    assert sw.simulate(run, 2) == [None, None]

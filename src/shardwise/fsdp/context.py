@@ -65,6 +65,8 @@ class Context:
         """The same of this forward, so far."""
         self._used: dict[Unit, None] = {}
         """Those whose gradients are expected, in the order of use."""
+        self._owed: dict[Unit, None] = {}
+        """Those with gradients of earlier backwards, which did not reduce them."""
         self._line: list[Reduction] = []
         """Reductions to come, in the order in which they are to start."""
         self._by_unit: dict[Unit, Reduction] = {}
@@ -263,7 +265,7 @@ class Context:
             unit for unit in self.units if unit.state is _UNSHARDED or unit.gather is not None
         )
         Variable._execution_engine.queue_callback(_End(self, task))
-        for unit in reversed(self._used):
+        for unit in (*reversed(self._used), *self._owed):
             if unit not in self._by_unit and unit.trainable:
                 self._expect(unit)
 
@@ -326,6 +328,9 @@ class Context:
         for unit in self.units:
             if unit.got and unit not in self._by_unit:
                 unit.keep_gradients()
+        self._owed = {
+            unit: None for unit in (*self._owed, *self._used) if unit not in self._by_unit
+        }
         while self._line:
             self._launch(self._line.pop(0))
         if self.is_last_backward:
@@ -376,6 +381,7 @@ class Context:
             group.ran.clear()
             group.calls.clear()
             group.put_shards()
+        self._owed.clear()
         self._clear()
 
 
