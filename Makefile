@@ -15,7 +15,7 @@ ONLY ?=
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP) ## Run the demo (ARGS="--mesh 1x4 --steps 20" varies it)
+demo: $(STAMP) ## Run the demo (ARGS="--mode fsdp --steps 20" varies it)
 	@$(BIN)/shardwise demo $(ARGS)
 
 test: $(STAMP) ## Run the tests (ARGS="-k name" is passed to pytest)

@@ -6,6 +6,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Cause, Partial, Replicate, Shard
+from shardwise.fsdp import fully_shard
 from shardwise.parallel import Activations, shard_module
 
 
@@ -114,3 +115,35 @@ def test_modules_are_left_alone_when_nobody_listens():
             pass
         assert nn.Module.__call__ is not before
     assert nn.Module.__call__ is before
+
+
+def test_what_data_parallelism_sends_names_the_sharded_modules_it_is_for():
+    def run(mesh):
+        model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400), nn.Linear(400, 4))
+        for layer in model[:2]:  # each too large to travel with another
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(2, 400)).sum().backward()
+
+    gathered = [cause for kind, cause in heard(run) if kind == "all_gather"]
+    reduced = [cause for kind, cause in heard(run) if kind == "reduce_scatter"]
+    forward = [Cause("unshard", name) for name in ("FSDPSequential, 0", "1")]
+    assert gathered == [
+        *forward,
+        Cause("unshard", "1", "backward"),
+        Cause("unshard", "0", "backward"),
+    ]
+    assert reduced == [
+        Cause("reduce_gradients", name, "backward") for name in ("1", "FSDPSequential, 0")
+    ]
+
+
+def test_sums_along_replicas_are_for_gradients():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 1), ("replicate", "shard"))
+        fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.ones(2, 4)).sum().backward()
+
+    events = []
+    with sw.listen(lambda event: event.kind == "all_reduce" and events.append(event.cause)):
+        sw.simulate(run, 2)
+    assert events == 2 * [Cause("reduce_gradients", "FSDPLinear", "backward")]

@@ -1,4 +1,4 @@
-"""The code blocks of docs/parallel.md run, one after the other, on simulated ranks."""
+"""The code blocks of docs/parallel.md and docs/fsdp.md run on simulated ranks."""
 
 import re
 from pathlib import Path
@@ -11,8 +11,14 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.examples.llama import Config, Llama
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "parallel.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+BLOCKS = blocks("parallel.md")
 
 
 class Layer(nn.Module):
@@ -105,3 +111,76 @@ def test_the_blocks_on_styles():
 def test_every_block_of_the_page_is_python():
     for each in BLOCKS:
         compile(each, "docs/parallel.md", "exec")
+
+
+# ---- docs/fsdp.md: its blocks are one program
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+TOKENS = torch.arange(24).view(2, 12) * 7 % 10
+MODELS = ("model", "replica", "hybrid", "large", "mixed", "average", "huge")
+
+
+def parts(rank, count):
+    """Of each batch the part of a rank: tokens, and what should follow."""
+    return [(each, (each + 1) % 10) for each in TOKENS.view(2, count, -1)[:, rank]]
+
+
+def run_the_page(path):
+    torch.manual_seed(0)
+    names = {"make_model": Stack, "batches": parts, "loss_of": nn.functional.cross_entropy}
+    names |= {"microbatches": parts(0, 4), "path": path, "print": lambda *shown: None}
+    losses = []
+    for each in blocks("fsdp.md"):
+        exec(compile(each, "docs/fsdp.md", "exec"), names)
+        if "shown" in names and not losses:
+            losses.append(names["shown"])
+    layout = str(names["large"].layers[0].up.weight.layout)
+    assert f"print(large.layers[0].up.weight.layout)  # {layout}" in (DOCS / "fsdp.md").read_text()
+    inputs, labels = parts(0, 4)[0]
+    for name in MODELS:
+        model = names[name]
+        loss = nn.functional.cross_entropy(model(inputs).float(), labels)
+        losses.append(loss.full_tensor().item() if isinstance(loss, sw.DTensor) else loss.item())
+    names["update"](names["average"], names["model"])
+    backward = [e for e in names["events"] if e.rank == 0 and e.cause.direction == "backward"]
+    gathered = [event for event in backward if event.cause.operator == "unshard"]
+    assert len(gathered) == 1, "what a checkpoint computes anew is not gathered again"
+    return losses
+
+
+def test_the_page_on_data_parallelism_is_a_program_that_trains_as_one_process_does(tmp_path):
+    torch.manual_seed(0)
+    alone = Stack()
+    optimizer = torch.optim.AdamW(alone.parameters())
+    for tokens in TOKENS:
+        loss = nn.functional.cross_entropy(alone(tokens), (tokens + 1) % 10)
+        loss.backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for shown, *others in sw.simulate(run_the_page, 4, tmp_path / "whole.pt"):
+        assert shown == pytest.approx(loss.item(), abs=1e-5)
+        assert len(others) == len(MODELS) and all(1 < each < 4 for each in others)

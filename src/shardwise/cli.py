@@ -55,16 +55,25 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,  # `Options` has the defaults
         help="train a language model on a mesh of local processes, and compare with one",
         description="Trains a small Llama-style language model on the text of Python's help, on "
-        "local processes (gloo) laid out as a mesh of data and tensor parallelism, and again in "
-        "one process. Shows both loss curves, which must agree to 1e-4, what was communicated and "
+        "local processes (gloo), data-parallel, tensor-parallel or both, and again in one "
+        "process. Shows both loss curves, which must agree to 1e-4, what was communicated and "
         "why, and which rank holds what; saves a plot and the weights. By default a minute or so "
         "on two cores. Exit code 1 if the two runs differ, 2 for a wrong option.",
     )
+    demo.add_argument(
+        "--mode",
+        help="dp+tp: a plan splits batch and model; tp: the model only; fsdp: parameters and batch "
+        "are split over all ranks; hsdp: so, in several replicas; fsdp+tp: both (dp+tp)",
+    )
     demo.add_argument("--ranks", type=int, metavar="N", help="how many processes (4)")
     demo.add_argument(
-        "--mesh", type=_shape, help="data x tensor parallel (2x2; as square as --ranks allows)"
+        "--mesh",
+        type=_shape,
+        help="sizes of the mode's axes: data x tensor parallel for dp+tp and fsdp+tp (2x2; as "
+        "square as --ranks allows), replicas x shards for hsdp (2x2; two replicas), one for the "
+        "others",
     )
-    demo.add_argument("--steps", type=int, metavar="N", help="of training (100)")
+    demo.add_argument("--steps", type=int, metavar="N", help="of training (180)")
     demo.add_argument("--model", help="tiny, small or medium (small)")
     demo.add_argument("--output", metavar="DIR", help="for the results (demo-output)")
     demo.add_argument("--seed", type=int, help="of weights and batches (0)")

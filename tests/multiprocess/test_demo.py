@@ -21,6 +21,7 @@ from shardwise.demo.communication import rows
 from shardwise.demo.options import Options, UsageError, checked
 from shardwise.demo.picture import drawing, part
 from shardwise.demo.saving import load_weights, save_plot
+from shardwise.demo.training import alone, on_each_rank
 
 
 def run(options):
@@ -145,7 +146,12 @@ def test_without_matplotlib_it_says_how_to_get_it(finished, monkeypatch, tmp_pat
     ("arguments", "said"),
     [
         (["--mesh", "2x2", "--ranks", "3"], "--mesh: 2x2 has 4 ranks, but --ranks is 3"),
-        (["--mesh", "8"], "--mesh: expected two sizes, data x tensor parallel, such as 2x2; got 8"),
+        (
+            ["--mesh", "8"],
+            "--mesh: expected two sizes, dp x tp, such as 2x2, for --mode dp+tp; got 8",
+        ),
+        (["--mode", "fsdp", "--mesh", "2x2"], "--mesh: expected one size, dp, such as 4"),
+        (["--mode", "all"], "--mode: expected one of dp+tp, fsdp, hsdp, tp, fsdp+tp; got 'all'"),
         (["--mesh", "2x2x2"], "--mesh: expected two sizes"),
         (["--ranks", "0"], "--ranks: expected 1 or more, got 0"),
         (["--steps", "0"], "--steps: expected 1 or more, got 0"),
@@ -239,3 +245,12 @@ def test_ctrl_c_ends_every_process_without_a_traceback(tmp_path):
                 os.kill(each, signal.SIGKILL)
             process.stdout.close()
             process.wait()
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp", "fsdp+tp"])
+def test_a_mode_of_data_parallelism_learns_the_same_on_processes(mode, workers4, tmp_path):
+    options = checked(mode=mode, model="tiny", steps=2, output=tmp_path)
+    single = alone(options, lambda loss: None)
+    for outcome in workers4.run(on_each_rank, options, tmp_path / "losses"):
+        assert outcome.losses == pytest.approx(single.losses, abs=1e-5)
+        assert {row.kind for row in rows(outcome.events)} >= {"all-gather", "reduce-scatter"}

@@ -18,9 +18,11 @@ class Cause:
     """Why a collective happened."""
 
     operator: str = ""
-    """The torch function that needed it, or `redistribute`; empty if it was called as such."""
+    """The torch function that needed it, or `redistribute`; `unshard` or `reduce_gradients` if it
+    was data parallelism; empty if it was called as such."""
     module: str = ""
-    """The path of the module it ran in, from the outermost that was called; empty for that one."""
+    """The path of the module it ran in, from the outermost that was called; empty for that one. Of
+    data parallelism: the sharded modules that it is for, with commas between them."""
     direction: str = "forward"
     """`forward` or `backward`."""
 

@@ -2,6 +2,7 @@
 
 main.py           from beginning to end
 options.py        what can be varied
+modes.py          the ways to spread the model over processes
 training.py       what every rank does, and the one process
 show.py           progress while it runs, and the loss curves
 communication.py  what was communicated, and why

@@ -18,6 +18,13 @@ _SPLIT = {
 }
 """What tensor parallelism splits in each part of the model."""
 
+_DATA_PARALLEL = {
+    ("unshard", "all_gather"): "parameters, put together",
+    ("reduce_gradients", "reduce_scatter"): "gradients, mean over the batch, a piece each",
+    ("reduce_gradients", "all_reduce"): "gradients, mean over the replicas' parts of the batch",
+}
+"""What the collectives of `fully_shard` are for."""
+
 
 @dataclass
 class Row:
@@ -60,7 +67,8 @@ def rows(events: Iterable[Event]) -> list[Row]:
         row = found.setdefault(key, Row(cause.direction, kind, event.axes, reason))
         row.count += 1
         row.bytes += event.bytes
-        row.modules[module or cause.operator] = None
+        for each in module.split(", "):  # what is gathered together is for several
+            row.modules[each or cause.operator] = None
     return sorted(found.values(), key=lambda row: row.direction == "backward")
 
 
@@ -71,6 +79,8 @@ def _part(module: str) -> str | None:
 
 def _reason(cause: Cause, kind: str, axes: tuple[str, ...]) -> str:
     split = _SPLIT.get(_part(cause.module) or "")
+    if (cause.operator, kind) in _DATA_PARALLEL:
+        return _DATA_PARALLEL[cause.operator, kind]
     if cause.operator == "item":
         return "the loss, to be shown"
     if cause.operator == "cross_entropy":
@@ -107,7 +117,9 @@ def table(events: Iterable[Event]) -> Table:
             if row.direction == direction:
                 shown.add_row(*_totals(row.kind, ".".join(row.axes), [row]), row.why)
         shown.add_section()
-    shown.add_row(*_totals("in all", "", found))
+    for kind in sorted({row.kind for row in found}):
+        shown.add_row(*_totals(kind, "", [row for row in found if row.kind == kind]))
+    shown.add_row(*_totals("[bold]in all[/]", "", found))
     return shown
 
 

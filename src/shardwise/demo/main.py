@@ -25,13 +25,12 @@ def run(options: Options, console: Console | None = None) -> bool:
     """Train on a mesh of processes and in one; True if both agree."""
     console = console or Console()
     started = time.perf_counter()
-    label = f"{options.ranks} processes ({options.mesh_shown})"
+    label = f"{options.ranks} processes ({options.shown})"
     model = options.size.model
     console.print(
         f"A language model of {model.layers} layers, {model.width} wide, learns from the help of "
         f"Python: {options.steps} steps of {options.size.tokens} bytes. Once on {options.ranks} "
-        f"processes joined by gloo, as a mesh of {options.mesh[0]} (dp: parts of the batch) x "
-        f"{options.mesh[1]} (tp: parts of the model), and once in one process.",
+        f"processes joined by gloo, as a mesh of {_axes(options)}, and once in one process.",
         highlight=False,
     )
     outcomes, single = _train(options, console, label)
@@ -45,6 +44,12 @@ def run(options: Options, console: Console | None = None) -> bool:
     seconds = time.perf_counter() - started
     console.print(f"{_rates(options, ours, single)} In all {seconds:.0f} s.", highlight=False)
     return agree and loads
+
+
+def _axes(options: Options) -> str:
+    """Such as `2 (dp: parts of the batch) x 2 (tp: parts of the model)`."""
+    sizes = zip(options.mesh, options.way.axes.items(), strict=True)
+    return " x ".join(f"{size} ({axis}: {splits.value})" for size, (axis, splits) in sizes)
 
 
 def _train(options: Options, console: Console, label: str) -> tuple[list[Outcome], Outcome]:

@@ -16,18 +16,23 @@ _COLOURS = ("cyan", "green", "yellow", "magenta")
 
 
 def picture(outcomes: Sequence[Outcome]) -> Table:
-    """A column for each position along tp: the ranks there hold the same."""
-    ranks = sorted({outcome.coordinate[1] for outcome in outcomes})
+    """A column for each position along the axes that split parameters: the ranks there hold the
+    same."""
+    positions: dict[str, list[int]] = {}
+    for rank, each in enumerate(outcomes):
+        where = ", ".join(f"{axis}={at}" for axis, at in each.position.items())
+        positions.setdefault(where, []).append(rank)
     shown = Table(title="Who holds what of the first layer", show_lines=True)
     shown.add_column("weight")
-    for at in ranks:
-        held = [str(rank) for rank, each in enumerate(outcomes) if each.coordinate[1] == at]
-        shown.add_column(f"tp={at}: rank{'s' if len(held) > 1 else ''} {', '.join(held)}")
+    for where, ranks in positions.items():
+        which = ", ".join(map(str, ranks))
+        shown.add_column(f"{where}: rank{'s' if len(ranks) > 1 else ''} {which}")
     for name, (shape, _) in outcomes[0].pieces.items():
         cells = []
-        for at in ranks:
-            box = next(each.pieces[name][1] for each in outcomes if each.coordinate[1] == at)
-            cells.append(Text(f"{part(shape, box)}\n{drawing(shape, box)}", _COLOURS[at % 4]))
+        for column, ranks in enumerate(positions.values()):
+            box = outcomes[ranks[0]].pieces[name][1]
+            colour = _COLOURS[column % len(_COLOURS)]
+            cells.append(Text(f"{part(shape, box)}\n{drawing(shape, box)}", colour))
         size = " x ".join(map(str, shape))
         shown.add_row(f"{name.removeprefix('layers.0.').removesuffix('.weight')}\n{size}", *cells)
     return shown

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise import DTensor, Event, init_device_mesh, listen
+from shardwise import DTensor, Event, init_device_mesh, listen, world
 from shardwise.box import Box
+from shardwise.demo.modes import Feed, spread
 from shardwise.demo.options import Options
 from shardwise.demo.saving import save_weights
 from shardwise.examples.llama import Llama
 from shardwise.examples.text import all_tokens, batches
-from shardwise.parallel import plans, shard_module
 
 LAYER = "layers.0."
 """The layer of the picture."""
@@ -38,13 +38,15 @@ class Outcome:
     """Of one more batch, after the training."""
     events: list[Event] = field(default_factory=list)
     """The collectives of one step, as this rank sees them."""
-    coordinate: tuple[int, ...] = ()
+    position: dict[str, int] = field(default_factory=dict)
+    """Where this rank is along the axes on which ranks hold different parts."""
     pieces: dict[str, tuple[tuple[int, ...], Box]] = field(default_factory=dict)
     """Of each weight of one layer the whole shape, and what this rank holds."""
 
 
-def train(model: Llama, options: Options, report: Report) -> Outcome:
+def train(model: Llama, options: Options, feed: Feed, report: Report) -> Outcome:
     """Train a model, plain or laid out on a mesh."""
+    rank = world.current().rank
     size = options.size
     # A large eps, as weights whose gradient is next to nothing would follow its rounding.
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, eps=1e-5)
@@ -55,20 +57,23 @@ def train(model: Llama, options: Options, report: Report) -> Outcome:
     heard = min(_HEARD_STEP, options.steps - 1)
     for step in range(options.steps):
         with listen(events.append) if step == heard else nullcontext():
-            losses.append(_step(model, optimizer, *next(data)))
+            losses.append(_step(model, optimizer, feed, next(data)))
         report(losses[-1])
     seconds = time.perf_counter() - started
     with torch.no_grad():
-        last = model.loss(*next(data)).item()
-    return Outcome(losses, seconds, last, events)
+        last = feed.mean(model.loss(*feed.part(next(data))))
+    # Simulated ranks hear each other.
+    return Outcome(losses, seconds, last, [event for event in events if event.rank == rank])
 
 
-def _step(model: Llama, optimizer: torch.optim.Optimizer, tokens: Tensor, then: Tensor) -> float:
-    loss = model.loss(tokens, then)
+def _step(
+    model: Llama, optimizer: torch.optim.Optimizer, feed: Feed, batch: tuple[Tensor, Tensor]
+) -> float:
+    loss = model.loss(*feed.part(batch))
     torch.autograd.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return feed.mean(loss)
 
 
 def make_model(options: Options) -> Llama:
@@ -79,16 +84,11 @@ def make_model(options: Options) -> Llama:
 
 def on_each_rank(options: Options, progress: Path) -> Outcome:
     """What every rank of the mesh runs. The first writes a line for each step to `progress`."""
-    mesh = init_device_mesh("cpu", options.mesh, ("dp", "tp"))
-    config = options.size.model
-    plan = plans.llama(
-        "tp",
-        data_axis="dp",
-        sequence_parallel=options.sequence_parallel,
-        head_dim=config.head_width,
-        queries_per_key=config.heads // config.kv_heads,
-    )
-    model = shard_module(make_model(options), mesh, plan)
+    mode = options.way
+    mesh = init_device_mesh("cpu", options.mesh, tuple(mode.axes))
+    model = make_model(options)
+    spread(model, mesh, mode, options.sequence_parallel)
+    feed = Feed(mesh[mode.fed_axes] if mode.fed_axes else None)
     is_first = mesh.get_rank() == 0
     with progress.open("a") as lines:
 
@@ -96,11 +96,11 @@ def on_each_rank(options: Options, progress: Path) -> Outcome:
             if is_first:
                 print(loss, file=lines, flush=True)
 
-        outcome = train(model, options, report)
+        outcome = train(model, options, feed, report)
     for name, parameter in model.named_parameters():
         if name.startswith(LAYER) and isinstance(parameter, DTensor):
             outcome.pieces[name] = tuple(parameter.shape), parameter.box
-    outcome.coordinate = mesh.get_coordinate() or ()
+    outcome.position = {axis: mesh.get_local_rank(axis) for axis in mode.holding_axes}
     save_weights(model, options, is_first)
     return outcome
 
@@ -110,6 +110,6 @@ def alone(options: Options, report: Report) -> Outcome:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return train(make_model(options), options, report)
+        return train(make_model(options), options, Feed(), report)
     finally:
         torch.set_num_threads(threads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -49,19 +49,24 @@ class Bucket:
             found = self._plans[key] = Plan(units)
         return found
 
-    def run_around(self, unit: Unit) -> list[Unit]:
-        """The consecutive units with this one among them that are yet to be gathered."""
+    def run_around(self, unit: Unit, without: Set[Unit]) -> list[Unit]:
+        """The consecutive units with this one among them that are yet to be gathered.
+
+        Arguments:
+            without: those that do not join it.
+        """
         at = first = last = self.units.index(unit)
-        while first > 0 and _is_to_gather(self.units[first - 1]):
+        while first > 0 and _is_to_gather(self.units[first - 1], without):
             first -= 1
-        while last + 1 < len(self.units) and _is_to_gather(self.units[last + 1]):
+        while last + 1 < len(self.units) and _is_to_gather(self.units[last + 1], without):
             last += 1
         assert first <= at <= last, "it is in its own run"
         return self.units[first : last + 1]
 
 
-def _is_to_gather(unit: Unit) -> bool:
-    return unit.state is ShardedState.SHARDED and unit.gather is None and not unit.is_alias
+def _is_to_gather(unit: Unit, without: Set[Unit]) -> bool:
+    is_here = unit.gather is not None or unit.is_alias or unit in without
+    return unit.state is ShardedState.SHARDED and not is_here
 
 
 def built(groups: Sequence[Group]) -> list[Unit]:

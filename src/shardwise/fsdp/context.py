@@ -65,11 +65,17 @@ class Context:
         """The same of this forward, so far."""
         self._used: dict[Unit, None] = {}
         """Those whose gradients are expected, in the order of use."""
+        self._owed: dict[Unit, None] = {}
+        """Those with gradients of earlier backwards, which did not reduce them."""
         self._line: list[Reduction] = []
         """Reductions to come, in the order in which they are to start."""
         self._by_unit: dict[Unit, Reduction] = {}
         self._ready: set[Unit] = set()
         """Those all of whose gradients this backward has brought."""
+        self._had: set[Unit] = set()
+        """Those that were gathered at some time in this backward. When they are given back depends
+        on what this rank has used; so that all ranks gather alike, they are not gathered again
+        unless a module asks."""
         self._under_way: deque[Reduction] = deque()
 
     # ---- making units, and keeping them up to date
@@ -197,7 +203,9 @@ class Context:
                 mesh, _ = _kept_mesh(unit, int(wanted or 0))
                 KeptGather(unit, communicator(mesh, (0,), channel="gather"))
                 continue
-            run = unit.bucket.run_around(unit)
+            run = unit.bucket.run_around(unit, self._had)
+            if self.in_backward:
+                self._had.update(run)
             Gather(run, self.pool, unit.groups[0].settings.all_gather)
 
     def finish_gathers(self, group: Group) -> None:
@@ -222,7 +230,7 @@ class Context:
             unit = self._order[at]
             if unit.gather is not None:
                 return  # one ahead is enough
-            if unit.state is not _UNSHARDED and not unit.is_alias:
+            if unit.state is not _UNSHARDED and not unit.is_alias and unit not in self._had:
                 if step > 0 or unit.groups[0].settings.unshard_in_backward:
                     self.start([unit])
                 return
@@ -260,8 +268,11 @@ class Context:
         if self.settings_changed:
             self._make_buckets()
         self.in_backward, self._task = True, task
+        self._had.update(
+            unit for unit in self.units if unit.state is _UNSHARDED or unit.gather is not None
+        )
         Variable._execution_engine.queue_callback(_End(self, task))
-        for unit in reversed(self._used):
+        for unit in (*reversed(self._used), *self._owed):
             if unit not in self._by_unit and unit.trainable:
                 self._expect(unit)
 
@@ -328,6 +339,9 @@ class Context:
                 self._expect(unit)  # not all of them came, or some a second time
                 if unit not in self._by_unit:
                     unit.keep_gradients()
+        self._owed = {
+            unit: None for unit in (*self._owed, *self._used) if unit not in self._by_unit
+        }
         while self._line:
             self._launch(self._line.pop(0))
         if self.is_last_backward:
@@ -354,6 +368,7 @@ class Context:
         self._by_unit.clear()
         self._line.clear()
         self._ready.clear()
+        self._had.clear()
         self._used.clear()
 
     # ---- after exceptions
@@ -377,6 +392,7 @@ class Context:
             group.ran.clear()
             group.calls.clear()
             group.hide()
+        self._owed.clear()
         self._clear()
 
 

@@ -10,6 +10,7 @@ import torch
 from shardwise.comm import Pending
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import digits
+from shardwise.fsdp.causes import gathering
 from shardwise.fsdp.custom import AllGather, process_group
 from shardwise.fsdp.errors import GatherError
 from shardwise.fsdp.pool import Pool, Rows, Size, size_in_bytes
@@ -53,9 +54,10 @@ class Gather:
                 self.pending = Pending.done(self._rows.matrix.copy_(own))
             else:
                 shard = first.info.shard_communicator(CHANNEL)
-                self.pending = shard.all_gather_into_async(
-                    own, self._rows.matrix, skip_own=self._skips_own
-                )
+                with gathering(units):
+                    self.pending = shard.all_gather_into_async(
+                        own, self._rows.matrix, skip_own=self._skips_own
+                    )
         for unit in units:
             unit.gather = self
             unit.note_versions()
@@ -109,7 +111,8 @@ class KeptGather:
 
     def __init__(self, unit: Unit, communicator: Any) -> None:
         assert unit.kept is not None, "it is SHARDED_POST_FORWARD"
-        self.pending = communicator.all_gather_async(unit.kept)
+        with gathering([unit]):
+            self.pending = communicator.all_gather_async(unit.kept)
         unit.gather = self  # type: ignore[assignment]
 
     def fill(self, unit: Unit) -> None:

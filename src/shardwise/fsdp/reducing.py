@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.comm import Pending
 from shardwise.errors import CollectiveError
+from shardwise.fsdp.causes import reducing
 from shardwise.fsdp.custom import ReduceScatter, process_group
 from shardwise.fsdp.errors import GatherError
 from shardwise.fsdp.pool import Pool, Rows, Size
@@ -78,6 +79,8 @@ class Reduction:
         self.info = plan.units[0].info
         self.settings = settings
         self.waits_for = {unit for unit in plan.units if unit.trainable}
+        """Those whose gradients are not in yet, and will come."""
+        self._left = set(self.waits_for)
         """Those whose gradients are not in yet."""
         self._pool = pool
         self._rows: Rows | None = None
@@ -96,6 +99,7 @@ class Reduction:
 
     def _copy_in(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         self.waits_for.discard(unit)
+        self._left.discard(unit)
         plan = self.plan
         with torch.no_grad(), as_local():
             rows = self._rows
@@ -133,7 +137,7 @@ class Reduction:
 
     def start(self) -> None:
         """Send them off."""
-        for unit in list(self.waits_for):
+        for unit in list(self._left):
             self.put(unit)
         for unit in self.plan.units:
             if unit not in self._put:  # it has no part in this backward
@@ -149,7 +153,9 @@ class Reduction:
         else:
             shard = self.info.shard_communicator(CHANNEL)
             op = "avg" if self._average else "sum"
-            pending = shard.reduce_scatter_async(rows.matrix, op=op).then(lambda row: row[0])
+            with reducing(self.plan.units):
+                summed = shard.reduce_scatter_async(rows.matrix, op=op)
+            pending = summed.then(lambda row: row[0])
 
         def finish() -> torch.Tensor:
             row = pending.wait()
@@ -171,7 +177,8 @@ class Reduction:
             return
         replicas = self.info.replicate_communicator(CHANNEL)
         op = "avg" if self._average else "sum"
-        self._pending = replicas.all_reduce_async(row, op, in_place=True)
+        with reducing(self.plan.units):
+            self._pending = replicas.all_reduce_async(row, op, in_place=True)
 
     def finish(self) -> None:
         """Give them to the shards."""

@@ -1,0 +1,28 @@
+"""What the collectives of data parallelism are for, for those who listen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.comm.cause import Cause, acting
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.unit import Unit
+
+
+def gathering(units: Sequence[Unit]) -> acting:
+    """Within, collectives gather the parameters of these units."""
+    context = units[0].groups[0].context
+    is_backward = context is not None and context.in_backward
+    return _acting("unshard", units, "backward" if is_backward else "forward")
+
+
+def reducing(units: Sequence[Unit]) -> acting:
+    """Within, collectives reduce the gradients of these units."""
+    return _acting("reduce_gradients", units, "backward")
+
+
+def _acting(operator: str, units: Sequence[Unit], direction: str) -> acting:
+    names = dict.fromkeys(group.name for unit in units for group in unit.groups)
+    return acting(Cause(operator, ", ".join(names), direction))

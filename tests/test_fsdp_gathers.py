@@ -1,0 +1,85 @@
+"""Every rank gathers the same, whatever it uses of a model."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.fsdp import fully_shard
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        self.head = nn.Linear(width, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, is_scaled=True, depth=2):
+        for layer in list(self.layers)[:depth]:
+            x = layer(x)
+        x = self.head(x)
+        return x * self.scale if is_scaled else x
+
+
+@pytest.mark.parametrize("width", [8, 600], ids=["groups that travel together", "each by itself"])
+def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width):
+    """The head's backward is over before that of the layers, on the ranks that use all of it."""
+
+    def run():
+        torch.manual_seed(0)
+        model = Net(width)
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):
+            model(torch.ones(1, width), is_scaled=mesh.get_rank() == 0).sum().backward()
+        return model.head.bias.grad.full_tensor()
+
+    events = []
+    with sw.listen(lambda event: event.cause.operator == "unshard" and events.append(event)):
+        for gradient in sw.simulate(run, 2):
+            torch.testing.assert_close(gradient, torch.full((4,), 2.0))
+    first, second = ([each.cause for each in events if each.rank == rank] for rank in (0, 1))
+    assert first == second
+    assert [
+        each.module for each in first if "Net" in each.module and each.direction == "backward"
+    ] == []
+
+
+def test_groups_that_travel_with_used_ones_and_are_not_used_have_no_gradients():
+    """Whatever is in the memory that they would have come in."""
+
+    def run():
+        model = Net(8)
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(1, 8)).sum().backward()
+        model.zero_grad()
+        model.layers[1](torch.ones(1, 8)).sum().backward()
+        return [name for name, each in model.named_parameters() if each.grad is not None]
+
+    assert sw.simulate(run, 2) == 2 * [["layers.1.weight", "layers.1.bias"]]
+
+
+def test_gradients_that_were_accumulated_are_reduced_by_a_backward_that_does_not_use_their_group():
+    def run():
+        model = Net(600)
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 600)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 600), depth=1).sum().backward()
+        first = model.layers[1].bias.grad.full_tensor()
+        torch.testing.assert_close(first, model.head.weight.full_tensor().sum(0))
+        model.zero_grad()
+        model(torch.ones(1, 600), depth=1).sum().backward()
+        return model.layers[1].bias.grad
+
+    assert sw.simulate(run, 2) == [None, None]
