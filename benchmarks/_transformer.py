@@ -1,4 +1,4 @@
-"""The model of `tensor_parallel`: a Llama-like decoder, ordinary PyTorch code.
+"""The model of `tensor_parallel` and `fsdp`: a Llama-like decoder, ordinary PyTorch code.
 
 Not one line knows of ranks; heads are counted by `-1`, as styles hand modules local tensors.
 """
@@ -24,6 +24,8 @@ class Size:
     hidden: int
     batch: int
     length: int
+    layers: int = 4
+    """Of `Model`."""
 
     @property
     def head_width(self) -> int:
@@ -103,12 +105,12 @@ class OneBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """Four blocks between an embedding and a head, which are small and whole on every rank."""
+    """Blocks between an embedding and a head, which are small."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, size.width)
-        self.layers = nn.ModuleList([Block(size) for _ in range(4)])
+        self.layers = nn.ModuleList([Block(size) for _ in range(size.layers)])
         self.norm = nn.RMSNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
 

@@ -15,10 +15,8 @@ feed-forward once, as each projection would else reduce a gradient of its own.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -29,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from benchmarks._transformer import MODELS, SIZES, Attention, FeedForward, Size
-from shardwise.dispatch.functions import _apply as unguarded_apply
+from benchmarks._turns import taking_turns
 
 ROUNDS = {"small": 100, "large": 12}
 GOAL_BY_HAND = 1.05
@@ -164,17 +162,6 @@ OURS = ("styles", "plan")
 # ---- on every rank
 
 
-@contextmanager
-def _without_guard() -> Iterator[None]:
-    """The others must not pay for the guard that shardwise puts before custom functions."""
-    guarded = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = classmethod(unguarded_apply)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = guarded
-
-
 def measure(kind: str, size: Size, rounds: int) -> dict[str, Any]:
     """Times of all ways, taking turns, and their collectives per step."""
     torch.set_num_threads(1)
@@ -184,18 +171,7 @@ def measure(kind: str, size: Size, rounds: int) -> dict[str, Any]:
     steps = {name: Step(way(deepcopy(model)), data) for name, way in WAYS.items()}
     _check(model, data, steps)
     counts = {name: _collectives(step) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(rounds + 2):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            with nullcontext() if name in OURS else _without_guard():
-                begin = time.perf_counter()
-                steps[name]()
-                spent = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(spent, dist.ReduceOp.MAX)
-            if turn >= 2:
-                times[name].append(spent.item())
+    times = taking_turns(steps, OURS, rounds)
     return {"times": times, "collectives": counts}
 
 

@@ -1,0 +1,60 @@
+"""Ways to do the same step, timed in the same processes, taking turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dispatch.functions import _apply as unguarded_apply
+
+WARM_UP = 1
+"""Rounds that do not count."""
+
+
+@contextmanager
+def without_guard() -> Iterator[None]:
+    """The others must not pay for the guard that shardwise puts before custom functions."""
+    guarded = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(unguarded_apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = guarded
+
+
+def taking_turns(
+    steps: Mapping[str, Callable[[], object]],
+    ours: Collection[str],
+    rounds: int,
+    seconds: float = math.inf,
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round: of the slowest rank, all having begun together.
+
+    Arguments:
+        steps: by name; each round begins with another one.
+        ours: the names of those that need our guard.
+        rounds: how many there are.
+        seconds: after so many, no further round begins.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    total = 0.0
+    for turn in range(WARM_UP + rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            with nullcontext() if name in ours else without_guard():
+                begin = time.perf_counter()
+                steps[name]()
+                spent = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            total += spent.item()
+            if turn >= WARM_UP:
+                times[name].append(spent.item())
+        if total > seconds and turn >= WARM_UP:
+            break
+    return times
