@@ -33,9 +33,7 @@ class Bucket:
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
-        self._plans: dict[tuple[Unit, ...], Plan] = {}
-        for unit in units:
-            unit.bucket = self
+        self._plans: dict[Any, Plan] = {}
 
     def sizes(self) -> list[Size]:
         """Of the buffers that it needs."""
@@ -43,9 +41,9 @@ class Bucket:
 
     def plan(self, units: Sequence[Unit]) -> Plan:
         """Where the gradients of all its units, or of one, lie when they are reduced."""
-        key = tuple(units)
+        key = tuple((unit.number, *unit.trainable) for unit in units)
         found = self._plans.get(key)
-        if found is None or not found.is_current:
+        if found is None:
             found = self._plans[key] = Plan(units)
         return found
 
@@ -164,8 +162,12 @@ def _lay_out(units: Sequence[Unit]) -> None:
             unit.make_wholes()
 
 
-def buckets_of(units: Sequence[Unit]) -> list[Bucket]:
-    """Units that travel together, small ones with their neighbours."""
+def buckets_of(units: Sequence[Unit], known: Sequence[Bucket]) -> list[Bucket]:
+    """Units that travel together, small ones with their neighbours.
+
+    Arguments:
+        known: earlier ones, which are used again where they fit.
+    """
     runs: list[list[Unit]] = []
     sizes: list[int] = []
     last: dict[int, int] = {}
@@ -179,7 +181,12 @@ def buckets_of(units: Sequence[Unit]) -> list[Bucket]:
             last[id(unit.arena)] = len(runs)
             runs.append([unit])
             sizes.append(size)
-    return [Bucket(run) for run in runs]
+    earlier = {tuple(bucket.units): bucket for bucket in known}
+    result = [earlier.get(tuple(run)) or Bucket(run) for run in runs]
+    for bucket in result:
+        for unit in bucket.units:
+            unit.bucket = bucket
+    return result
 
 
 def _may_join(before: Unit, unit: Unit) -> bool:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from shardwise.comm import trace
 from shardwise.comm.cause import Cause, acting
 
 if TYPE_CHECKING:
     from shardwise.fsdp.unit import Unit
 
+_nobody_listens = nullcontext()
 
-def gathering(units: Sequence[Unit]) -> acting:
+
+def gathering(units: Sequence[Unit]) -> AbstractContextManager[None]:
     """Within, collectives gather the parameters of these units."""
+    if not trace.listeners:
+        return _nobody_listens
     context = units[0].groups[0].context
     is_backward = context is not None and context.in_backward
     return _acting("unshard", units, "backward" if is_backward else "forward")
 
 
-def reducing(units: Sequence[Unit]) -> acting:
+def reducing(units: Sequence[Unit]) -> AbstractContextManager[None]:
     """Within, collectives reduce the gradients of these units."""
+    if not trace.listeners:
+        return _nobody_listens
     return _acting("reduce_gradients", units, "backward")
 
 

@@ -102,13 +102,15 @@ class Context:
     def _build(self) -> None:
         self.recover()
         self.units = built(self.groups)
+        self.buckets = []
+        self.pool = Pool()
         for unit in self.units:
             unit.on_ready = self._on_ready
         self.settings_changed = True
         self._set_order(self.units)
 
     def _make_buckets(self) -> None:
-        self.buckets = buckets_of(self.units)
+        self.buckets = buckets_of(self.units, self.buckets)
         sizes = [size for bucket in self.buckets for size in bucket.sizes()]
         self.pool.expect(sizes)
         self.settings_changed = False

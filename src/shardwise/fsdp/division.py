@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.box import Range
+from shardwise.box import Range, chunk
 from shardwise.errors import MeshError
 from shardwise.fsdp.errors import FSDPError
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
@@ -152,8 +152,24 @@ class Division:
 
     def own(self, row: torch.Tensor, offset: int) -> torch.Tensor:
         """What this rank holds, in a row of its own."""
+        shape, strides = self._own
+        return row.as_strided(shape, strides, row.storage_offset() + offset)
+
+    @cached_property
+    def _own(self) -> tuple[Shape, Shape]:
         shape = self.shapes[self.index]
-        return row.as_strided(shape, _strides(shape), row.storage_offset() + offset)
+        return shape, _strides(shape)
+
+    @cached_property
+    def is_chunked(self) -> bool:
+        """Whether it is split along its first dim as `torch.chunk` does, into one piece perhaps."""
+        if self.count == 1:
+            return len(self.whole_shape) > 0
+        if self.dim != 0 or not self.whole_shape[0]:
+            return False
+        size = self.whole_shape[0]
+        each = [chunk(0, size, self.count, index) for index in range(self.count)]
+        return [ranges or ((size, size),) for ranges in self.ranges] == [(one,) for one in each]
 
     # ---- views, in pairs: what belongs together has the same shape and position in two lists
 

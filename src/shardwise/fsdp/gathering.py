@@ -35,7 +35,7 @@ class Gather:
         self._start = first.offset
         self._left = len(units)
         """How many units have not got their parameters."""
-        self._names = ", ".join(unit.name for unit in units)
+        self._units = units
         self._pool = pool
         self._is_there = False
         length = last.offset + last.length - first.offset
@@ -88,6 +88,10 @@ class Gather:
             ) from error
         self._check(self._rows.matrix)
         self._is_there = True
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(unit.name for unit in self._units)
 
     def _check(self, rows: torch.Tensor) -> None:
         """Refuse rows of other units, which ranks that went another way have sent."""

@@ -14,7 +14,7 @@ import torch
 Size = tuple[int, int, torch.dtype, torch.device]
 """Rows, their length, dtype and device."""
 
-SMALL = 1 << 20
+SMALL = 2 << 20
 """Buffers of so many bytes are kept in any case, larger ones if several groups need one."""
 
 
@@ -56,9 +56,9 @@ class Pool:
         self._uses: Counter[Size] = Counter()
 
     def expect(self, sizes: Iterable[Size]) -> None:
-        """Say which sizes will be needed, once for each group; all buffers are forgotten."""
-        self._free = {}
+        """Say which sizes will be needed, once for each group."""
         self._uses = Counter(sizes)
+        self._free = {size: free for size, free in self._free.items() if size in self._uses}
 
     def take(self, size: Size) -> Rows:
         """A buffer, with any contents."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,7 @@ class Plan:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
-        self.trainable = [unit.trainable for unit in units]
-        self.flags = sum(map(len, self.trainable))
+        self.flags = sum(len(unit.trainable) for unit in units)
         self.entries: dict[Unit, list[tuple[Held, int, int]]] = {}
         """Of each unit its parameters, each with its flag and where its pieces begin."""
         length, flag = aligned(self.flags), 0
@@ -49,13 +49,19 @@ class Plan:
                 entries.append((held, flag, length))
                 length += held.division.size
                 flag += 1
+        self.is_chunked = {
+            unit: unit.reduce_dtype is unit.dtype
+            and all(unit.held[index].division.is_chunked for index in unit.trainable)
+            for unit in units
+        }
+        """Of which units one call can put all gradients in their places."""
         first = units[0]
         self.size: Size = (first.info.shard_mesh_size, length, first.reduce_dtype, first.device)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the same parameters still require gradients."""
-        return self.trainable == [unit.trainable for unit in self.units]
+    def place(self, unit: Unit, rows: torch.Tensor) -> torch.Tensor:
+        """Where all of a unit's gradients go."""
+        first, last = self.entries[unit][0], self.entries[unit][-1]
+        return rows[:, first[2] : last[2] + last[0].division.size]
 
     def places(self, unit: Unit, rows: torch.Tensor) -> list[torch.Tensor]:
         """Where the pieces of a unit's gradients go."""
@@ -97,7 +103,7 @@ class Reduction:
         self._put.add(unit)
         self._copy_in(unit, unit.take_gradients())
 
-    def _copy_in(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _copy_in(self, unit: Unit, gradients: Sequence[Any]) -> None:
         self.waits_for.discard(unit)
         self._left.discard(unit)
         plan = self.plan
@@ -108,11 +114,16 @@ class Reduction:
                 rows.matrix[:, : plan.flags] = 1
             matrix = rows.matrix
             pieces: list[torch.Tensor] = []
-            if all(gradient is not None for gradient in gradients):
-                key = (plan, unit.number)
+            is_complete = all(gradient is not None for gradient in gradients)
+            key = (plan, unit.number)
+            if is_complete and plan.is_chunked[unit]:
+                (place,) = rows.views(key, lambda matrix: [plan.place(unit, matrix)])
+                torch._chunk_cat(list(gradients), 0, self.info.shard_mesh_size, out=place)
+                return
+            if is_complete:
                 places = rows.views(key, lambda matrix: plan.places(unit, matrix))
                 for gradient, (held, _, _) in zip(gradients, plan.entries[unit], strict=True):
-                    pieces += held.division.of_gradient(gradient)  # type: ignore[arg-type]
+                    pieces += held.division.of_gradient(gradient)
             else:
                 places = []
                 for gradient, (held, flag, offset) in zip(
