@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+import shardwise.fsdp
 from shardwise import Replicate, Shard
 from shardwise.examples.llama import Config, Llama
 
@@ -102,6 +103,10 @@ def test_the_blocks_on_styles():
         names = {"mesh": mesh, "model": Net()}
         exec(block('plan = {"layers.*"'), names)
         assert names["model"](torch.ones(2, 4)).shape == (2, 4)
+        names |= {"model": Net(), "replicate": sw.fsdp.replicate}
+        exec(block("replicate(model, mesh="), names)
+        names["model"](torch.ones(2, 4) * mesh.get_local_rank("dp")).sum().backward()
+        assert all(each.grad is not None for each in names["model"].parameters())
 
     on_ranks(run)
     names = {"Replicate": Replicate, "Shard": Shard, "Activations": sw.parallel.Activations}

@@ -85,8 +85,6 @@ class Reduction:
         self.info = plan.units[0].info
         self.settings = settings
         self.waits_for = {unit for unit in plan.units if unit.trainable}
-        """Those whose gradients are not in yet, and will come."""
-        self._left = set(self.waits_for)
         """Those whose gradients are not in yet."""
         self._pool = pool
         self._rows: Rows | None = None
@@ -105,7 +103,6 @@ class Reduction:
 
     def _copy_in(self, unit: Unit, gradients: Sequence[Any]) -> None:
         self.waits_for.discard(unit)
-        self._left.discard(unit)
         plan = self.plan
         with torch.no_grad(), as_local():
             rows = self._rows
@@ -148,7 +145,7 @@ class Reduction:
 
     def start(self) -> None:
         """Send them off."""
-        for unit in list(self._left):
+        for unit in list(self.waits_for):
             self.put(unit)
         for unit in self.plan.units:
             if unit not in self._put:  # it has no part in this backward
