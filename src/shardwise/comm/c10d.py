@@ -262,7 +262,8 @@ class C10dCommunicator(Communicator):
     ) -> Pending[None]:
         self._exchanges += 1  # the same on all ranks: keeps the messages of two exchanges apart
         unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []
-        calls = []
+        calls: list[tuple[bool, torch.Tensor, int]] = []
+        """Whether to receive, what, and from or to whom."""
         for shift in range(1, self.size):  # each rank starts with another peer
             source, destination = (self.index - shift) % self.size, (self.index + shift) % self.size
             if source in receives and receives[source].numel():
@@ -270,21 +271,31 @@ class C10dCommunicator(Communicator):
                 buffer = out if out.is_contiguous() else empty_like(out)
                 if buffer is not out:
                     unpacked.append((out, buffer))
-                calls.append(self._p2p(dist.irecv, as_bytes(buffer), source))
+                calls.append((True, as_bytes(buffer), source))
             if destination in sends and sends[destination].numel():
                 packed = flat([sends[destination]])
-                calls.append(self._p2p(dist.isend, as_bytes(packed), destination))
+                calls.append((False, as_bytes(packed), destination))
 
         def finish() -> None:
             for out, buffer in unpacked:
                 out.copy_(buffer)
 
-        works = dist.batch_isend_irecv(calls) if calls else []
-        buffers = [call.tensor for call in calls]
-        return self._pending_message("exchange", works, finish, *buffers)
+        buffers = [buffer for _, buffer, _ in calls]
+        return self._pending_message("exchange", self._messages_of(calls), finish, *buffers)
 
-    def _p2p(self, call: Any, data: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(call, data, self.ranks[peer], self._group, self._exchanges)
+    def _messages_of(self, calls: list[tuple[bool, torch.Tensor, int]]) -> list[Any]:
+        """Send and receive, all at once."""
+        group, tag = self._group, self._exchanges
+        if all(data.device.type == "cpu" for _, data, _ in calls):
+            return [
+                group.recv([data], peer, tag) if receives else group.send([data], peer, tag)
+                for receives, data, peer in calls
+            ]
+        operations = [
+            dist.P2POp(dist.irecv if receives else dist.isend, data, self.ranks[peer], group, tag)
+            for receives, data, peer in calls
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
         if x.numel() == 0:  # both sides know

@@ -32,7 +32,7 @@ from shardwise.comm.arguments import (
     shown,
 )
 from shardwise.comm.pending import Pending
-from shardwise.comm.reduction import check_reduction
+from shardwise.comm.reduction import check_reduction, is_summed_in_place, reduce_into
 from shardwise.errors import CollectiveError
 
 T = TypeVar("T")
@@ -191,6 +191,101 @@ class Communicator(ABC):
             _size_in_bytes(x) * (self.size - 1),
             lambda: self._start_all_gather_into(x, rows, skip_own),
         )
+
+    def all_gather_in_place(
+        self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        """Every rank gets several tensors of all ranks, each where it belongs: rank i's `xs[j]`
+        becomes `outs[j][i]`, of the same shape. A rank's own stay as they are.
+
+        For large tensors: each travels as a message, and nothing is copied.
+        """
+        self.all_gather_in_place_async(xs, outs).wait()
+
+    def all_gather_in_place_async(
+        self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
+    ) -> Pending[None]:
+        """`all_gather_in_place`, under way."""
+        sent = as_pieces("all_gather_in_place(xs)", xs, len(outs))
+        places = [as_pieces("all_gather_in_place(outs)", each, self.size) for each in outs]
+        others = [peer for peer in range(self.size) if peer != self.index]
+        received = sum(_size_in_bytes(each[peer]) for each in places for peer in others)
+        messages = [
+            (dict.fromkeys(others, x), {peer: each[peer] for peer in others})
+            for x, each in zip(sent, places, strict=True)
+        ]
+        return self._traced(
+            "all_gather", sent[0], received, lambda: self._start_exchanges(messages)
+        )
+
+    def reduce_scatter_in_place(
+        self,
+        xs: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
+        op: str = "sum",
+    ) -> None:
+        """Each rank gets the reductions of several tensors, each where it belongs: that of all
+        ranks' `xs[j][i]` becomes rank i's `outs[j]`, of the same shape.
+
+        For large tensors: each travels as a message, and none is packed.
+        """
+        self.reduce_scatter_in_place_async(xs, outs, op).wait()
+
+    def reduce_scatter_in_place_async(
+        self,
+        xs: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
+        op: str = "sum",
+    ) -> Pending[None]:
+        """`reduce_scatter_in_place`, under way; until it is over nobody may look at `outs`."""
+        places = as_pieces("reduce_scatter_in_place(outs)", outs, len(xs))
+        sent = [as_pieces("reduce_scatter_in_place(xs)", each, self.size) for each in xs]
+        check_reduction(op, places[0].dtype)
+        others = [peer for peer in range(self.size) if peer != self.index]
+        received = sum(map(_size_in_bytes, places)) * len(others)
+        return self._traced(
+            "reduce_scatter",
+            sent[0][0],
+            received,
+            lambda: self._start_sums(sent, places, op, others),
+        )
+
+    def _start_sums(
+        self,
+        sent: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
+        op: str,
+        others: list[int],
+    ) -> Pending[None]:
+        messages, contributions = [], []
+        for pieces, out in zip(sent, outs, strict=True):
+            # One may come to where the sum will be, if that is made of them alone.
+            direct = others[0] if others and is_summed_in_place(op, out.dtype) else None
+            each = [
+                x.detach() if peer == self.index else out if peer == direct else torch.empty_like(x)
+                for peer, x in enumerate([pieces[self.index]] * self.size)
+            ]
+            contributions.append(each)
+            given = {peer: pieces[peer] for peer in others}
+            messages.append((given, {peer: each[peer] for peer in others}))
+
+        def reduce(_: None) -> None:
+            for each, out in zip(contributions, outs, strict=True):
+                reduce_into(out, each, op)
+
+        return self._start_exchanges(messages).then(reduce)
+
+    def _start_exchanges(
+        self,
+        messages: Sequence[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]],
+    ) -> Pending[None]:
+        started = [self._start_exchange(sends, receives) for sends, receives in messages]
+
+        def finish() -> None:
+            for each in started:
+                each.wait()
+
+        return Pending(finish)
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None

@@ -75,3 +75,22 @@ def reduce_contributions(pieces: Sequence[torch.Tensor], op: str) -> torch.Tenso
     if op == "avg":
         total /= len(pieces)
     return total.to(dtype)
+
+
+def is_summed_in_place(op: str, dtype: torch.dtype) -> bool:
+    """Whether contributions are added as they are, so that one may be where the sum will be."""
+    return op in ("sum", "avg") and dtype is not torch.bool and dtype not in _WIDER
+
+
+def reduce_into(out: torch.Tensor, pieces: Sequence[torch.Tensor], op: str) -> None:
+    """The pieces reduced, into memory that may be one of them if it `is_summed_in_place`."""
+    if not is_summed_in_place(op, out.dtype):
+        out.copy_(reduce_contributions(pieces, op))
+        return
+    rest = [piece for piece in pieces if piece is not out]
+    if len(rest) == len(pieces):
+        out.copy_(rest.pop())
+    for piece in rest:
+        out.add_(piece)
+    if op == "avg":
+        out /= len(pieces)

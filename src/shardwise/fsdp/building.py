@@ -37,14 +37,16 @@ class Bucket:
 
     def sizes(self) -> list[Size]:
         """Of the buffers that it needs."""
-        return [gathered_size(self.units), self.plan(self.units).size]
+        is_direct = len(self.units) == 1 and bool(self.units[0].direct)
+        return [gathered_size(self.units, is_direct), self.plan(self.units).size]
 
     def plan(self, units: Sequence[Unit]) -> Plan:
         """Where the gradients of all its units, or of one, lie when they are reduced."""
-        key = tuple((unit.number, *unit.trainable) for unit in units)
+        is_direct = units[0].groups[0].settings.reduce_scatter is None
+        key = (is_direct, *((unit.number, *unit.trainable) for unit in units))
         found = self._plans.get(key)
         if found is None:
-            found = self._plans[key] = Plan(units)
+            found = self._plans[key] = Plan(units, is_direct)
         return found
 
     def run_around(self, unit: Unit, without: Set[Unit]) -> list[Unit]:

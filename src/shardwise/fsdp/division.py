@@ -150,6 +150,14 @@ class Division:
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[index]]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].contiguous()
 
+    def chunks(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank holds of a chunked one, as views; perhaps empty ones."""
+        result = []
+        for index in range(self.count):
+            start, stop = chunk(0, self.whole_shape[0], self.count, index)
+            result.append(whole.narrow(0, start, stop - start))
+        return result
+
     def own(self, row: torch.Tensor, offset: int) -> torch.Tensor:
         """What this rank holds, in a row of its own."""
         shape, strides = self._own

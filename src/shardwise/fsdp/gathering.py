@@ -42,10 +42,15 @@ class Gather:
         own = first.arena.flat.detach()[self._start : self._start + length]
         is_cast = own.dtype is not first.dtype or own.device != first.device
         own = own.to(first.device, first.dtype, non_blocking=True)
-        size = gathered_size(units)
+        self._is_direct = bool(first.direct) and custom is None and len(units) == 1
+        size = gathered_size(units, self._is_direct)
         # A large own row is not copied among the others: its pieces are taken from where it is.
-        self._skips_own = not is_cast and custom is None and size_in_bytes(size) >= LARGE
-        if custom is not None:
+        is_large = self._is_direct or size_in_bytes(size) >= LARGE
+        self._skips_own = is_large and not is_cast and custom is None
+        if self._is_direct:
+            self._rows = pool.take(size)
+            self._start_direct(first)
+        elif custom is not None:
             self._rows = Rows(size)
             self.pending = _custom(custom, own, self._rows, first)
         else:
@@ -62,16 +67,35 @@ class Gather:
             unit.gather = self
             unit.note_versions()
 
+    def _start_direct(self, unit: Unit) -> None:
+        """Gather large parameters to where they belong, and only the others into the buffer."""
+        unit.allocate()
+        row = unit.arena.flat.detach()[unit.offset : unit.offset + unit.flat_length]
+        own = [row, *map(unit.own, unit.direct)]
+        places = [list(self._rows.matrix), *(held.chunks for held in unit.direct)]
+        shard = unit.info.shard_communicator(CHANNEL)
+        with gathering([unit]):
+            self.pending = shard.all_gather_in_place_async(own, places).then(
+                lambda _: self._rows.matrix
+            )
+
     def fill(self, unit: Unit) -> None:
         """Let a unit have its parameters, once they are there."""
         if not self._is_there:
             self._wait()
-        unit.fill(self._rows, unit.offset - self._start, self._skips_own)
-        self.drop(unit)
+        unit.fill(self._rows, unit.offset - self._start, self._skips_own, self._is_direct)
+        self._let_go(unit)
 
     def drop(self, unit: Unit) -> None:
-        """A unit does not need it any more."""
-        self.pending.wait()
+        """A unit does not need it any more, without having had it."""
+        try:
+            self.pending.wait()
+        finally:
+            if self._is_direct:
+                unit.free()
+            self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
         unit.gather = None
         self._left -= 1
         if not self._left:
@@ -137,10 +161,14 @@ class KeptGather:
         unit.gather = None
 
 
-def gathered_size(units: Sequence[Unit]) -> Size:
-    """Of the buffer for the rows of consecutive units."""
+def gathered_size(units: Sequence[Unit], is_direct: bool) -> Size:
+    """Of the buffer for the rows of consecutive units.
+
+    Arguments:
+        is_direct: leave out what travels by itself; of one unit.
+    """
     first, last = units[0], units[-1]
-    length = last.offset + last.length - first.offset
+    length = first.flat_length if is_direct else last.offset + last.length - first.offset
     return first.info.shard_mesh_size, length, first.dtype, first.device
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Pending
+from shardwise.comm import Communicator, Pending
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.causes import reducing
 from shardwise.fsdp.custom import ReduceScatter, process_group
@@ -29,45 +29,68 @@ CHANNEL = "reduce"
 _HALF = (torch.bfloat16, torch.float16)
 
 
+class Entry(NamedTuple):
+    """A parameter whose gradient is reduced."""
+
+    held: Held
+    flag: int
+    offset: int
+    """Where its pieces begin in a row."""
+    is_direct: bool
+    """Whether its pieces travel from where they are."""
+
+
 class Plan:
     """Where the gradients of some units lie in a row.
 
     Arguments:
         units: of one arena and with equal settings.
+        is_direct: whether large gradients may travel by themselves.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], is_direct: bool) -> None:
         self.units = units
+        first = units[0]
+        is_direct = is_direct and first.reduce_dtype is first.dtype
         self.flags = sum(len(unit.trainable) for unit in units)
-        self.entries: dict[Unit, list[tuple[Held, int, int]]] = {}
-        """Of each unit its parameters, each with its flag and where its pieces begin."""
-        length, flag = aligned(self.flags), 0
-        for unit in units:
-            entries = self.entries[unit] = []
-            for index in unit.trainable:
-                held = unit.held[index]
-                entries.append((held, flag, length))
-                length += held.division.size
-                flag += 1
+        self.entries: dict[Unit, list[Entry]] = {unit: [] for unit in units}
+        """Of each unit those of its trainable parameters, in their order."""
+        self.length = aligned(self.flags)
+        for directly in (False, True):  # those that travel by themselves come last
+            flag = 0
+            for unit in units:
+                for index in unit.trainable:
+                    held = unit.held[index]
+                    if (held.is_direct and is_direct) is directly:
+                        entry = Entry(held, flag, self.length, directly)
+                        self.entries[unit].append(entry)
+                        self.length += held.division.size
+                    flag += 1
+            if not directly:
+                flat = self.length
+        for entries in self.entries.values():
+            entries.sort(key=lambda entry: entry.flag)
         self.is_chunked = {
             unit: unit.reduce_dtype is unit.dtype
-            and all(unit.held[index].division.is_chunked for index in unit.trainable)
+            and all(entry.held.division.is_chunked for entry in self.entries[unit])
             for unit in units
         }
         """Of which units one call can put all gradients in their places."""
-        first = units[0]
-        self.size: Size = (first.info.shard_mesh_size, length, first.reduce_dtype, first.device)
+        self.size: Size = (first.info.shard_mesh_size, flat, first.reduce_dtype, first.device)
+        """Of the rows, without what travels by itself."""
 
     def place(self, unit: Unit, rows: torch.Tensor) -> torch.Tensor:
         """Where all of a unit's gradients go."""
-        first, last = self.entries[unit][0], self.entries[unit][-1]
-        return rows[:, first[2] : last[2] + last[0].division.size]
+        entries = [entry for entry in self.entries[unit] if not entry.is_direct]
+        first, last = entries[0], entries[-1]
+        return rows[:, first.offset : last.offset + last.held.division.size]
 
     def places(self, unit: Unit, rows: torch.Tensor) -> list[torch.Tensor]:
         """Where the pieces of a unit's gradients go."""
         result = []
-        for held, _, offset in self.entries[unit]:
-            result += held.division.of_gradient_rows(rows, offset)
+        for entry in self.entries[unit]:
+            if not entry.is_direct:
+                result += entry.held.division.of_gradient_rows(rows, entry.offset)
         return result
 
 
@@ -89,6 +112,8 @@ class Reduction:
         self._pool = pool
         self._rows: Rows | None = None
         self._put: set[Unit] = set()
+        self._direct: list[tuple[Entry, torch.Tensor]] = []
+        """Large gradients, which travel by themselves."""
         self._unused: list[int] = []
         """The flags of parameters that have no gradient here."""
         self._pending: Pending[torch.Tensor]
@@ -109,34 +134,43 @@ class Reduction:
             if rows is None:
                 rows = self._rows = self._taken()
                 rows.matrix[:, : plan.flags] = 1
-            matrix = rows.matrix
-            pieces: list[torch.Tensor] = []
-            is_complete = all(gradient is not None for gradient in gradients)
-            key = (plan, unit.number)
-            if is_complete and plan.is_chunked[unit]:
-                (place,) = rows.views(key, lambda matrix: [plan.place(unit, matrix)])
-                torch._chunk_cat(list(gradients), 0, self.info.shard_mesh_size, out=place)
-                return
-            if is_complete:
-                places = rows.views(key, lambda matrix: plan.places(unit, matrix))
-                for gradient, (held, _, _) in zip(gradients, plan.entries[unit], strict=True):
-                    pieces += held.division.of_gradient(gradient)
-            else:
-                places = []
-                for gradient, (held, flag, offset) in zip(
-                    gradients, plan.entries[unit], strict=True
-                ):
-                    there = held.division.of_gradient_rows(matrix, offset)
-                    if gradient is not None:
-                        places += there
-                        pieces += held.division.of_gradient(gradient)
-                        continue
-                    self._unused.append(flag)
-                    matrix[:, flag] = 0
-                    for place in there:
-                        place.zero_()
-            if places:
-                torch._foreach_copy_(places, pieces)
+            flat: list[tuple[Entry, Any]] = []
+            for entry, gradient in zip(plan.entries[unit], gradients, strict=True):
+                if gradient is None:
+                    self._unused.append(entry.flag)
+                    rows.matrix[:, entry.flag] = 0
+                if entry.is_direct:
+                    self._direct.append((entry, _contiguous(gradient, entry.held, rows.matrix)))
+                else:
+                    flat.append((entry, gradient))
+            if flat:
+                self._copy_flat(unit, rows, flat)
+
+    def _copy_flat(self, unit: Unit, rows: Rows, flat: list[tuple[Entry, Any]]) -> None:
+        plan = self.plan
+        key = (plan, unit.number)
+        if any(gradient is None for _, gradient in flat):
+            places, pieces = [], []
+            for entry, gradient in flat:
+                there = entry.held.division.of_gradient_rows(rows.matrix, entry.offset)
+                if gradient is not None:
+                    places += there
+                    pieces += entry.held.division.of_gradient(gradient)
+                    continue
+                for place in there:
+                    place.zero_()
+        elif plan.is_chunked[unit]:
+            (place,) = rows.views(key, lambda matrix: [plan.place(unit, matrix)])
+            gradients = [gradient for _, gradient in flat]
+            torch._chunk_cat(gradients, 0, self.info.shard_mesh_size, out=place)
+            return
+        else:
+            places = rows.views(key, lambda matrix: plan.places(unit, matrix))
+            pieces = []
+            for entry, gradient in flat:
+                pieces += entry.held.division.of_gradient(gradient)
+        if places:
+            torch._foreach_copy_(places, pieces)
 
     def _taken(self) -> Rows:
         # One row is what the gradients will be views of, so it cannot be used again.
@@ -162,8 +196,11 @@ class Reduction:
             shard = self.info.shard_communicator(CHANNEL)
             op = "avg" if self._average else "sum"
             with reducing(self.plan.units):
-                summed = shard.reduce_scatter_async(rows.matrix, op=op)
-            pending = summed.then(lambda row: row[0])
+                if self._direct:
+                    pending = self._start_direct(shard, rows.matrix, op)
+                else:
+                    summed = shard.reduce_scatter_async(rows.matrix, op=op)
+                    pending = summed.then(lambda row: row[0])
 
         def finish() -> torch.Tensor:
             row = pending.wait()
@@ -171,6 +208,19 @@ class Reduction:
             return row
 
         self._pending = Pending(finish)
+
+    def _start_direct(
+        self, shard: Communicator, rows: torch.Tensor, op: str
+    ) -> Pending[torch.Tensor]:
+        """Send large gradients from where they are, and only the others from the buffer."""
+        row = rows.new_empty(self.plan.length)
+        sent = [list(rows)]
+        places = [row[: rows.shape[1]]]
+        for entry, gradient in self._direct:
+            sent.append(entry.held.division.chunks(gradient))
+            places.append(entry.held.division.own(row, entry.offset))
+        self._direct = []
+        return shard.reduce_scatter_in_place_async(sent, places, op).then(lambda _: row)
 
     def go_on(self) -> None:
         """Once they are summed over the shard axis, send them along the replicate axis."""
@@ -205,7 +255,7 @@ class Reduction:
             row = row.to(shards.device, shards.dtype)
             totals, pieces = [], []
             for entries in self.plan.entries.values():
-                for held, flag, offset in entries:
+                for held, flag, offset, _ in entries:
                     if not used[flag]:
                         continue
                     piece = held.division.own(row, offset)
@@ -245,7 +295,7 @@ class Reduction:
     def _add_earlier(self, row: torch.Tensor) -> None:
         """What was summed over the shard axis before, and not along the other."""
         for entries in self.plan.entries.values():
-            for held, flag, offset in entries:
+            for held, flag, offset, _ in entries:
                 if held.reduced is not None:
                     held.division.own(row, offset).add_(held.reduced)
                     row[flag] += 1
@@ -253,7 +303,7 @@ class Reduction:
 
     def _keep_reduced(self, row: torch.Tensor, used: list[bool]) -> None:
         for entries in self.plan.entries.values():
-            for held, flag, offset in entries:
+            for held, flag, offset, _ in entries:
                 if used[flag]:
                     held.reduced = held.division.own(row, offset)
 
@@ -274,3 +324,9 @@ class Reduction:
             return result.div_(self.info.shard_mesh_size) if self._average else result
 
         return Pending(finish)
+
+
+def _contiguous(gradient: torch.Tensor | None, held: Held, like: torch.Tensor) -> torch.Tensor:
+    if gradient is None:
+        return like.new_zeros(held.division.whole_shape)
+    return gradient.contiguous()

@@ -8,7 +8,7 @@ them is there again when they are filled for backward; in between only their mem
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ALIGNED = 16
 """Parameters begin at multiples of so many elements, as fast kernels like it."""
+DIRECT = 1 << 19
+"""Pieces of so many bytes travel by themselves: to copy them costs more than a message."""
 HEADER = ALIGNED
 """Elements at the start of a row that say whose it is."""
 
@@ -45,7 +47,9 @@ class Held:
 
     __slots__ = (
         "accumulated",
+        "chunks",
         "division",
+        "is_direct",
         "name",
         "offset",
         "reduced",
@@ -69,6 +73,10 @@ class Held:
         """Of what the module computes with."""
         self.offset = 0
         """Where it begins in a row."""
+        self.is_direct = False
+        """Whether it travels by itself, from and to where it belongs, as it is large."""
+        self.chunks: list[torch.Tensor]
+        """Of a direct one, what each rank holds, in the gathered parameter."""
         self.whole: torch.Tensor
         """What the module computes with."""
         self.accumulated: torch.Tensor | None = None
@@ -107,10 +115,15 @@ class Unit:
         """Of the gathered parameters, and of what travels."""
         reduces = policy.reduce_dtype is not None and own.is_floating_point
         self.reduce_dtype: torch.dtype = policy.reduce_dtype if reduces else self.dtype  # type: ignore[assignment]
+        self.direct = [each for each in held if self._is_direct(each)]
+        for each in self.direct:
+            each.is_direct = True
         self.length = HEADER
-        for each in held:
+        for each in sorted(held, key=lambda each: each.is_direct):
             each.offset = self.length
             self.length += aligned(each.division.size)
+        self.flat_length = self.direct[0].offset if self.direct else self.length
+        """Of a row without what travels by itself."""
         self.arena: Arena
         self.offset: int
         """Where its row begins in the arena."""
@@ -130,6 +143,17 @@ class Unit:
         self.on_ready: Callable[[Unit], None]
         self.bucket: Bucket
         """Those that it travels with."""
+
+    def _is_direct(self, held: Held) -> bool:
+        shape = held.division.whole_shape
+        return (
+            held.division.is_chunked
+            and held.division.count > 1
+            and held.division.size * self.dtype.itemsize >= DIRECT
+            and self.dtype is held.sharded.dtype
+            and self.device == held.sharded.device
+            and held.strides == torch.empty(shape, device="meta").stride()
+        )
 
     @property
     def name(self) -> str:
@@ -152,7 +176,7 @@ class Unit:
             and self.dtype is self.held[0].sharded.dtype
             and self.device == self.arena.flat.device
         )
-        self._places: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        self._places: dict[Hashable, list[torch.Tensor]] = {}
         if self.is_alias:
             row = self.arena.flat.detach()[self.offset : self.offset + self.length]
             for each in self.held:
@@ -165,14 +189,16 @@ class Unit:
         self.nbytes = total * self.dtype.itemsize
         bare = self.memory.data  # its copies do not count as changes of what autograd has saved
         start = 0
+        self._bare: list[tuple[Held, torch.Tensor]] = []
         for each, size in zip(self.held, sizes, strict=True):
             shape, strides = each.division.whole_shape, each.strides
             self._make_whole(each, self.memory.as_strided(shape, strides, start))
             place = bare.as_strided(shape, strides, start)
-            for by_rank, places in self._places.items():
-                places += each.division.of_whole(place, by_rank)
+            self._bare.append((each, place))
+            if each.is_direct:
+                each.chunks = each.division.chunks(place)
             start += size
-        self._free()
+        self.free()
 
     def _make_whole(self, held: Held, memory: torch.Tensor) -> None:
         if held.division.whole_layout is not None:
@@ -182,10 +208,12 @@ class Unit:
             if name not in ("_layout", "_is_param", "_whole_strides"):
                 setattr(held.whole, name, value)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
+        """Get the memory of the gathered parameters."""
         self.memory.untyped_storage().resize_(self.nbytes)
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Give it back."""
         self.memory.untyped_storage().resize_(0)
 
     @property
@@ -203,25 +231,45 @@ class Unit:
 
     # ---- gathered, and not
 
-    def fill(self, rows: Rows, start: int, skips_own: bool) -> None:
+    def fill(self, rows: Rows, start: int, skips_own: bool, is_direct: bool = False) -> None:
         """Make the gathered parameters from the rows of all ranks.
 
         Arguments:
             rows: may hold those of other units too.
             start: where those of this one begin.
             skips_own: whether this rank's own row is not among them.
+            is_direct: whether the direct ones have come where they belong, but for their own.
         """
+        key = self.number, start, skips_own, is_direct
         with torch.no_grad():
-            self._allocate()
+            if not is_direct:
+                self.allocate()
+            places = self._places.get(key)
+            if places is None:
+                places = self._places[key] = self._places_of(skips_own, is_direct)
             pieces = rows.views(
-                (self.number, start, skips_own), lambda rows: self._pieces(rows, start, skips_own)
+                key, lambda rows: self._pieces_of(rows, start, skips_own, is_direct)
             )
-            torch._foreach_copy_(self._places[skips_own], pieces)
+            torch._foreach_copy_(places, pieces)
         self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
 
-    def _pieces(self, rows: torch.Tensor, start: int, skips_own: bool) -> list[torch.Tensor]:
+    def _places_of(self, skips_own: bool, is_direct: bool) -> list[torch.Tensor]:
+        result: list[torch.Tensor] = []
+        for each, place in self._bare:
+            if is_direct and each.is_direct:
+                result.append(each.chunks[each.division.index])
+            else:
+                result += each.division.of_whole(place, skips_own)
+        return result
+
+    def _pieces_of(
+        self, rows: torch.Tensor, start: int, skips_own: bool, is_direct: bool
+    ) -> list[torch.Tensor]:
         result: list[torch.Tensor] = []
         for each in self.held:
+            if is_direct and each.is_direct:
+                result.append(self.own(each))
+                continue
             own = None
             if skips_own:
                 first = self.offset + each.offset
@@ -229,10 +277,14 @@ class Unit:
             result += each.division.of_rows(rows, start + each.offset, own)
         return result
 
+    def own(self, held: Held) -> torch.Tensor:
+        """What this rank holds of a parameter, as a plain tensor."""
+        return held.division.own(self.arena.flat.detach(), self.offset + held.offset)
+
     def refill(self, whole: torch.Tensor) -> None:
         """Make the gathered parameters from what `keep` has split."""
         with torch.no_grad():
-            self._allocate()
+            self.allocate()
             self.memory.data.copy_(whole)
         self.kept = None
         self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
@@ -253,7 +305,7 @@ class Unit:
         """Give back all but one of `count` equal pieces of the gathered parameters' memory."""
         with torch.no_grad():
             self.kept = self.memory.view(count, -1)[index].clone()
-        self._free()
+        self.free()
         self.state = moved_on(self.state, ShardedState.SHARDED_POST_FORWARD, self.name)
 
     def reshard(self) -> None:
@@ -261,7 +313,7 @@ class Unit:
         self.holders.clear()
         if self.state is not ShardedState.SHARDED:
             if not self.is_alias:
-                self._free()
+                self.free()
             self.kept = None
             self.state = moved_on(self.state, ShardedState.SHARDED, self.name)
 
