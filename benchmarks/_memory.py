@@ -46,7 +46,8 @@ def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
         del step
         gc.collect()
     events = list(_within(profiler.profiler.kineto_results.experimental_event_tree()))
-    (measured,) = (event for event in events if event.name == _MEASURED)
+    operations = (event for event in events if event.tag.name == "TorchOp")
+    (measured,) = (event for event in operations if event.name == _MEASURED)
     allocations = [event for event in events if event.tag.name == "Allocation"]
     live: dict[int, int] = {}
     total = peak = lost = 0
