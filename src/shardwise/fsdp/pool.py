@@ -6,6 +6,7 @@ need not work out again where things are in it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 
@@ -24,19 +25,33 @@ def size_in_bytes(size: Size) -> int:
     return count * length * dtype.itemsize
 
 
+def capacity(size: Size) -> int:
+    """So many bytes, or up to a quarter more: buffers of about the same size can stand in for each
+    other."""
+    exact = size_in_bytes(size)
+    step = 1 << max(math.frexp(exact)[1] - 3, 6)
+    return -(-exact // step) * step
+
+
 class Rows:
     """A buffer with a row for each rank.
 
     Arguments:
         size: what `Pool.take` was asked for.
+        memory: bytes, at least as many.
     """
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, memory: torch.Tensor | None = None) -> None:
         count, length, dtype, device = size
         self.size = size
-        with torch.inference_mode(False):  # it may be used again for training
-            self.matrix = torch.empty(count, length, dtype=dtype, device=device)
+        if memory is None:
+            memory = torch.empty(capacity(size), dtype=torch.uint8, device=device)
+        self.memory = memory
+        flat = memory[: size_in_bytes(size)].view(dtype)
+        self.matrix = flat.view(count, length)
         self._views: dict[Hashable, list[torch.Tensor]] = {}
+        self.same: dict[Size, Rows] = {size: self}
+        """What the memory has been used for, by size."""
 
     def views(
         self, key: Hashable, make: Callable[[torch.Tensor], list[torch.Tensor]]
@@ -47,30 +62,40 @@ class Rows:
             found = self._views[key] = make(self.matrix)
         return found
 
+    def as_size(self, size: Size) -> Rows:
+        """The same memory, as a buffer of another size."""
+        found = self.same.get(size)
+        if found is None:
+            found = Rows(size, self.memory)
+            self.same[size] = found
+            found.same = self.same
+        return found
+
 
 class Pool:
     """The buffers of one context."""
 
     def __init__(self) -> None:
-        self._free: dict[Size, list[Rows]] = {}
-        self._uses: Counter[Size] = Counter()
+        self._free: dict[tuple[int, torch.device], list[Rows]] = {}
+        self._uses: Counter[tuple[int, torch.device]] = Counter()
 
     def expect(self, sizes: Iterable[Size]) -> None:
         """Say which sizes will be needed, once for each group."""
-        self._uses = Counter(sizes)
-        self._free = {size: free for size, free in self._free.items() if size in self._uses}
+        self._uses = Counter((capacity(size), size[3]) for size in sizes)
+        self._free = {key: free for key, free in self._free.items() if key in self._uses}
 
     def take(self, size: Size) -> Rows:
         """A buffer, with any contents."""
-        free = self._free.get(size)
-        return free.pop() if free else Rows(size)
+        free = self._free.get((capacity(size), size[3]))
+        return free.pop().as_size(size) if free else Rows(size)
 
     def give(self, rows: Rows) -> None:
         """A buffer that is not needed any more."""
-        if self._uses[rows.size] > 1 or size_in_bytes(rows.size) <= SMALL:
-            self._free.setdefault(rows.size, []).append(rows)
+        key = capacity(rows.size), rows.size[3]
+        if self._uses[key] > 1 or key[0] <= SMALL:
+            self._free.setdefault(key, []).append(rows)
 
     @property
     def nbytes(self) -> int:
         """The memory of the buffers that are kept, and not in use."""
-        return sum(rows.matrix.nbytes for free in self._free.values() for rows in free)
+        return sum(rows.memory.nbytes for free in self._free.values() for rows in free)
