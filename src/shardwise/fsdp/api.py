@@ -65,8 +65,8 @@ def fully_shard(
             the first and split over the second (HSDP). For a module that is tensor-parallel on
             `mesh["tp"]`, pass `mesh["dp"]`.
         reshard_after_forward: whether to give back parameters after forward and to gather them
-            again in backward. None: yes, but not of the outermost. A number: split them over so
-            many ranks in between, such as those of one machine.
+            again in backward. None: yes, but not what backward begins with, the outermost and the
+            last. A number: split them over so many ranks in between, such as those of one machine.
         shard_placement_fn: called with each parameter; says how it is split: `Shard(dim)`,
             `Replicate()`, or None for `Shard(0)`. Uneven pieces are fine.
         mp_policy: dtypes of computation and of reductions.

@@ -21,7 +21,7 @@ from shardwise.fsdp.states import ShardedState
 from shardwise.fsdp.unit import Held, Unit
 from shardwise.tensor import DTensor, laid_out
 
-COALESCED = 1 << 20
+COALESCED = 2 << 20
 """Units travel together up to so many gathered bytes: below, a collective costs its latency."""
 REPLICATED = 4 << 20
 """A module that is not sharded is reduced in units of about so many bytes, each as soon as its

@@ -154,9 +154,8 @@ class Context:
     def after_forward(self, group: Group, needs_backward: bool) -> None:
         """Give back the memory of a group's parameters, or keep it for backward."""
         wanted = group.settings.reshard_after_forward
-        is_outermost = group is self._outermost
         if wanted is None:
-            wanted = not is_outermost or not needs_backward
+            wanted = not needs_backward or not self._is_needed_next(group)
         if not needs_backward and torch.is_grad_enabled():
             # A backward may come without telling, of outputs that hide their tensors: then keep
             # it until the end of that.
@@ -165,6 +164,13 @@ class Context:
         if wanted is False or self.in_backward or len(group.ran) < len(group.modules):
             return
         self._release(group, wanted)
+
+    def _is_needed_next(self, group: Group) -> bool:
+        """Whether backward begins with a group: it is the outermost, or travels with the last."""
+        if group is self._outermost:
+            return True
+        last = self._order[-1].bucket
+        return all(unit.bucket is last for unit in group.units)
 
     def _release(self, group: Group, wanted: bool | int) -> None:
         """Give up what a group has gathered; a number says over how many ranks to split it."""

@@ -170,9 +170,7 @@ class Division:
 
     @cached_property
     def is_chunked(self) -> bool:
-        """Whether it is split along its first dim as `torch.chunk` does, into one piece perhaps."""
-        if self.count == 1:
-            return len(self.whole_shape) > 0
+        """Whether it is split along its first dim as `torch.chunk` does."""
         if self.dim != 0 or not self.whole_shape[0]:
             return False
         size = self.whole_shape[0]

@@ -15,7 +15,7 @@ import torch
 Size = tuple[int, int, torch.dtype, torch.device]
 """Rows, their length, dtype and device."""
 
-SMALL = 2 << 20
+SMALL = 4 << 20
 """Buffers of so many bytes are kept in any case, larger ones if several groups need one."""
 
 
@@ -44,11 +44,12 @@ class Rows:
     def __init__(self, size: Size, memory: torch.Tensor | None = None) -> None:
         count, length, dtype, device = size
         self.size = size
-        if memory is None:
-            memory = torch.empty(capacity(size), dtype=torch.uint8, device=device)
-        self.memory = memory
-        flat = memory[: size_in_bytes(size)].view(dtype)
-        self.matrix = flat.view(count, length)
+        with torch.inference_mode(False):  # it will be written to in training, too
+            if memory is None:
+                memory = torch.empty(capacity(size), dtype=torch.uint8, device=device)
+            self.memory = memory
+            flat = memory[: size_in_bytes(size)].view(dtype)
+            self.matrix = flat.view(count, length)
         self._views: dict[Hashable, list[torch.Tensor]] = {}
         self.same: dict[Size, Rows] = {size: self}
         """What the memory has been used for, by size."""
@@ -59,7 +60,8 @@ class Rows:
         """Views of it, made once for each key."""
         found = self._views.get(key)
         if found is None:
-            found = self._views[key] = make(self.matrix)
+            with torch.inference_mode(False):
+                found = self._views[key] = make(self.matrix)
         return found
 
     def as_size(self, size: Size) -> Rows:

@@ -70,20 +70,11 @@ class Plan:
                 flat = self.length
         for entries in self.entries.values():
             entries.sort(key=lambda entry: entry.flag)
-        self.is_chunked = {
-            unit: unit.reduce_dtype is unit.dtype
-            and all(entry.held.division.is_chunked for entry in self.entries[unit])
-            for unit in units
-        }
-        """Of which units one call can put all gradients in their places."""
         self.size: Size = (first.info.shard_mesh_size, flat, first.reduce_dtype, first.device)
         """Of the rows, without what travels by itself."""
-
-    def place(self, unit: Unit, rows: torch.Tensor) -> torch.Tensor:
-        """Where all of a unit's gradients go."""
-        entries = [entry for entry in self.entries[unit] if not entry.is_direct]
-        first, last = entries[0], entries[-1]
-        return rows[:, first.offset : last.offset + last.held.division.size]
+        self.row: Rows | None = None
+        """Of a module that is not sharded: where the last gradients were."""
+        self.own_holders = 0
 
     def places(self, unit: Unit, rows: torch.Tensor) -> list[torch.Tensor]:
         """Where the pieces of a unit's gradients go."""
@@ -147,8 +138,6 @@ class Reduction:
                 self._copy_flat(unit, rows, flat)
 
     def _copy_flat(self, unit: Unit, rows: Rows, flat: list[tuple[Entry, Any]]) -> None:
-        plan = self.plan
-        key = (plan, unit.number)
         if any(gradient is None for _, gradient in flat):
             places, pieces = [], []
             for entry, gradient in flat:
@@ -159,13 +148,14 @@ class Reduction:
                     continue
                 for place in there:
                     place.zero_()
-        elif plan.is_chunked[unit]:
-            (place,) = rows.views(key, lambda matrix: [plan.place(unit, matrix)])
-            gradients = [gradient for _, gradient in flat]
-            torch._chunk_cat(gradients, 0, self.info.shard_mesh_size, out=place)
+        elif self.info.shard_mesh_size == 1 and unit.reduce_dtype is unit.dtype:
+            first, last = flat[0][0], flat[-1][0]
+            place = rows.matrix[0, first.offset : last.offset + last.held.division.size]
+            torch.cat([gradient.reshape(-1) for _, gradient in flat], out=place)
             return
         else:
-            places = rows.views(key, lambda matrix: plan.places(unit, matrix))
+            key = (self.plan, unit.number)
+            places = rows.views(key, lambda matrix: self.plan.places(unit, matrix))
             pieces = []
             for entry, gradient in flat:
                 pieces += entry.held.division.of_gradient(gradient)
@@ -173,9 +163,14 @@ class Reduction:
             torch._foreach_copy_(places, pieces)
 
     def _taken(self) -> Rows:
-        # One row is what the gradients will be views of, so it cannot be used again.
-        size = self.plan.size
-        return Rows(size) if size[0] == 1 else self._pool.take(size)
+        plan = self.plan
+        if plan.size[0] > 1:
+            return self._pool.take(plan.size)
+        # One row is what the gradients will be views of; it is used again if they are gone.
+        if plan.row is None or _holders(plan.row) > plan.own_holders:
+            plan.row = Rows(plan.size)
+            plan.own_holders = _holders(plan.row)
+        return plan.row
 
     def start(self) -> None:
         """Send them off."""
@@ -324,6 +319,11 @@ class Reduction:
             return result.div_(self.info.shard_mesh_size) if self._average else result
 
         return Pending(finish)
+
+
+def _holders(rows: Rows) -> int:
+    """How many tensors share its memory."""
+    return torch._C._storage_Use_Count(rows.memory.untyped_storage()._cdata)
 
 
 def _contiguous(gradient: torch.Tensor | None, held: Held, like: torch.Tensor) -> torch.Tensor:

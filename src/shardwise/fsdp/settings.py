@@ -16,7 +16,7 @@ class Settings:
     """How a group's parameters and gradients travel; the setters of `FSDPModule` explain it."""
 
     reshard_after_forward: bool | int | None = None
-    """None: unless it is the outermost; a number: to so many ranks."""
+    """None: unless backward begins with it; a number: to so many ranks."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     gradient_sync: bool = True

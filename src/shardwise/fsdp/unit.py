@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ALIGNED = 16
 """Parameters begin at multiples of so many elements, as fast kernels like it."""
-DIRECT = 1 << 19
+DIRECT = 1 << 17
 """Pieces of so many bytes travel by themselves: to copy them costs more than a message."""
 HEADER = ALIGNED
 """Elements at the start of a row that say whose it is."""
