@@ -328,6 +328,8 @@ class Context:
         of all inputs and of all parameters are there."""
         if group.state is not TrainingState.PRE_BACKWARD or group.calls:
             return
+        if group.is_alias:
+            return  # nothing to give back, and its inputs are not watched: it may go on
         if any(unit.trainable and unit not in self._ready for unit in group.units):
             return
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)

@@ -177,7 +177,7 @@ class Group:
             policy = self.policy
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
-            if not again and torch.is_grad_enabled() and not self._is_alias:
+            if not again and torch.is_grad_enabled() and not self.is_alias:
                 args, kwargs = self._watch_inputs(call, args, kwargs)
         except BaseException:
             self.failed()
@@ -243,7 +243,8 @@ class Group:
                     slot.put(held.sharded)
 
     @property
-    def _is_alias(self) -> bool:
+    def is_alias(self) -> bool:
+        """Whether it computes with the shards themselves, which are whole."""
         return all(unit.is_alias for unit in self.units)
 
     def _unaliased(self, output: Any) -> Any:
