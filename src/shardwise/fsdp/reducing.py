@@ -122,9 +122,13 @@ class Reduction:
         self._average = settings.divide_factor is None and plan.size[2] in _HALF
 
     def put(self, unit: Unit) -> None:
-        """Copy a unit's gradients in, and let go of them."""
-        self._put.add(unit)
-        self._copy_in(unit, unit.take_gradients())
+        """Copy a unit's gradients in, and let go of them; what comes a second time is added."""
+        gradients = unit.take_gradients()
+        if unit in self._put:
+            self._add(unit, gradients)
+        else:
+            self._put.add(unit)
+            self._copy_in(unit, gradients)
 
     def _copy_in(self, unit: Unit, gradients: Sequence[Any]) -> None:
         self.waits_for.discard(unit)
@@ -171,6 +175,21 @@ class Reduction:
                 pieces += entry.held.division.of_gradient(gradient)
         if places:
             torch._foreach_copy_(places, pieces)
+
+    def _add(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+        assert self._rows is not None, "some were put in before"
+        matrix = self._rows.matrix
+        with torch.no_grad(), as_local():
+            for gradient, (held, flag, offset) in zip(
+                gradients, self.plan.entries[unit], strict=True
+            ):
+                if gradient is None:
+                    continue
+                matrix[:, flag] = 1
+                if flag in self._unused:
+                    self._unused.remove(flag)
+                places = held.division.of_gradient_rows(matrix, offset)
+                torch._foreach_add_(places, held.division.of_gradient(gradient))
 
     def _taken(self) -> Rows:
         # One row is what the gradients will be views of, so it cannot be used again.
