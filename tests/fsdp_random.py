@@ -33,12 +33,17 @@ class Layer(nn.Module):
             self.weight = nn.Parameter(torch.randn(width))
         elif kind == "two matrices":
             self.weight = nn.Parameter(torch.randn(2, width, width) / width)
+        elif kind == "product":  # of parameters alone
+            self.weight = nn.Parameter(torch.randn(width, width) / width)
+            self.vector = nn.Parameter(torch.randn(width))
 
     def forward(self, x):
         if self.kind in ("linear", "transposed"):
             return torch.tanh(nn.functional.linear(x, self.weight, getattr(self, "bias", None)))
         if self.kind == "two matrices":
             return x + torch.tanh(x @ self.weight[0]) @ self.weight[1]
+        if self.kind == "product":
+            return x * (self.weight @ self.vector)
         return x * self.weight
 
 
@@ -94,7 +99,7 @@ def cases(draw):
     divisors = [each for each in range(1, mesh[-1] + 1) if mesh[-1] % each == 0]
     reshard = st.sampled_from([None, True, False, *divisors])
     count = draw(st.integers(1, 4))
-    names = ["linear", "transposed", "gain", "norm", "two matrices"]
+    names = ["linear", "transposed", "gain", "norm", "two matrices", "product"]
     kinds = []
     width = start = draw(st.integers(1, 7))
     calls = []

@@ -22,11 +22,19 @@ SIMPLE = Case(
     evaluates=False,
 )
 TWICE = replace(SIMPLE, calls=(2, 1), checkpointed=(True, None))
+LAST_TWICE = replace(
+    SIMPLE,
+    kinds=(("linear", 3), ("linear", 3)),
+    calls=(1, 2),
+    checkpointed=(None, True),
+    groups=(((0,), None),),
+)
 
 
 @settings(max_examples=60)
-@example(replace(TWICE, groups=(((0,), None),)))  # gradients beside those that travel with them
-@example(replace(TWICE, is_replicated=True))  # computed anew after all gradients have come
+@example(replace(TWICE, groups=(((0,), None),)))  # computed anew after its backward
+@example(replace(TWICE, is_replicated=True))  # ... after all gradients have come
+@example(LAST_TWICE)  # gradients come a second time before they were sent
 @example(replace(SIMPLE, kinds=(("transposed", 4), ("linear", 2))))  # not contiguous, but even
 @given(cases())
 def test_a_random_model_sharded_at_random_trains_as_in_one_process(case):
