@@ -71,7 +71,8 @@ class Plan:
         for entries in self.entries.values():
             entries.sort(key=lambda entry: entry.flag)
         self.is_chunked = {
-            unit: unit.reduce_dtype is unit.dtype
+            unit: bool(unit.trainable)
+            and unit.reduce_dtype is unit.dtype
             and all(entry.held.division.is_chunked for entry in self.entries[unit])
             for unit in units
         }
