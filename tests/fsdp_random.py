@@ -48,7 +48,8 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers one after the other; some are called twice, some computed anew in backward."""
+    """Layers one after the other; some are called twice or not at all, some computed anew in
+    backward."""
 
     def __init__(self, layers, calls, checkpointed):
         super().__init__()
@@ -73,7 +74,11 @@ class Case:
         placements: for each parameter a dim to split, or more: whole, or as it comes.
         groups: of which layers each call of `fully_shard` is, and how it reshards.
         root: how the call on the whole model reshards; "none" if there is no such call.
-        mesh: one axis, or two for HSDP; ints for `replicate`.
+        mesh: one axis, or two for HSDP.
+        reduces_once: only the last microbatch's backward reduces gradients.
+        evaluates: there is a forward without gradients before each step.
+        passes: how many forwards one backward is of.
+        keeps: parameters stay gathered after backward.
     """
 
     width: int
@@ -90,11 +95,16 @@ class Case:
     microbatches: int
     reduces_once: bool
     evaluates: bool
+    passes: int = 1
+    keeps: bool = False
+
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]
 
 
 @st.composite
-def cases(draw):
-    mesh = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]))
+def cases(draw, meshes=MESHES):
+    mesh = draw(st.sampled_from(meshes))
     is_replicated = len(mesh) == 1 and draw(st.booleans())
     divisors = [each for each in range(1, mesh[-1] + 1) if mesh[-1] % each == 0]
     reshard = st.sampled_from([None, True, False, *divisors])
@@ -107,7 +117,7 @@ def cases(draw):
         kind = draw(st.sampled_from(names))
         out = draw(st.integers(1, 7)) if kind in ("linear", "transposed") else width
         kinds.append((kind, out))
-        calls.append(draw(st.integers(1, 2)) if out == width else 1)
+        calls.append(draw(st.sampled_from([1, 1, 2, 0])) if out == width else 1)
         width = out
     some = st.integers(0, count - 1)
     groups = []
@@ -133,6 +143,8 @@ def cases(draw):
         draw(st.sampled_from([1, 2])),
         draw(st.booleans()),
         draw(st.booleans()),
+        draw(st.sampled_from([1, 1, 2])),
+        draw(st.sampled_from([False, False, True])),
     )
 
 
@@ -190,6 +202,9 @@ def trained(case, is_sharded):
     optimizer = torch.optim.SGD(
         [each for each in model.parameters() if each.requires_grad], 0.1, momentum=0.9
     )
+    if case.keeps:
+        for module in sharded:
+            module.set_reshard_after_backward(False)
     for x, y in zip(inputs, targets, strict=True):
         if case.evaluates:
             with torch.no_grad():
@@ -200,10 +215,11 @@ def trained(case, is_sharded):
                 for module in sharded:
                     module.set_requires_gradient_sync(index == count - 1)
             mine = some.chunk(parts)[place].clone().requires_grad_()
-            loss = (model(mine) - wanted.chunk(parts)[place]).square().mean() / count
+            output = torch.cat([model(part) for part in mine.chunk(case.passes)])
+            loss = (output - wanted.chunk(parts)[place]).square().mean() / count
             loss.backward()
         optimizer.step()
-    if is_sharded and case.root != "none":
+    if is_sharded and case.root != "none" and not case.keeps:
         units = model._fsdp_group.context.units
         assert not any(unit.gathered_bytes for unit in units), "memory is given back"
     return [
@@ -213,7 +229,11 @@ def trained(case, is_sharded):
 
 
 def check_case(case):
+    compare_case(sw.simulate(lambda: trained(case, True), math.prod(case.mesh)), case)
+
+
+def compare_case(outcomes, case):
     expected = trained(case, is_sharded=False)
-    for found in sw.simulate(lambda: trained(case, is_sharded=True), math.prod(case.mesh)):
+    for found in outcomes:
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours.detach(), theirs, rtol=1e-10, atol=1e-10)
