@@ -2,7 +2,9 @@
 
 import functools
 import math
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise.fsdp import FSDPModule, fully_shard, replicate
+from shardwise.fsdp import FSDPModule, building, fully_shard, gathering, replicate, unit
 
 ROWS, STEPS = 24, 3
 
@@ -79,6 +81,8 @@ class Case:
         evaluates: there is a forward without gradients before each step.
         passes: how many forwards one backward is of.
         keeps: parameters stay gathered after backward.
+        limits: of the bytes that travel together, of those whose own row is not copied, and of
+            those that travel by themselves: such as these models have, if they are small.
     """
 
     width: int
@@ -97,6 +101,7 @@ class Case:
     evaluates: bool
     passes: int = 1
     keeps: bool = False
+    limits: tuple[int, int, int] = (1 << 20, 1 << 20, 1 << 19)
 
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]
@@ -145,6 +150,7 @@ def cases(draw, meshes=MESHES):
         draw(st.booleans()),
         draw(st.sampled_from([1, 1, 2])),
         draw(st.sampled_from([False, False, True])),
+        tuple(draw(st.sampled_from([limit, 64, 400])) for limit in Case.limits),
     )
 
 
@@ -221,15 +227,33 @@ def trained(case, is_sharded):
         optimizer.step()
     if is_sharded and case.root != "none" and not case.keeps:
         units = model._fsdp_group.context.units
-        assert not any(unit.gathered_bytes for unit in units), "memory is given back"
+        assert not any(each.gathered_bytes for each in units), "memory is given back"
     return [
         each.full_tensor() if isinstance(each, DTensor) else each.detach()
         for each in model.parameters()
     ]
 
 
+@contextmanager
+def limited(case):
+    """With its limits, for all ranks of this process."""
+    places = ((building, "COALESCED"), (gathering, "LARGE"), (unit, "DIRECT"))
+    with ExitStack() as stack:
+        for (module, name), value in zip(places, case.limits, strict=True):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
 def check_case(case):
-    compare_case(sw.simulate(lambda: trained(case, True), math.prod(case.mesh)), case)
+    with limited(case):
+        outcomes = sw.simulate(lambda: trained(case, True), math.prod(case.mesh))
+    compare_case(outcomes, case)
+
+
+def trained_in_process(case):
+    """As one rank of its own process."""
+    with limited(case):
+        return trained(case, True)
 
 
 def compare_case(outcomes, case):

@@ -35,6 +35,7 @@ LAST_TWICE = replace(
 @example(replace(TWICE, groups=(((0,), None),)))  # computed anew after its backward
 @example(replace(TWICE, is_replicated=True))  # ... after all gradients have come
 @example(LAST_TWICE)  # gradients come a second time before they were sent
+@example(replace(LAST_TWICE, limits=(1 << 20, 64, 8)))  # ... and travel by themselves
 @example(replace(SIMPLE, kinds=(("transposed", 4), ("linear", 2))))  # not contiguous, but even
 @given(cases())
 def test_a_random_model_sharded_at_random_trains_as_in_one_process(case):

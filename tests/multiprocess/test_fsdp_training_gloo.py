@@ -19,7 +19,7 @@ from fsdp_models import (
     compare,
     each_block,
 )
-from fsdp_random import cases, compare_case, trained
+from fsdp_random import cases, compare_case, trained_in_process
 from fsdp_rounding import rounding
 from hypothesis import HealthCheck, given, settings
 
@@ -81,7 +81,7 @@ def test_mixed_precision_rounds_as_one_process_does(workers2, way, reduce_dtype)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases(meshes=[(4,), (2, 2)]))
 def test_a_random_model_sharded_at_random_trains_as_in_one_process(workers4, case):
-    compare_case(workers4.run(trained, case, True), case)
+    compare_case(workers4.run(trained_in_process, case), case)
 
 
 def counted(reshard):

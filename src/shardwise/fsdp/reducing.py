@@ -71,8 +71,7 @@ class Plan:
         for entries in self.entries.values():
             entries.sort(key=lambda entry: entry.flag)
         self.is_chunked = {
-            unit: bool(unit.trainable)
-            and unit.reduce_dtype is unit.dtype
+            unit: unit.reduce_dtype is unit.dtype
             and all(entry.held.division.is_chunked for entry in self.entries[unit])
             for unit in units
         }
@@ -181,16 +180,19 @@ class Reduction:
         assert self._rows is not None, "some were put in before"
         matrix = self._rows.matrix
         with torch.no_grad(), as_local():
-            for gradient, (held, flag, offset) in zip(
-                gradients, self.plan.entries[unit], strict=True
-            ):
+            for gradient, entry in zip(gradients, self.plan.entries[unit], strict=True):
                 if gradient is None:
                     continue
-                matrix[:, flag] = 1
-                if flag in self._unused:
-                    self._unused.remove(flag)
-                places = held.division.of_gradient_rows(matrix, offset)
-                torch._foreach_add_(places, held.division.of_gradient(gradient))
+                matrix[:, entry.flag] = 1
+                if entry.flag in self._unused:
+                    self._unused.remove(entry.flag)
+                if entry.is_direct:
+                    (before,) = (tensor for other, tensor in self._direct if other is entry)
+                    before += gradient
+                else:
+                    division = entry.held.division
+                    places = division.of_gradient_rows(matrix, entry.offset)
+                    torch._foreach_add_(places, division.of_gradient(gradient))
 
     def _taken(self) -> Rows:
         # One row is what the gradients will be views of, so it cannot be used again.
