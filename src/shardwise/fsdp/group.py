@@ -9,14 +9,15 @@ back. When that happens, and what travels together, is the context's business.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
@@ -30,6 +31,9 @@ from shardwise.tensor import DTensor, as_local, wrap
 
 if TYPE_CHECKING:
     from shardwise.fsdp.context import Context
+
+_users: MutableMapping[torch.Tensor, list[ref[Group]]] = WeakTensorKeyDictionary()
+"""Of each parameter the groups that have it: several, if it is tied."""
 
 
 class Slot:
@@ -149,6 +153,16 @@ class Group:
         ]
         result.forward_prefetch = result.backward_prefetch = None
         return result
+
+    def note_parameters(self) -> None:
+        """Let other groups that have the same parameters find this one."""
+        for slot in self.slots:
+            _users.setdefault(slot.tensor, []).append(ref(self))
+
+    def tied(self) -> list[Group]:
+        """The groups that have any of its parameters, in the order of their making."""
+        users = (user() for slot in self.slots for user in _users.get(slot.tensor, ()))
+        return list(dict.fromkeys(user for user in users if user is not None))
 
     def change(self, **settings: Any) -> None:
         """Change some settings."""
