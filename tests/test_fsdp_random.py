@@ -29,6 +29,14 @@ LAST_TWICE = replace(
     checkpointed=(None, True),
     groups=(((0,), None),),
 )
+TIED_APART = replace(
+    SIMPLE,
+    kinds=(("linear", 3), ("linear", 3)),
+    ties=((0, 1),),
+    groups=(((0,), None), ((1,), None)),
+    root="none",
+    passes=2,
+)
 
 
 @settings(max_examples=60)
@@ -36,6 +44,7 @@ LAST_TWICE = replace(
 @example(replace(TWICE, is_replicated=True))  # ... after all gradients have come
 @example(LAST_TWICE)  # gradients come a second time before they were sent
 @example(replace(LAST_TWICE, limits=(1 << 20, 64, 8)))  # ... and travel by themselves
+@example(TIED_APART)  # groups that only a parameter connects
 @example(replace(SIMPLE, kinds=(("transposed", 4), ("linear", 2))))  # not contiguous, but even
 @given(cases())
 def test_a_random_model_sharded_at_random_trains_as_in_one_process(case):
