@@ -29,6 +29,15 @@ LAST_TWICE = replace(
     checkpointed=(None, True),
     groups=(((0,), None),),
 )
+UNUSED = replace(
+    SIMPLE,
+    kinds=(("linear", 3), ("two matrices", 3), ("linear", 5), ("gain", 5)),
+    calls=(1, 0, 1, 0),
+    checkpointed=(None,) * 4,
+    groups=(((2, 3), None),),
+    mesh=(2, 2),
+    limits=(1 << 20, 1 << 20, 64),
+)
 TIED_APART = replace(
     SIMPLE,
     kinds=(("linear", 3), ("linear", 3)),
@@ -44,6 +53,7 @@ TIED_APART = replace(
 @example(replace(TWICE, is_replicated=True))  # ... after all gradients have come
 @example(LAST_TWICE)  # gradients come a second time before they were sent
 @example(replace(LAST_TWICE, limits=(1 << 20, 64, 8)))  # ... and travel by themselves
+@example(UNUSED)  # ... in an order of their own
 @example(TIED_APART)  # groups that only a parameter connects
 @example(replace(SIMPLE, kinds=(("transposed", 4), ("linear", 2))))  # not contiguous, but even
 @given(cases())

@@ -238,7 +238,8 @@ class Reduction:
         row = rows.new_empty(self.plan.length)
         sent = [list(rows)]
         places = [row[: rows.shape[1]]]
-        for entry, gradient in self._direct:
+        # In the order of all ranks, whatever came first here.
+        for entry, gradient in sorted(self._direct, key=lambda each: each[0].flag):
             sent.append(entry.held.division.chunks(gradient))
             places.append(entry.held.division.own(row, entry.offset))
         self._direct = []
