@@ -39,15 +39,15 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An embedding, blocks and a head, which may be the embedding again."""
 
-    def __init__(self, vocabulary=7, width=6, hidden=10, tied=False):
+    def __init__(self, vocabulary=7, width=6, hidden=10, tied=False, layers=3):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-        self.regions = [1, 1, 1]
+        self.regions = [1] * layers
         """How many blocks are called at once."""
         self.checkpointed = None
         """Whether regions are computed anew in backward: with `use_reentrant` or without."""
@@ -204,6 +204,11 @@ WAYS = {
     "fsdp x styles": Way((2, 2), ("dp", "tp"), each_block, by_styles),
     "replicate": Way((2,), ("dp",), as_one_whole),
 }
+
+
+def columns(parameter):
+    """Matrices split along their second dim."""
+    return Shard(1) if parameter.dim() > 1 else Shard(0)
 
 
 # ---- training

@@ -157,6 +157,7 @@ class Odd(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0, 3))
         self.none_wide = nn.Parameter(torch.empty(4, 0))
         self.turned = nn.Parameter(torch.randn(WIDTH, 7).t())
+        self.turned_even = nn.Parameter(torch.randn(3, 4).t())
         self.image = nn.Parameter(
             torch.randn(3, 2, 2, 2).to(memory_format=torch.channels_last), requires_grad=True
         )
@@ -165,6 +166,7 @@ class Odd(nn.Module):
     def forward(self, x):
         self.strides = (self.turned.stride(), self.image.stride())
         rest = self.nothing.sum() + self.none_wide.sum() + self.image.square().sum()
+        rest = rest + self.turned_even.square().cumsum(1).sum()
         return (x @ self.turned.t()) * self.scale + rest
 
 

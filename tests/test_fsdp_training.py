@@ -15,6 +15,7 @@ from fsdp_models import (
     by_plan,
     by_styles,
     check,
+    columns,
     each_block,
     loss_of,
     whole,
@@ -59,10 +60,6 @@ def test_gradients_of_microbatches_are_summed_over_shards_each_and_over_replicas
 
 
 # ---- uneven sizes
-
-
-def columns(parameter):
-    return Shard(1) if parameter.dim() > 1 else Shard(0)
 
 
 def some_whole(parameter):

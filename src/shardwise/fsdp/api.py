@@ -267,6 +267,7 @@ def _make_group(
         slot.take()
         slots.append(slot)
     group = Group(modules, slots, info, mp_policy, offload_policy, settings)
+    group.note_parameters()
     for module in modules:
         swap_class(module, group, prefix)
 

@@ -136,7 +136,12 @@ def _split(part: list[tuple[Slot, DTensor]], group: Group) -> list[list[tuple[Sl
 def _unit(number: int, groups: list[Group], part: list[tuple[Slot, DTensor]]) -> Unit:
     group = groups[0]
     held = [
-        Held(slot.name, tensor, Division.of(tensor._layout, group.info), slot.strides)
+        Held(
+            slot.name,
+            tensor,
+            Division.of(tensor._layout, group.info, slot.strides is None),
+            slot.strides,
+        )
         for slot, tensor in part
     ]
     device = part[0][1].device

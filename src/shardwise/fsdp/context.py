@@ -334,6 +334,8 @@ class Context:
         of all inputs and of all parameters are there."""
         if group.state is not TrainingState.PRE_BACKWARD or group.calls:
             return
+        if group.is_alias:
+            return  # nothing to give back, and its inputs are not watched: it may go on
         if any(unit.trainable and unit not in self._ready for unit in group.units):
             return
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
@@ -425,7 +427,7 @@ class _End:
 
 def context_of(group: Group) -> Context:
     """The context of a group that runs for the first time: of all groups in the outermost module
-    that is sharded."""
+    that is sharded, and of those that they share parameters with."""
     top, seen = group, {group}
     while top.outer is not None and top.outer not in seen:
         top = top.outer
@@ -433,6 +435,8 @@ def context_of(group: Group) -> Context:
     groups = _named_groups(top.modules)
     if group not in groups:  # its module was taken out of the outer one
         groups = _named_groups(group.modules)
+    for each in groups:  # which grows on the way
+        groups += [other for other in each.tied() if other not in groups]
     return joined(groups)
 
 

@@ -85,9 +85,11 @@ class Division:
     """For each rank along the shard axis, what it holds of the gathered one along `dim`."""
     index: int
     """This rank's position along the shard axis."""
+    is_in_order: bool = True
+    """Whether the gathered one is stored in the order of its dims."""
 
     @staticmethod
-    def of(layout: Layout, info: DataParallelMeshInfo) -> Division:
+    def of(layout: Layout, info: DataParallelMeshInfo, is_in_order: bool = True) -> Division:
         """What a DTensor's layout says."""
         place = layout.mesh.get_coordinate()
         assert place is not None, "this rank is in its mesh"
@@ -106,14 +108,15 @@ class Division:
         if not dims or shard is None:
             nothing: tuple[Range, ...] = ()
             each = (nothing,) * info.shard_mesh_size
-            return Division(layout, whole, whole_shape, None, each, info.shard_mesh_rank)
+            rank = info.shard_mesh_rank
+            return Division(layout, whole, whole_shape, None, each, rank, is_in_order)
         dim = dims[0]
         held = [(0, layout.shape[dim])] if whole is None else whole.ranges(dim)
         ranges = []
         for index in range(info.shard_mesh_size):
             there = (*place[:shard], index, *place[shard + 1 :])
             ranges.append(tuple(_within(held, layout.ranges(dim, there))))
-        return Division(layout, whole, whole_shape, dim, tuple(ranges), place[shard])
+        return Division(layout, whole, whole_shape, dim, tuple(ranges), place[shard], is_in_order)
 
     @property
     def count(self) -> int:
@@ -142,6 +145,11 @@ class Division:
         length = self.whole_shape[self.dim] // self.count
         each = [((index * length, (index + 1) * length),) for index in range(self.count)]
         return length > 0 and list(self.ranges) == each
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether an even piece is one range of memory in the gathered one."""
+        return self.dim == 0 and self.is_in_order
 
     def piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """What a rank holds, contiguous."""
@@ -188,8 +196,8 @@ class Division:
         if self.dim is None:
             return [whole]
         if self.is_even and not by_rank:
-            if self.dim == 0 and whole.is_contiguous():
-                return [whole.view(self.count, -1)]
+            if self._is_flat:
+                return [whole.reshape(self.count, -1)]
             pieces = torch.unflatten(whole, self.dim, (self.count, -1))
             return [pieces.movedim(self.dim, 0)]
         return [
@@ -237,7 +245,7 @@ class Division:
             return self._pieces_by_rank
         # as one dim, which the copy need not find out: it is done every time
         shape = self.shapes[0]
-        return [self._of_all_rows((math.prod(shape),) if self.dim == 0 else shape)]
+        return [self._of_all_rows((math.prod(shape),) if self._is_flat else shape)]
 
     @cached_property
     def _pieces_by_rank(self) -> list[_Piece]:

@@ -9,14 +9,15 @@ back. When that happens, and what travels together, is the context's business.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
@@ -30,6 +31,9 @@ from shardwise.tensor import DTensor, as_local, wrap
 
 if TYPE_CHECKING:
     from shardwise.fsdp.context import Context
+
+_users: MutableMapping[torch.Tensor, list[ref[Group]]] = WeakTensorKeyDictionary()
+"""Of each parameter the groups that have it: several, if it is tied."""
 
 
 class Slot:
@@ -150,6 +154,16 @@ class Group:
         result.forward_prefetch = result.backward_prefetch = None
         return result
 
+    def note_parameters(self) -> None:
+        """Let other groups that have the same parameters find this one."""
+        for slot in self.slots:
+            _users.setdefault(slot.tensor, []).append(ref(self))
+
+    def tied(self) -> list[Group]:
+        """The groups that have any of its parameters, in the order of their making."""
+        users = (user() for slot in self.slots for user in _users.get(slot.tensor, ()))
+        return list(dict.fromkeys(user for user in users if user is not None))
+
     def change(self, **settings: Any) -> None:
         """Change some settings."""
         self.settings = replace(self.settings, **settings)
@@ -177,7 +191,7 @@ class Group:
             policy = self.policy
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
-            if not again and torch.is_grad_enabled() and not self._is_alias:
+            if not again and torch.is_grad_enabled() and not self.is_alias:
                 args, kwargs = self._watch_inputs(call, args, kwargs)
         except BaseException:
             self.failed()
@@ -243,7 +257,8 @@ class Group:
                     slot.put(held.sharded)
 
     @property
-    def _is_alias(self) -> bool:
+    def is_alias(self) -> bool:
+        """Whether it computes with the shards themselves, which are whole."""
         return all(unit.is_alias for unit in self.units)
 
     def _unaliased(self, output: Any) -> Any:

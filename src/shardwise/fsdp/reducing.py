@@ -113,9 +113,13 @@ class Reduction:
         self._average = settings.divide_factor is None and plan.size[2] in _HALF
 
     def put(self, unit: Unit) -> None:
-        """Copy a unit's gradients in, and let go of them."""
-        self._put.add(unit)
-        self._copy_in(unit, unit.take_gradients())
+        """Copy a unit's gradients in, and let go of them; what comes a second time is added."""
+        gradients = unit.take_gradients()
+        if unit in self._put:
+            self._add(unit, gradients)
+        else:
+            self._put.add(unit)
+            self._copy_in(unit, gradients)
 
     def _copy_in(self, unit: Unit, gradients: Sequence[Any]) -> None:
         self.waits_for.discard(unit)
@@ -161,6 +165,24 @@ class Reduction:
                 pieces += entry.held.division.of_gradient(gradient)
         if places:
             torch._foreach_copy_(places, pieces)
+
+    def _add(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+        assert self._rows is not None, "some were put in before"
+        matrix = self._rows.matrix
+        with torch.no_grad(), as_local():
+            for gradient, entry in zip(gradients, self.plan.entries[unit], strict=True):
+                if gradient is None:
+                    continue
+                matrix[:, entry.flag] = 1
+                if entry.flag in self._unused:
+                    self._unused.remove(entry.flag)
+                if entry.is_direct:
+                    (before,) = (tensor for other, tensor in self._direct if other is entry)
+                    before += gradient
+                else:
+                    division = entry.held.division
+                    places = division.of_gradient_rows(matrix, entry.offset)
+                    torch._foreach_add_(places, division.of_gradient(gradient))
 
     def _taken(self) -> Rows:
         plan = self.plan
@@ -211,7 +233,8 @@ class Reduction:
         row = rows.new_empty(self.plan.length)
         sent = [list(rows)]
         places = [row[: rows.shape[1]]]
-        for entry, gradient in self._direct:
+        # In the order of all ranks, whatever came first here.
+        for entry, gradient in sorted(self._direct, key=lambda each: each[0].flag):
             sent.append(entry.held.division.chunks(gradient))
             places.append(entry.held.division.own(row, entry.offset))
         self._direct = []

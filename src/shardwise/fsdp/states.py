@@ -33,7 +33,8 @@ _MAY_FOLLOW: dict[Enum, tuple[Enum, ...]] = {
     _T.IDLE: (_T.FORWARD, _T.PRE_BACKWARD),
     _T.FORWARD: (_T.IDLE,),
     _T.PRE_BACKWARD: (_T.POST_BACKWARD, _T.IDLE),  # no gradients came: at once to the end
-    _T.POST_BACKWARD: (_T.PRE_BACKWARD, _T.IDLE),  # used twice: its backward begins again
+    # Used twice: its backward begins again, and before that a checkpoint may compute it anew.
+    _T.POST_BACKWARD: (_T.PRE_BACKWARD, _T.IDLE, _T.FORWARD),
     _S.SHARDED: (_S.UNSHARDED,),
     _S.UNSHARDED: (_S.SHARDED, _S.SHARDED_POST_FORWARD),
     _S.SHARDED_POST_FORWARD: (_S.UNSHARDED, _S.SHARDED),
