@@ -22,7 +22,7 @@ from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
-from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
+from shardwise.fsdp.states import TrainingState, moved_on
 from shardwise.fsdp.unit import Held, Unit
 from shardwise.layout import Layout
 from shardwise.parallel.containers import on_tensors
@@ -334,8 +334,11 @@ class Group:
         context.start(self.units)
 
     def wait(self) -> None:
-        """Finish gathering, and put the gathered parameters into the modules."""
+        """Finish gathering, and put the gathered parameters into the modules; unless they were
+        given back before."""
         assert self.context is not None, "unshard has set it"
+        if any(unit.gather is None and not unit.is_whole for unit in self.units):
+            return
         self.context.finish_gathers(self)
         self.show()
 
@@ -359,11 +362,6 @@ class Group:
         context = self.context or context_of(self)
         context.check()
         return context
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether all its parameters are gathered."""
-        return all(unit.state is ShardedState.UNSHARDED for unit in self.units)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -217,6 +217,11 @@ class Unit:
         self.memory.untyped_storage().resize_(0)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the gathered parameters have their values."""
+        return self.is_alias or self.state is ShardedState.UNSHARDED
+
+    @property
     def gathered_bytes(self) -> int:
         """The memory that it takes beyond its shards."""
         if self.is_alias:
