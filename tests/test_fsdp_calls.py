@@ -119,6 +119,41 @@ def test_a_retained_graph_can_be_run_again():
     on_ranks(run)
 
 
+def test_frozen_parameters_are_there_for_the_gradients_of_inputs_that_nobody_sees():
+    class Wraps(nn.Sequential):
+        def forward(self, packed):
+            return super().forward(packed.values)
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.layers = nn.ModuleList([Wraps(nn.Linear(WIDTH, 4), nn.Linear(4, 3))])
+            self.layers[0][0].requires_grad_(False)
+
+        def forward(self, x):
+            return self.layers[0](Opaque(torch.tanh(self.first(x))))
+
+    check_trains_as_one(Hidden, shard_all)
+
+
+def test_an_old_graph_that_is_still_there_keeps_nothing_gathered():
+    def run(mesh):
+        model = shard_all(made(), mesh)
+        model.layers[0].requires_grad_(False)
+        x = mine(batch(), mesh)
+        old = [model(x), mean_square(model, x.clone().requires_grad_())]
+        old[1].backward()
+        early = []
+        model.layers[0].norm.register_full_backward_hook(
+            lambda *_: early.append(model.layers[2]._fsdp_group.units[0].gathered_bytes)
+        )
+        mean_square(model, x.clone().requires_grad_()).backward()
+        assert early == [0] and len(old) == 2
+
+    on_ranks(run)
+
+
 def test_the_gradient_of_an_input_without_those_of_parameters():
     plain, x = made(), batch().requires_grad_()
     (expected,) = torch.autograd.grad(plain(x).square().mean(), x)

@@ -282,6 +282,51 @@ def test_a_graph_made_before_an_exception_can_still_be_run():
     on_ranks(run)
 
 
+def test_a_microbatch_whose_forward_fails_is_left_out():
+    plain = made()
+    for scale in (1, 2, 4):
+        mean_square(plain, scale * batch()).backward()
+
+    def run(mesh):
+        model = by_layer(made(Fragile), mesh)
+        x = mine(batch(), mesh)
+        model.set_requires_gradient_sync(False)
+        mean_square(model, x).backward()
+        fail(model, 3 * x, "forward")
+        model.set_requires_gradient_sync(True)
+        model.set_is_last_backward(False)
+        mean_square(model, 2 * x).backward()
+        fail(model, 3 * x, "forward")
+        model.set_is_last_backward(True)
+        mean_square(model, 4 * x).backward()
+        assert_same(model, plain)
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_exception_that_the_model_handles(trains):
+    class Handles(Fragile):
+        def forward(self, x):
+            try:
+                self.layers[0](x[:, :2])  # of the wrong size
+            except RuntimeError:
+                return super().forward(x)
+
+    plain = made()
+
+    def run(mesh):
+        model = by_layer(made(Handles), mesh)
+        with torch.set_grad_enabled(trains):
+            assert_close(model(batch()), plain(batch()))
+        if trains:
+            train(model, mine(batch(), mesh))
+            assert_same(model, train(made(), batch()))
+        assert_at_rest(model)
+
+    on_ranks(run)
+
+
 def test_an_exception_in_a_recomputed_block():
     from torch.utils.checkpoint import checkpoint
 

@@ -360,6 +360,30 @@ def test_set_all_reduce_hook_sees_reduced_gradients_and_may_change_them():
     on_ranks(run)
 
 
+def test_hooks_on_parameters_are_called_once_they_have_their_gradients():
+    """So an optimizer may run in backward."""
+
+    def fused(model, x):
+        optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            mean_square(model, x).backward()
+        return model
+
+    plain = fused(made(), batch())
+
+    def run(mesh):
+        assert_same(fused(shard_all(made(), mesh), mine(batch(), mesh)), plain)
+
+    on_ranks(run)
+
+
 # ---- communication of the user's
 
 

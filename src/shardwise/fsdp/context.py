@@ -136,7 +136,7 @@ class Context:
                     unit.gather.drop(unit)
                 unit.reshard()
                 for user in unit.groups:
-                    user.hide()
+                    user.put_shards()
 
     def unshard_for_forward(self, group: Group) -> None:
         """Gather what a group needs, and start to gather what probably comes next."""
@@ -164,12 +164,12 @@ class Context:
             wanted = wanted if not has_graph else False
         if wanted is False or self.in_backward or len(group.ran) < len(group.modules):
             return
-        self._release(group, wanted)
+        self.release(group, wanted)
 
-    def _release(self, group: Group, wanted: bool | int) -> None:
+    def release(self, group: Group, wanted: bool | int) -> None:
         """Give up what a group has gathered; a number says over how many ranks to split it."""
         if not group.active:
-            group.hide()
+            group.put_shards()
         for unit in group.units:
             unit.holders.discard(group)
             if unit.holders or unit.state is not _UNSHARDED or unit.is_alias:
@@ -186,7 +186,7 @@ class Context:
             return
         for group in self.groups:
             if group.ran and len(group.ran) < len(group.modules) and not torch.is_grad_enabled():
-                self._release(group, True)
+                self.release(group, True)
             group.ran.clear()
         self._drop_gathers()
         if self._sequence:
@@ -258,7 +258,7 @@ class Context:
         if group.settings.unshard_in_backward:
             self.start(group.units)
             self.finish_gathers(group)
-            group.show()  # a checkpoint in its forward may compute a part of it anew
+            group.put_wholes()  # a checkpoint in its forward may compute a part of it anew
         self._prefetch(group, group.backward_prefetch, -1)
 
     def _begin_backward(self) -> None:
@@ -331,9 +331,10 @@ class Context:
         if any(unit.trainable and unit not in self._ready for unit in group.units):
             return
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
-        group.hide()
+        if not group.active:
+            group.put_shards()
         if group.settings.reshard_after_backward:
-            self._release(group, True)
+            self.release(group, True)
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -352,11 +353,12 @@ class Context:
         for group in self.groups:
             if group.active:
                 continue  # this backward was started in its forward
+            group.calls.clear()
             if group.state is not TrainingState.IDLE:
                 group.state = moved_on(group.state, TrainingState.IDLE, group.name)
-            group.hide()
+            group.put_shards()
             if group.settings.reshard_after_backward:
-                self._release(group, True)
+                self.release(group, True)
         self._clear()
 
     def _finish_reductions(self) -> None:
@@ -380,22 +382,28 @@ class Context:
         for reduction in self._under_way:
             reduction.abandon()
         self._under_way.clear()
+        for unit in self.units:
+            unit.forget_gradients()
+        self._owed.clear()
+        self._clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """Bring everything to rest after a forward that has failed; gradients of earlier ones
+        stay."""
         self.depth = 0
         for unit in self.units:
             if unit.gather is not None:
                 with suppress(CollectiveError):
                     unit.gather.drop(unit)
                 unit.gather = None
-            unit.forget_gradients()
             unit.reshard()
         for group in self.groups:
             group.state = TrainingState.IDLE
             group.active = 0
             group.ran.clear()
             group.calls.clear()
-            group.hide()
-        self._owed.clear()
-        self._clear()
+            group.put_shards()
 
 
 class _End:
@@ -414,7 +422,7 @@ class _End:
         context = self._context()
         if context is not None and context._task == self._task:
             for group in context.groups:
-                group.hide()
+                group.put_shards()
 
 
 def context_of(group: Group) -> Context:
