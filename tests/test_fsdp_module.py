@@ -5,58 +5,26 @@ import torch
 from rule_cases import heard
 from sharded_cases import (
     WIDTH,
-    Net,
+    apart,
     assert_at_rest,
     assert_close,
     assert_same,
     batch,
     full,
+    kinds,
     made,
     mean_square,
     mine,
     on_ranks,
     shard_all,
+    sharded,
     train,
 )
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import (
-    AllGather,
-    FSDPModule,
-    GatherError,
-    ReduceScatter,
-    ShardedState,
-    StateError,
-    TrainingState,
-    UnshardHandle,
-    fully_shard,
-    share_comm_ctx,
-)
-from shardwise.fsdp.states import moved_on
+from shardwise.fsdp import AllGather, ReduceScatter
 from shardwise.mesh import init_device_mesh
-
-
-def apart(model):
-    """Let each group travel alone, so that its collectives can be counted."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_all_reduce_hook(lambda gradients: None)
-    return model
-
-
-def sharded(mesh, **options):
-    """Four groups that travel alone, and know their order."""
-    model = apart(shard_all(made(), mesh, **options))
-    mean_square(model, mine(batch(), mesh)).backward()
-    model.zero_grad()
-    return model
-
-
-def kinds(mesh, call):
-    """The collectives of a call."""
-    events, _ = heard(mesh, call)
-    return [event.kind for event in events]
 
 
 def counted(mesh, model, backward=True):
@@ -154,11 +122,6 @@ def test_set_unshard_in_backward():
     on_ranks(run)
 
 
-def causes(events, kind="all_gather"):
-    """For which modules collectives were made, and in which direction they were at the time."""
-    return [(event.cause.module, event.cause.backward) for event in events if event.kind == kind]
-
-
 def test_prefetch_lists_say_what_is_gathered_while_a_module_computes():
     """Seen by the state of the modules when a layer computes."""
 
@@ -191,57 +154,6 @@ def test_prefetch_lists_say_what_is_gathered_while_a_module_computes():
         assert seen["forward", 1] == [False, False, True]
         assert seen["backward", 2] == [True, True, False]
         assert_at_rest(model)
-
-    on_ranks(run)
-
-
-# ---- unshard and reshard
-
-
-def test_unshard_with_and_without_a_handle():
-    def run(mesh):
-        model = sharded(mesh)
-        layer = model.layers[0]
-        layer.set_modules_to_forward_prefetch([])
-        assert layer.unshard() is None
-        assert type(layer.linear.weight) is nn.Parameter
-        assert_close(layer.linear.weight.detach(), made().layers[0].linear.weight.detach())
-        assert type(model.layers[1].linear.weight) is sw.DTensor  # not of other groups
-        assert layer._fsdp_group.units[0].state is ShardedState.UNSHARDED
-        assert kinds(mesh, lambda: layer(batch())) == []
-        layer.reshard()
-        layer.reshard()  # nothing is left to do
-        assert_at_rest(model)
-        events, handle = heard(mesh, lambda: layer.unshard(async_op=True))
-        assert isinstance(handle, UnshardHandle) and [each.kind for each in events] == [
-            "all_gather"
-        ]
-        assert type(layer.linear.weight) is sw.DTensor
-        handle.wait()
-        handle.wait()
-        assert type(layer.linear.weight) is nn.Parameter
-        layer.reshard()
-        handle = layer.unshard(async_op=True)
-        assert kinds(mesh, lambda: layer(batch())) == []  # forward waits for it
-        layer.unshard(async_op=True)
-        layer.reshard()  # before it is there
-        assert_at_rest(layer)
-        train(model, mine(batch(), mesh))
-        assert_same(model, train(made(), batch()))
-
-    on_ranks(run)
-
-
-def test_a_handle_waited_for_after_the_parameters_were_given_back_does_nothing():
-    def run(mesh):
-        model = sharded(mesh)
-        layer = model.layers[0]
-        handle = layer.unshard(async_op=True)
-        layer.reshard()
-        handle.wait()
-        assert_at_rest(model)
-        for parameter in layer.parameters():
-            full(parameter)
 
     on_ranks(run)
 
@@ -444,101 +356,3 @@ def test_a_custom_gather_that_raises_can_be_replaced():
         assert_same(model, train(made(), batch()))
 
     on_ranks(run)
-
-
-# ---- schedules
-
-
-def test_modules_that_nobody_calls_together_may_share_a_schedule():
-    def step(stages, x):
-        for stage in stages:
-            x = stage(x)
-        x.square().mean().backward()
-
-    plain = made()
-    step([*plain.layers, plain.head], batch())
-
-    def run(mesh):
-        model = made()
-        stages = [fully_shard(each, mesh=mesh) for each in (*model.layers, model.head)]
-        for stage in stages:
-            stage.set_reshard_after_forward(True)
-        share_comm_ctx(stages)
-        step(stages, mine(batch(), mesh))
-        assert_same(model, plain)
-        assert len({id(stage._fsdp_group.context) for stage in stages}) == 1
-        assert_at_rest(model)
-
-    on_ranks(run)
-
-
-def test_reset_iter_state_ends_what_an_exception_has_left():
-    class Fails(Net):
-        def forward(self, x):
-            output = super().forward(x)
-            output.register_hook(self.fail)
-            return output
-
-        def fail(self, gradient):
-            raise OSError("in backward")
-
-    def run(mesh):
-        model = shard_all(made(Fails), mesh)
-        model.reset_iter_state()  # nothing has run yet
-        with pytest.raises(OSError, match="in backward"):
-            mean_square(model, mine(batch(), mesh)).backward()
-        model.reset_iter_state()
-        assert_at_rest(model)
-        for module in (model, *model.layers):
-            assert module._fsdp_group.state is TrainingState.IDLE
-
-    on_ranks(run)
-
-
-# ---- states
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (TrainingState.FORWARD, TrainingState.POST_BACKWARD),
-        (TrainingState.FORWARD, TrainingState.PRE_BACKWARD),
-        (TrainingState.IDLE, TrainingState.POST_BACKWARD),
-        (TrainingState.PRE_BACKWARD, TrainingState.FORWARD),
-        (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD),
-        (ShardedState.SHARDED, ShardedState.SHARDED),
-    ],
-)
-def test_states_that_cannot_follow_are_refused_by_name(before, after):
-    with pytest.raises(StateError, match=f"it: .*from {before.name} to {after.name}.*only to"):
-        moved_on(before, after, "it")
-
-
-def test_the_states_of_a_step():
-    def run(mesh):
-        model = sharded(mesh, reshard_after_forward=2)
-        group = model.layers[1]._fsdp_group
-        seen = []
-
-        def look(*_):
-            seen.append((group.state.name, group.units[0].state.name))
-
-        model.layers[1].linear.register_forward_hook(look)
-        model.layers[2].linear.register_forward_hook(look)
-        model.layers[1].linear.register_full_backward_hook(look)
-        model.layers[0].linear.register_full_backward_hook(look)
-        mean_square(model, mine(batch(), mesh)).backward()
-        look()
-        assert seen == [
-            ("FORWARD", "UNSHARDED"),
-            ("IDLE", "SHARDED_POST_FORWARD"),
-            ("PRE_BACKWARD", "UNSHARDED"),
-            ("POST_BACKWARD", "SHARDED"),
-            ("IDLE", "SHARDED"),
-        ]
-
-    on_ranks(run, 4)
-
-
-def test_a_gather_error_is_a_collective_error():
-    assert issubclass(GatherError, sw.ShardwiseError)
