@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from rule_cases import heard
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import FSDPModule, fully_shard
+from shardwise.fsdp import FSDPModule, fully_shard, replicate
 from shardwise.mesh import init_device_mesh  # unlike sw's, it does not communicate
 
 WIDTH = 5  # divides nothing
@@ -155,3 +156,49 @@ def check_trains_as_one(
             check(model)
 
     on_ranks(run, count)
+
+
+def apart(model: Any) -> Any:
+    """Let each group travel alone, so that its collectives can be counted."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda gradients: None)
+    return model
+
+
+def sharded(mesh: sw.DeviceMesh, **options: Any) -> Any:
+    """Four groups that travel alone, and know their order."""
+    model = apart(shard_all(made(), mesh, **options))
+    mean_square(model, mine(batch(), mesh)).backward()
+    model.zero_grad()
+    return model
+
+
+def kinds(mesh: sw.DeviceMesh, call: Callable[[], Any]) -> list[str]:
+    """The collectives of a call."""
+    events, _ = heard(mesh, call)
+    return [event.kind for event in events]
+
+
+def by_layer(model: Any, mesh: sw.DeviceMesh) -> Any:
+    return shard_all(model, mesh)
+
+
+def by_layer_apart(model: Any, mesh: sw.DeviceMesh) -> Any:
+    """No two units travel together."""
+    shard_all(model, mesh)
+    for each in (model, *model.layers):
+        each.set_all_reduce_hook(lambda gradients: None)
+    return model
+
+
+def in_one(model: Any, mesh: sw.DeviceMesh) -> Any:
+    return fully_shard(model, mesh=mesh)
+
+
+def replicated(model: Any, mesh: sw.DeviceMesh) -> Any:
+    return replicate(model, mesh=mesh)
+
+
+def hybrid(model: Any, mesh: sw.DeviceMesh) -> Any:
+    return shard_all(model, init_device_mesh("cpu", (2, mesh.size() // 2), ("replicate", "shard")))

@@ -1,7 +1,5 @@
 """Sharded modules are called as any other: several times, in parts, with and without gradients."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,6 @@ from sharded_cases import (
     assert_same,
     batch,
     check_trains_as_one,
-    full,
     made,
     mean_square,
     mine,
@@ -115,6 +112,23 @@ def test_a_retained_graph_can_be_run_again():
         model = step(shard_all(made(Frozen), mesh), mine(batch(), mesh))
         assert_same(model, plain)
         assert_at_rest(model)
+
+    on_ranks(run)
+
+
+def test_an_old_graph_that_is_still_there_keeps_nothing_gathered():
+    def run(mesh):
+        model = shard_all(made(), mesh)
+        model.layers[0].requires_grad_(False)
+        x = mine(batch(), mesh)
+        old = [model(x), mean_square(model, x.clone().requires_grad_())]
+        old[1].backward()
+        early = []
+        model.layers[0].norm.register_full_backward_hook(
+            lambda *_: early.append(model.layers[2]._fsdp_group.units[0].gathered_bytes)
+        )
+        mean_square(model, x.clone().requires_grad_()).backward()
+        assert early == [0] and len(old) == 2
 
     on_ranks(run)
 
@@ -355,125 +369,3 @@ def test_another_method_may_gather_as_forward_does():
             register_fsdp_forward_method(model, "decode")
 
     on_ranks(run)
-
-
-# ---- what goes in and out
-
-
-@dataclass
-class Record:
-    values: torch.Tensor
-    name: str
-
-
-class Opaque:
-    """Something that nobody can look into."""
-
-    def __init__(self, values):
-        self.values = values
-
-
-class Returns(Block):
-    """A block whose outputs are in something."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x):
-        return self.kind(super().forward(x))
-
-
-PACKED = {
-    "dict": (lambda x: {"a": x, "n": 1}, lambda x: x["a"]),
-    "dataclass": (lambda x: Record(x, "it"), lambda x: x.values),
-    "tuple": (lambda x: (1, (x, None)), lambda x: x[1][0]),
-    "opaque": (Opaque, lambda x: x.values),
-}
-
-
-@pytest.mark.parametrize("packed", PACKED)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_outputs_in_containers_of_any_kind(packed, reshard):
-    pack, unpack = PACKED[packed]
-
-    class Packed(Net):
-        def __init__(self):
-            super().__init__(0)
-            self.layers.extend(Returns(pack) for _ in range(2))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = unpack(layer(x))
-            return pack(self.head(x))
-
-    def shard(model, mesh):
-        shard_all(model, mesh, reshard_after_forward=reshard)
-
-    check_trains_as_one(Packed, shard, loss=lambda model, x: unpack(model(x)).square().mean())
-
-
-def test_inputs_by_keyword_and_in_containers():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, values, *, record, scale=None):
-            return self.linear(values["x"]) * record.values + (0 if scale is None else scale)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Named(), Named()])
-
-        def forward(self, *, x):
-            first, second = self.layers
-            y = first({"x": x}, record=Record(x, "it"))
-            return second(values={"x": y}, record=Record(y, "it"), scale=x)
-
-    check_trains_as_one(Outer, shard_all, loss=lambda model, x: model(x=x).square().mean())
-
-
-def test_outputs_that_are_views_of_parameters_are_copies():
-    class Gives(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, WIDTH))
-
-        def forward(self, x):
-            return x, self.weight[1:], self.weight
-
-    class Uses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Gives(), Block()])
-
-        def forward(self, x):
-            x, part, weight = self.layers[0](x)
-            return self.layers[1](x) @ weight.t() + part.sum()
-
-    check_trains_as_one(Uses, shard_all)
-
-    def run(mesh):
-        model = shard_all(made(Uses), mesh)
-        with torch.no_grad():
-            _, part, weight = model.layers[0](batch())
-        assert_close(weight, full(model.layers[0].weight))
-        assert_close(part, weight[1:])
-
-    on_ranks(run)
-
-
-def test_lstm():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.LSTM(WIDTH, 4, num_layers=2, batch_first=True)])
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x):
-            output, (hidden, _) = self.layers[0](x.unflatten(0, (-1, 2)))
-            return self.head(output) + hidden[-1].sum(-1)[:, None, None]
-
-    check_trains_as_one(Recurrent, shard_all)

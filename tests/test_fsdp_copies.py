@@ -133,6 +133,19 @@ def test_a_copy_of_a_child_alone():
     on_ranks(run)
 
 
+def test_a_graph_of_a_copied_child_outlives_the_first_forward_of_its_root():
+    plain = made()
+    (mean_square(plain.layers[1], batch()) + mean_square(plain, batch())).backward()
+
+    def run(mesh):
+        model = copy.deepcopy(shard_all(made(), mesh))
+        x = mine(batch(), mesh)
+        (mean_square(model.layers[1], x) + mean_square(model, x)).backward()
+        assert_same(model, plain)
+
+    on_ranks(run)
+
+
 def test_a_copy_made_while_parameters_are_gathered():
     def run(mesh):
         model = shard_all(made(), mesh, reshard_after_forward=False)

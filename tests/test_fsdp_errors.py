@@ -220,6 +220,18 @@ def test_tied_parameters_on_two_meshes():
     sw.simulate(run, 4)
 
 
+def test_tied_parameters_in_two_dtypes():
+    def run(mesh):
+        model = made()
+        model.layers[1].linear.weight = model.layers[0].linear.weight
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model.layers[0], mesh=mesh, mp_policy=half)
+        fully_shard(model, mesh=mesh)
+        refused(lambda: model(batch()), "linear.weight", "layers.0", "bfloat16", "need the same")
+
+    on_ranks(run)
+
+
 # ---- the other arguments
 
 

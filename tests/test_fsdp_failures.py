@@ -1,166 +1,28 @@
-"""What some ranks do not use, and what raises: right gradients, named errors, training goes on."""
+"""Exceptions in forward and backward, after which training goes on; and what is refused."""
 
 import pytest
 import torch
 from sharded_cases import (
-    WIDTH,
     Block,
     Net,
     assert_at_rest,
     assert_close,
     assert_same,
     batch,
+    by_layer,
     full,
+    in_one,
     made,
     mean_square,
     mine,
     on_ranks,
+    replicated,
     shard_all,
     train,
 )
-from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import GatherError, StateError, fully_shard, replicate
-from shardwise.mesh import init_device_mesh
-
-# ---- parameters that are not used
-
-
-class Branches(nn.Module):
-    """Each layer has two branches, of which a call uses one; and a parameter for show."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Branch() for _ in range(2))
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x, left):
-        for layer in self.layers:
-            x = layer(x, left)
-        return x
-
-
-class Branch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, left):
-        return torch.tanh((self.left if left else self.right)(x))
-
-
-def by_layer(model, mesh):
-    return shard_all(model, mesh)
-
-
-def by_layer_apart(model, mesh):
-    """No two units travel together."""
-    shard_all(model, mesh)
-    for each in (model, *model.layers):
-        each.set_all_reduce_hook(lambda gradients: None)
-    return model
-
-
-def in_one(model, mesh):
-    return fully_shard(model, mesh=mesh)
-
-
-def replicated(model, mesh):
-    return replicate(model, mesh=mesh)
-
-
-def hybrid(model, mesh):
-    return shard_all(model, init_device_mesh("cpu", (2, mesh.size() // 2), ("replicate", "shard")))
-
-
-SHARDED = pytest.mark.parametrize("shard", [by_layer, by_layer_apart, in_one, replicated, hybrid])
-
-
-@SHARDED
-@pytest.mark.parametrize("count", [2, 4])
-def test_parameters_that_some_ranks_use_get_zeros_from_the_others(shard, count):
-    """Only the last rank uses the right branch."""
-    plain, x = made(Branches), batch()
-    parts = x.chunk(count)
-    losses = [plain(part, at < count - 1).square().mean() for at, part in enumerate(parts)]
-    (sum(losses) / count).backward()
-
-    def run(mesh):
-        model = shard(made(Branches), mesh)
-        for _ in range(2):  # the second time from what was there before
-            model.zero_grad()
-            is_last = mesh.get_rank() == mesh.size() - 1
-            model(mine(x, mesh), not is_last).square().mean().backward()
-            assert_same(model, plain)
-            assert_at_rest(model)
-
-    on_ranks(run, count)
-
-
-@SHARDED
-def test_parameters_that_no_rank_uses_have_no_gradient_or_zeros_on_demand(shard):
-    def run(mesh):
-        model = shard(made(Branches), mesh)
-        model(mine(batch(), mesh), True).square().mean().backward()
-        assert model.unused.grad is None and model.layers[0].right.weight.grad is None
-        assert model.layers[0].left.weight.grad is not None
-        model.set_reduce_scatter_unused_params(True)
-        model(mine(batch(), mesh), True).square().mean().backward()
-        for parameter in (model.unused, model.layers[0].right.weight):
-            assert not full(parameter.grad).any()
-
-    on_ranks(run)
-
-
-def test_a_second_backward_with_parameters_that_some_ranks_do_not_use():
-    plain, x = made(Branches), batch()
-    for _ in range(2):
-        first, second = x.chunk(2)
-        loss = plain(first, True).square().mean() + plain(second, False).square().mean()
-        (loss / 2).backward()
-
-    def run(mesh):
-        model = by_layer(made(Branches), mesh)
-        left = mesh.get_rank() == 0
-        losses = [model(mine(x, mesh), left).square().mean() for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-        assert_same(model, plain)
-
-    on_ranks(run)
-
-
-def test_a_sharded_module_that_some_ranks_do_not_call_is_named():
-    def run(mesh):
-        model = shard_all(made(), mesh)
-        for layer in model.layers:
-            layer.set_all_reduce_hook(lambda gradients: None)  # each travels alone
-        skipped = mesh.get_rank()
-        model.layers[skipped].forward = lambda x: x
-        x = mine(batch(), mesh)
-        for at, layer in enumerate(model.layers):
-            if at != skipped:
-                x = layer(x)
-
-    with pytest.raises(
-        sw.RankError, match=r"(?s)layers\.[01].*multiplies its output by 0"
-    ) as error:
-        on_ranks(run)
-    assert isinstance(error.value.__cause__, GatherError)
-
-
-def test_ranks_that_end_before_the_others_are_named():
-    def run(mesh):
-        model = shard_all(made(), mesh)
-        if mesh.get_rank() == 0:
-            model(batch())
-
-    with pytest.raises(sw.ShardwiseError, match="rank 1"):
-        on_ranks(run)
-
-
-# ---- exceptions
+from shardwise.fsdp import StateError
 
 
 class BrokenError(RuntimeError):
@@ -277,6 +139,51 @@ def test_a_graph_made_before_an_exception_can_still_be_run():
         model.zero_grad()
         loss.backward()
         assert_same(model, plain)
+        assert_at_rest(model)
+
+    on_ranks(run)
+
+
+def test_a_microbatch_whose_forward_fails_is_left_out():
+    plain = made()
+    for scale in (1, 2, 4):
+        mean_square(plain, scale * batch()).backward()
+
+    def run(mesh):
+        model = by_layer(made(Fragile), mesh)
+        x = mine(batch(), mesh)
+        model.set_requires_gradient_sync(False)
+        mean_square(model, x).backward()
+        fail(model, 3 * x, "forward")
+        model.set_requires_gradient_sync(True)
+        model.set_is_last_backward(False)
+        mean_square(model, 2 * x).backward()
+        fail(model, 3 * x, "forward")
+        model.set_is_last_backward(True)
+        mean_square(model, 4 * x).backward()
+        assert_same(model, plain)
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_exception_that_the_model_handles(trains):
+    class Handles(Net):
+        def forward(self, x):
+            try:
+                return self.layers[0](x[:, :2])  # of the wrong size
+            except RuntimeError:
+                return self.head(self.layers[2](x))
+
+    plain = made(Handles)
+
+    def run(mesh):
+        model = by_layer(made(Handles), mesh)
+        with torch.set_grad_enabled(trains):
+            assert_close(model(batch()), plain(batch()))
+        if trains:
+            train(model, mine(batch(), mesh))
+            assert_same(model, train(made(Handles), batch()))
         assert_at_rest(model)
 
     on_ranks(run)

@@ -203,6 +203,31 @@ def test_strides_are_kept_through_copies_casts_and_assigned_state():
     on_ranks(run)
 
 
+def test_frozen_parameters_of_any_dtype():
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            values = torch.arange(15).reshape(3, WIDTH)
+            self.whole = nn.Parameter((values - 7).to(torch.int8), requires_grad=False)
+            self.mask = nn.Parameter(values % 2 == 0, requires_grad=False)
+            self.turn = nn.Parameter(torch.tensor([1j, 2 + 1j, 3], dtype=torch.complex128))
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            weight = torch.where(self.mask, self.whole.double(), 0.5)
+            return (self.linear(x) @ weight.t() * self.turn).abs()
+
+        def double(self):
+            self.linear.double()
+            return self
+
+    check_trains_as_one(Quantised, lambda model, mesh: fully_shard(model, mesh=mesh))
+
+
+def test_a_mesh_of_one_rank():
+    check_trains_as_one(Net, shard_all, count=1)
+
+
 @pytest.mark.parametrize("reshard", [True, 2, 1, False, None])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_uneven_shards_of_any_dim_with_any_reshard(dim, reshard):

@@ -110,6 +110,10 @@ def test_a_parameter_put_into_a_module_is_what_it_computes_with():
         assert model.head.weight.placements == (Shard(0),)
         train(model, mine(batch(), mesh))
         assert_same(model, train(plain, batch()))
+        model.unshard()
+        model.head.bias = plain.head.bias = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        model.reshard()
+        assert_close(model(batch()), plain(batch()))
 
     on_ranks(run)
 
@@ -278,6 +282,7 @@ def test_ranks_get_the_values_of_the_first():
 
 def test_replicated_parameters_are_whole_dtensors():
     def run(mesh):
+        assert type(fully_shard(made(), mesh=mesh)).__name__ == "FSDPNet"
         model = replicate(made(), mesh=mesh)
         model(batch())
         assert all(each.placements == (Replicate(),) for each in model.parameters())

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class World(ABC):
     """The ranks of a program, seen by one of them. Engines derive from it."""
 
+    is_simulated = False
+    """Whether the ranks are threads of one process."""
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.arguments import listed
+from shardwise.comm.cause import Cause, current
 from shardwise.errors import CollectiveError, MismatchError
 
 _PACKAGE = __name__.partition(".")[0]
@@ -43,6 +44,7 @@ class Call:
     """The inputs, which nobody may write to until the collective is done."""
     payload: Any
     site: str
+    cause: Cause = field(default_factory=current)
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +53,10 @@ class Call:
     def __str__(self) -> str:
         over = f" over {'.'.join(self.axes)}" if self.axes else ""
         details = ", ".join(f"{name}={value}" for name, value in self.agreed.items())
-        return f"{self.kind}({details}){over} at {self.site}"
+        reason = f" for {self.cause.operator}" if self.cause.operator else ""
+        if reason and self.cause.module:
+            reason += f" of {self.cause.module}"
+        return f"{self.kind}({details}){over}{reason} at {self.site}"
 
 
 class Meeting:

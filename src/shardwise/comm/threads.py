@@ -190,6 +190,8 @@ class ThreadsCommunicator(Communicator):
 class ThreadsWorld(World):
     """The world of one simulated rank."""
 
+    is_simulated = True
+
     def __init__(self, place: MeetingPlace, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._place = place

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.fsdp.arena import Arena
 from shardwise.fsdp.division import Division
-from shardwise.fsdp.errors import StateError
+from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.gathering import gathered_size
 from shardwise.fsdp.group import Group, Slot
 from shardwise.fsdp.policies import CPUOffloadPolicy
@@ -90,6 +90,7 @@ def built(groups: Sequence[Group]) -> list[Unit]:
     users_of = {id(tensor): users for _, tensor, users in tensors.values()}
     for part in parts.values():
         users = users_of[id(part[0][1])]
+        _check_tied(part[0][0].name, users)
         for some in _split(part, users[0]):
             unit = _unit(len(units), users, some)
             units.append(unit)
@@ -100,6 +101,19 @@ def built(groups: Sequence[Group]) -> list[Unit]:
         group.bindings = [(slot, held) for slot, _, held in found]
         group.units = list(dict.fromkeys(unit for _, unit, _ in found))
     return units
+
+
+def _check_tied(name: str, users: Sequence[Group]) -> None:
+    """Refuse groups that share a parameter and want to compute with it in different ways."""
+    first = users[0]
+    for other in users[1:]:
+        for what in ("param_dtype", "reduce_dtype"):
+            wanted = [getattr(group.policy, what) for group in (first, other)]
+            if wanted[0] != wanted[1]:
+                raise FSDPError(
+                    f"mp_policy: {name} is shared by {first.name} and {other.name}, with {what} "
+                    f"{wanted[0]} and {wanted[1]}; modules with tied parameters need the same"
+                )
 
 
 def _current(slot: Slot) -> DTensor:

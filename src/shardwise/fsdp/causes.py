@@ -1,4 +1,5 @@
-"""What the collectives of data parallelism are for, for those who listen."""
+"""What the collectives of data parallelism are for: for those who listen, and for the errors of
+simulated ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from shardwise import world
 from shardwise.comm import trace
 from shardwise.comm.cause import Cause, acting
 
@@ -17,7 +19,7 @@ _nobody_listens = nullcontext()
 
 def gathering(units: Sequence[Unit]) -> AbstractContextManager[None]:
     """Within, collectives gather the parameters of these units."""
-    if not trace.listeners:
+    if not _is_wanted():
         return _nobody_listens
     context = units[0].groups[0].context
     is_backward = context is not None and context.in_backward
@@ -26,9 +28,13 @@ def gathering(units: Sequence[Unit]) -> AbstractContextManager[None]:
 
 def reducing(units: Sequence[Unit]) -> AbstractContextManager[None]:
     """Within, collectives reduce the gradients of these units."""
-    if not trace.listeners:
+    if not _is_wanted():
         return _nobody_listens
     return _acting("reduce_gradients", units, "backward")
+
+
+def _is_wanted() -> bool:
+    return bool(trace.listeners) or world.current().is_simulated
 
 
 def _acting(operator: str, units: Sequence[Unit], direction: str) -> acting:

@@ -24,8 +24,10 @@ from shardwise.comm import communicator
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
+from shardwise.fsdp.causes import gathering, reducing
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.habit import Habit, Habits, agree
 from shardwise.fsdp.pool import Pool
 from shardwise.fsdp.reducing import Reduction
 from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
@@ -77,6 +79,9 @@ class Context:
         on what this rank has used; so that all ranks gather alike, they are not gathered again
         unless a module asks."""
         self._under_way: deque[Reduction] = deque()
+        self._habits = Habits()
+        self._gathers_forward: Habit | None = None
+        self._gathers_backward, self._reductions = Habit(), Habit()
 
     # ---- making units, and keeping them up to date
 
@@ -104,6 +109,7 @@ class Context:
         self.units = built(self.groups)
         self.buckets = []
         self.pool = Pool()
+        self._habits.forget()
         for unit in self.units:
             unit.on_ready = self._on_ready
         self.settings_changed = True
@@ -113,6 +119,7 @@ class Context:
         self.buckets = buckets_of(self.units, self.buckets)
         sizes = [size for bucket in self.buckets for size in bucket.sizes()]
         self.pool.expect(sizes)
+        self._habits.change(tuple(group.settings.schedule for group in self.groups))
         self.settings_changed = False
 
     def _set_order(self, units: Iterable[Unit]) -> None:
@@ -130,13 +137,14 @@ class Context:
         self.check()
         self._outermost = group
         self._sequence = {}
+        self._gathers_forward = self._habits.begun((group, torch.is_grad_enabled()))
         for unit in self.units:
             if not unit.is_alias and unit.is_stale():
                 if unit.gather is not None:
                     unit.gather.drop(unit)
                 unit.reshard()
                 for user in unit.groups:
-                    user.hide()
+                    user.put_shards()
 
     def unshard_for_forward(self, group: Group) -> None:
         """Gather what a group needs, and start to gather what probably comes next."""
@@ -159,11 +167,13 @@ class Context:
         if not needs_backward and torch.is_grad_enabled():
             # A backward may come without telling, of outputs that hide their tensors: then keep
             # it until the end of that.
-            has_graph = group.calls or any(unit.trainable for unit in group.units)
+            has_graph = any(call.inputs for call in group.calls) or any(
+                unit.trainable for unit in group.units
+            )
             wanted = wanted if not has_graph else False
         if wanted is False or self.in_backward or len(group.ran) < len(group.modules):
             return
-        self._release(group, wanted)
+        self.release(group, wanted)
 
     def _is_needed_next(self, group: Group) -> bool:
         """Whether backward begins with a group: it is the outermost, or travels with the last."""
@@ -172,10 +182,10 @@ class Context:
         last = self._order[-1].bucket
         return all(unit.bucket is last for unit in group.units)
 
-    def _release(self, group: Group, wanted: bool | int) -> None:
+    def release(self, group: Group, wanted: bool | int) -> None:
         """Give up what a group has gathered; a number says over how many ranks to split it."""
         if not group.active:
-            group.hide()
+            group.put_shards()
         for unit in group.units:
             unit.holders.discard(group)
             if unit.holders or unit.state is not _UNSHARDED or unit.is_alias:
@@ -192,9 +202,12 @@ class Context:
             return
         for group in self.groups:
             if group.ran and len(group.ran) < len(group.modules) and not torch.is_grad_enabled():
-                self._release(group, True)
+                self.release(group, True)
             group.ran.clear()
         self._drop_gathers()
+        if self._gathers_forward is not None:
+            self._gathers_forward.end()
+            self._gathers_forward = None
         if self._sequence:
             rest = [unit for unit in self._order if unit not in self._sequence]
             self._set_order([*self._sequence, *rest])
@@ -214,6 +227,10 @@ class Context:
             run = unit.bucket.run_around(unit, self._had)
             if self.in_backward:
                 self._had.update(run)
+            habit = self._gathers_backward if self.in_backward else self._gathers_forward
+            if habit is not None and habit.departs(tuple(run)):
+                with gathering(run):
+                    agree([unit.info.shard_communicator("")], run, "gathers")
             Gather(run, self.pool, unit.groups[0].settings.all_gather)
 
     def finish_gathers(self, group: Group) -> None:
@@ -264,7 +281,7 @@ class Context:
         if group.settings.unshard_in_backward:
             self.start(group.units)
             self.finish_gathers(group)
-            group.show()  # a checkpoint in its forward may compute a part of it anew
+            group.put_wholes()  # a checkpoint in its forward may compute a part of it anew
         self._prefetch(group, group.backward_prefetch, -1)
 
     def _begin_backward(self) -> None:
@@ -279,6 +296,8 @@ class Context:
         self._had.update(
             unit for unit in self.units if unit.state is _UNSHARDED or unit.gather is not None
         )
+        self._gathers_backward = self._habits.begun("gathers")
+        self._reductions = self._habits.begun("reductions")
         Variable._execution_engine.queue_callback(_End(self, task))
         for unit in (*reversed(self._used), *self._owed):
             if unit not in self._by_unit and unit.trainable:
@@ -321,6 +340,10 @@ class Context:
             self._launch(self._line.pop(0))
 
     def _launch(self, reduction: Reduction) -> None:
+        units = reduction.plan.units
+        if self._reductions.departs(tuple(units)):
+            with reducing(units):
+                agree(reduction.info.communicators(), units, "reduces the gradients of")
         reduction.start()
         self._under_way.append(reduction)
         # By now what was sent before has had the time of a layer.
@@ -339,9 +362,10 @@ class Context:
         if any(unit.trainable and unit not in self._ready for unit in group.units):
             return
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
-        group.hide()
+        if not group.active:
+            group.put_shards()
         if group.settings.reshard_after_backward:
-            self._release(group, True)
+            self.release(group, True)
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -357,14 +381,17 @@ class Context:
         if self.is_last_backward:
             self._finish_reductions()
         self._drop_gathers()
+        self._gathers_backward.end()
+        self._reductions.end()
         for group in self.groups:
             if group.active:
                 continue  # this backward was started in its forward
+            group.calls.clear()
             if group.state is not TrainingState.IDLE:
                 group.state = moved_on(group.state, TrainingState.IDLE, group.name)
-            group.hide()
+            group.put_shards()
             if group.settings.reshard_after_backward:
-                self._release(group, True)
+                self.release(group, True)
         self._clear()
 
     def _finish_reductions(self) -> None:
@@ -388,22 +415,29 @@ class Context:
         for reduction in self._under_way:
             reduction.abandon()
         self._under_way.clear()
+        for unit in self.units:
+            unit.forget_gradients()
+        self._owed.clear()
+        self._clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """Bring everything to rest after a forward that has failed; gradients of earlier ones
+        stay."""
         self.depth = 0
+        self._gathers_forward = None
         for unit in self.units:
             if unit.gather is not None:
                 with suppress(CollectiveError):
                     unit.gather.drop(unit)
                 unit.gather = None
-            unit.forget_gradients()
             unit.reshard()
         for group in self.groups:
             group.state = TrainingState.IDLE
             group.active = 0
             group.ran.clear()
             group.calls.clear()
-            group.hide()
-        self._owed.clear()
-        self._clear()
+            group.put_shards()
 
 
 class _End:
@@ -422,7 +456,7 @@ class _End:
         context = self._context()
         if context is not None and context._task == self._task:
             for group in context.groups:
-                group.hide()
+                group.put_shards()
 
 
 def context_of(group: Group) -> Context:

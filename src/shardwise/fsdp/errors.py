@@ -19,6 +19,12 @@ class GatherError(CollectiveError):
     """Parameters could not be gathered, or gradients reduced; the message names them."""
 
 
+ADVICE = (
+    "Every rank of the mesh must call the same sharded modules in the same order; a rank that has "
+    "no use for one calls it too, and multiplies its output by 0"
+)
+
+
 def check_bool(name: str, value: Any) -> None:
     """Refuse what is neither True nor False."""
     if not isinstance(value, bool):

@@ -12,7 +12,7 @@ from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import digits
 from shardwise.fsdp.causes import gathering
 from shardwise.fsdp.custom import AllGather, process_group
-from shardwise.fsdp.errors import GatherError
+from shardwise.fsdp.errors import ADVICE, GatherError
 from shardwise.fsdp.pool import Pool, Rows, Size, size_in_bytes
 from shardwise.fsdp.unit import Unit
 
@@ -106,9 +106,7 @@ class Gather:
             self.pending.wait()
         except CollectiveError as error:
             raise GatherError(
-                f"the parameters of {self._names} could not be gathered: {error}\nEvery rank "
-                "of the mesh must call the same sharded modules in the same order; a rank that "
-                "has no use for one calls it too, and multiplies its output by 0"
+                f"the parameters of {self._names} could not be gathered: {error}\n{ADVICE}"
             ) from error
         self._check(self._rows.matrix)
         self._is_there = True
@@ -129,9 +127,7 @@ class Gather:
                 rank = self.first.info.shard_ranks[index]
                 raise GatherError(
                     f"rank {rank} gathers unit {other} where this one gathers {self._names}, unit "
-                    f"{self.first.number}: ranks must call the same sharded modules in the same "
-                    "order; a rank that has no use for one calls it too, and multiplies its output "
-                    "by 0"
+                    f"{self.first.number}\n{ADVICE}"
                 )
 
 

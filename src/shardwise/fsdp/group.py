@@ -23,7 +23,7 @@ from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
-from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
+from shardwise.fsdp.states import TrainingState, moved_on
 from shardwise.fsdp.unit import Held, Unit
 from shardwise.layout import Layout
 from shardwise.parallel.containers import on_tensors
@@ -85,9 +85,11 @@ class Slot:
 class Call:
     """One forward of a group, as long as its graph lives: which gradients of inputs are to come."""
 
-    __slots__ = ("__weakref__", "inputs", "left", "task")
+    __slots__ = ("__weakref__", "inputs", "is_watched", "left", "task")
 
     def __init__(self) -> None:
+        self.is_watched = False
+        """Whether its group waits for them."""
         self.inputs = 0
         self.left = 0
         """How many of them have no gradient yet in this backward."""
@@ -137,7 +139,7 @@ class Group:
         """Which of its modules have run in this forward of the outermost."""
         self.calls: WeakSet[Call] = WeakSet()
         """Forwards whose inputs have not all got their gradients."""
-        self.is_shown = False
+        self.has_wholes = False
         """Whether the modules hold the gathered parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -187,7 +189,7 @@ class Group:
             if not again and self.active == 1 and self.state is not TrainingState.FORWARD:
                 self.state = moved_on(self.state, TrainingState.FORWARD, self.name)
             context.unshard_for_forward(self)
-            self.show()
+            self.put_wholes()
             policy = self.policy
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -232,26 +234,30 @@ class Group:
         self._leave(context)
         if not self.active and self.state is TrainingState.FORWARD:
             self.state = TrainingState.IDLE
-        if context.depth == 0 and not context.in_backward:
-            context.recover()
+        if context.in_backward:
+            return
+        if context.depth == 0:
+            context.settle()
+        elif not self.active:
+            context.release(self, True)  # somebody may handle it, and go on
 
     def _leave(self, context: Context) -> None:
         context.depth -= 1
         self.active -= 1
         if not self.active and self.state is not TrainingState.PRE_BACKWARD:
-            self.hide()
+            self.put_shards()
 
-    def show(self) -> None:
+    def put_wholes(self) -> None:
         """Put the gathered parameters into the modules."""
-        if not self.is_shown:
-            self.is_shown = True
+        if not self.has_wholes:
+            self.has_wholes = True
             for slot, held in self.bindings:
                 slot.put(held.whole)
 
-    def hide(self) -> None:
+    def put_shards(self) -> None:
         """Put the shards into the modules, where users have not put something else since."""
-        if self.is_shown:
-            self.is_shown = False
+        if self.has_wholes:
+            self.has_wholes = False
             for slot, held in self.bindings:
                 if slot.holds(held.whole):
                     slot.put(held.sharded)
@@ -272,13 +278,15 @@ class Group:
         return change(output) if isinstance(output, torch.Tensor) else on_tensors(output, change)
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def with_shards(self) -> Iterator[None]:
         """Let the modules hold the shards for a while."""
-        was_shown = self.is_shown
-        self.hide()
-        yield
-        if was_shown:
-            self.show()
+        had_wholes = self.has_wholes
+        self.put_shards()
+        try:
+            yield
+        finally:
+            if had_wholes:
+                self.put_wholes()
 
     # ---- gradients that come and go
 
@@ -310,8 +318,9 @@ class Group:
             args = tuple(map(change, args))
         else:
             args, kwargs = on_tensors((args, kwargs), change)
-        if call.inputs:
-            call.left = call.inputs
+        # Gradients of inputs that nobody sees may need what is frozen, until the very end.
+        if call.inputs or any(len(unit.trainable) < len(unit.held) for unit in self.units):
+            call.is_watched, call.left = True, call.inputs
             self.calls.add(call)
         return args, kwargs
 
@@ -322,7 +331,7 @@ class Group:
         def came(_: torch.Tensor) -> None:
             assert self.context is not None, "it has run"
             task = torch._C._current_graph_task_id()
-            if call.inputs and call.task != task:  # again, if its graph was retained
+            if call.is_watched and call.task != task:  # again, if its graph was retained
                 call.task, call.left = task, call.inputs
                 self.calls.add(call)
             self.context.begin_backward_of(self)
@@ -349,10 +358,13 @@ class Group:
         context.start(self.units)
 
     def wait(self) -> None:
-        """Finish gathering, and put the gathered parameters into the modules."""
+        """Finish gathering, and put the gathered parameters into the modules; unless they were
+        given back before."""
         assert self.context is not None, "unshard has set it"
+        if any(unit.gather is None and not unit.is_whole for unit in self.units):
+            return
         self.context.finish_gathers(self)
-        self.show()
+        self.put_wholes()
 
     def reshard(self) -> None:
         """Give back the memory."""
@@ -365,7 +377,7 @@ class Group:
             if unit.gather is not None:
                 unit.gather.drop(unit)
             unit.reshard()
-        self.hide()
+        self.put_shards()
 
     def ready_context(self) -> Context:
         """Its context, whose units hold what the modules have now."""
@@ -374,11 +386,6 @@ class Group:
         context = self.context or context_of(self)
         context.check()
         return context
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether all its parameters are gathered."""
-        return all(unit.state is ShardedState.UNSHARDED for unit in self.units)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -83,6 +83,10 @@ class DataParallelMeshInfo:
         axis = self._axis(self.replicate_mesh_dim, "replicate")
         return communicator(self.mesh, (axis,), channel=channel)
 
+    def communicators(self) -> list[Communicator]:
+        """How all of them talk, along one axis after the other."""
+        return [communicator(self.mesh, (axis,), channel="") for axis in range(self.mesh.ndim)]
+
     def _ranks(self, axis: int | None) -> tuple[int, ...]:
         return (self.mesh.get_rank(),) if axis is None else self.mesh.ranks_along([axis])
 

@@ -58,7 +58,7 @@ class FSDPModule(_Base):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         result = object.__new__(type(self))
         memo[id(self)] = result
-        with self._fsdp_group.hidden():  # the copy has shards of its own
+        with self._fsdp_group.with_shards():  # the copy has shards of its own
             for name, value in self.__dict__.items():
                 result.__dict__[name] = copy.deepcopy(value, memo)
         take_in(result)
@@ -68,22 +68,22 @@ class FSDPModule(_Base):
         """Also of gradients that are accumulated and not reduced yet."""
         with ExitStack() as stack:
             for group in self._groups(recurse=True):
-                stack.enter_context(group.hidden())
+                stack.enter_context(group.with_shards())
                 for unit in group.units:
                     unit.forget_gradients()
             super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of DTensors, even if the parameters are gathered now."""
-        with self._fsdp_group.hidden():
+        with self._fsdp_group.with_shards():
             return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._fsdp_group.hide()
+        self._fsdp_group.put_shards()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._fsdp_group.hide()
+        self._fsdp_group.put_shards()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ---- parameters

@@ -285,6 +285,10 @@ class Reduction:
                         pieces.append(piece)
             if totals:
                 torch._foreach_add_(totals, pieces)
+        for entries in self.plan.entries.values():
+            for held, flag, *_ in entries:
+                if used[flag]:
+                    held.call_hooks()
 
     def abandon(self) -> None:
         """Let it end, and forget what it brings."""

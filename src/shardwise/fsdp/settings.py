@@ -30,6 +30,18 @@ class Settings:
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
 
     @property
+    def schedule(self) -> tuple[bool | int | None, ...]:
+        """What decides on when something is gathered or reduced."""
+        return (
+            self.reshard_after_forward,
+            self.reshard_after_backward,
+            self.unshard_in_backward,
+            self.gradient_sync,
+            self.all_reduce,
+            self.travels_alone,
+        )
+
+    @property
     def travels_alone(self) -> bool:
         """Whether its collectives must not be joined with those of other groups."""
         return (

@@ -38,6 +38,9 @@ HEADER = ALIGNED
 _BASE: Any = torch._C.TensorBase
 _requires_grad: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
 _version: Callable[[torch.Tensor], int] = _BASE._version.__get__
+_accumulated_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = (
+    _BASE._post_accumulate_grad_hooks.__get__
+)
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _BASE.grad.__get__
 set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _BASE.grad.__set__
 
@@ -83,6 +86,13 @@ class Held:
         """Gradients of the gathered parameter that are still to be reduced, in the reduce dtype."""
         self.reduced: torch.Tensor | None = None
         """Gradients of the shard that are still to be summed over the ranks that hold the same."""
+
+    def call_hooks(self) -> None:
+        """Those that users have registered on the shard, to be called once it has its gradient."""
+        hooks = _accumulated_hooks(self.sharded)
+        if hooks:
+            for hook in list(hooks.values()):
+                hook(self.sharded)
 
 
 class Unit:
@@ -215,6 +225,11 @@ class Unit:
     def free(self) -> None:
         """Give it back."""
         self.memory.untyped_storage().resize_(0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the gathered parameters have their values."""
+        return self.is_alias or self.state is ShardedState.UNSHARDED
 
     @property
     def gathered_bytes(self) -> int:
