@@ -26,6 +26,7 @@ from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.order import Order
 from shardwise.fsdp.pool import Pool
 from shardwise.fsdp.reducing import Reduction
 from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
@@ -58,10 +59,13 @@ class Context:
         self._task = -1
         """The backward of autograd that is under way."""
         self._outermost: Group | None = None
-        self._order: list[Unit] = []
-        """The units in the order in which the last forward has used them."""
-        self._position: dict[Unit, int] = {}
-        self._sequence: dict[Unit, None] = {}
+        self._begun = Order([])
+        """The units in the order in which the last forward came to the modules that use them."""
+        self._ended = Order([])
+        """The same in the order in which it was done with those. Backward goes the other way: it
+        begins with a head that is in the group of the whole model, and then come the layers."""
+        self._begun_now: dict[Unit, None] = {}
+        self._ended_now: dict[Unit, None] = {}
         """The same of this forward, so far."""
         self._used: dict[Unit, None] = {}
         """Those whose gradients are expected, in the order of use."""
@@ -107,17 +111,13 @@ class Context:
         for unit in self.units:
             unit.on_ready = self._on_ready
         self.settings_changed = True
-        self._set_order(self.units)
+        self._begun = self._ended = Order(self.units)
 
     def _make_buckets(self) -> None:
         self.buckets = buckets_of(self.units, self.buckets)
         sizes = [size for bucket in self.buckets for size in bucket.sizes()]
         self.pool.expect(sizes)
         self.settings_changed = False
-
-    def _set_order(self, units: Iterable[Unit]) -> None:
-        self._order = list(units)
-        self._position = {unit: index for index, unit in enumerate(self._order)}
 
     # ---- forward
 
@@ -129,7 +129,7 @@ class Context:
             self.recover()  # a backward has failed
         self.check()
         self._outermost = group
-        self._sequence = {}
+        self._begun_now, self._ended_now = {}, {}
         for unit in self.units:
             if not unit.is_alias and unit.is_stale():
                 if unit.gather is not None:
@@ -146,13 +146,16 @@ class Context:
             return
         records = torch.is_grad_enabled()
         for unit in group.units:
-            self._sequence[unit] = None
+            self._begun_now[unit] = None
             if records:
                 self._used[unit] = None
-        self._prefetch(group, group.forward_prefetch, 1)
+        self._prefetch(group, group.forward_prefetch, self._begun, 1)
 
     def after_forward(self, group: Group, needs_backward: bool) -> None:
         """Give back the memory of a group's parameters, or keep it for backward."""
+        for unit in group.units:
+            self._ended_now.pop(unit, None)  # the last time counts, which comes first in backward
+            self._ended_now[unit] = None
         wanted = group.settings.reshard_after_forward
         is_outermost = group is self._outermost
         if wanted is None:
@@ -189,9 +192,9 @@ class Context:
                 self._release(group, True)
             group.ran.clear()
         self._drop_gathers()
-        if self._sequence:
-            rest = [unit for unit in self._order if unit not in self._sequence]
-            self._set_order([*self._sequence, *rest])
+        if self._begun_now:
+            self._begun = self._begun.after(self._begun_now)
+            self._ended = self._ended.after(self._ended_now)
 
     # ---- gathering
 
@@ -219,24 +222,20 @@ class Context:
             elif unit.is_alias:
                 unit.state = _UNSHARDED
 
-    def _prefetch(self, group: Group, wanted: list[Group] | None, step: int) -> None:
+    def _prefetch(self, group: Group, wanted: list[Group] | None, order: Order, step: int) -> None:
         if wanted is not None:
             for other in wanted:
                 self.start(other.units)
             return
-        at = self._position.get(group.units[-1 if step > 0 else 0]) if group.units else None
-        if at is None:
+        if not group.units:
             return
-        at += step
-        while 0 <= at < len(self._order):
-            unit = self._order[at]
+        for unit in order.beyond(group.units[-1 if step > 0 else 0], step):
             if unit.gather is not None:
                 return  # one ahead is enough
             if unit.state is not _UNSHARDED and not unit.is_alias and unit not in self._had:
                 if step > 0 or unit.groups[0].settings.unshard_in_backward:
                     self.start([unit])
                 return
-            at += step
 
     def _drop_gathers(self) -> None:
         """Of what was gathered for nothing; they must be over before shards may change."""
@@ -259,7 +258,7 @@ class Context:
             self.start(group.units)
             self.finish_gathers(group)
             group.show()  # a checkpoint in its forward may compute a part of it anew
-        self._prefetch(group, group.backward_prefetch, -1)
+        self._prefetch(group, group.backward_prefetch, self._ended, -1)
 
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()

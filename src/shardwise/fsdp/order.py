@@ -1,0 +1,31 @@
+"""In which order units are used: what came after one the last time probably does again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.unit import Unit
+
+
+class Order:
+    """Units, in an order.
+
+    Arguments:
+        units: the first guess.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = list(units)
+        self._position = {unit: index for index, unit in enumerate(self._units)}
+
+    def after(self, used: dict[Unit, None]) -> Order:
+        """The order of what was used now, and then of all others."""
+        return Order([*used, *(unit for unit in self._units if unit not in used)])
+
+    def beyond(self, unit: Unit, step: int) -> Iterator[Unit]:
+        """What follows one (`step` 1), or comes before it, the nearest first (`step` -1)."""
+        at = self._position.get(unit)
+        while at is not None and 0 <= (at := at + step) < len(self._units):
+            yield self._units[at]
