@@ -44,11 +44,12 @@ class Rows:
     def __init__(self, size: Size, memory: torch.Tensor | None = None) -> None:
         count, length, dtype, device = size
         self.size = size
-        if memory is None:
-            memory = torch.empty(capacity(size), dtype=torch.uint8, device=device)
-        self.memory = memory
-        flat = memory[: size_in_bytes(size)].view(dtype)
-        self.matrix = flat.view(count, length)
+        with torch.inference_mode(False):  # it may be used again for training
+            if memory is None:
+                memory = torch.empty(capacity(size), dtype=torch.uint8, device=device)
+            self.memory = memory
+            flat = memory[: size_in_bytes(size)].view(dtype)
+            self.matrix = flat.view(count, length)
         self._views: dict[Hashable, list[torch.Tensor]] = {}
         self.same: dict[Size, Rows] = {size: self}
         """What the memory has been used for, by size."""
