@@ -24,6 +24,7 @@ from shardwise.comm import communicator
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
+from shardwise.fsdp.extended import ExtendedGather, ExtendedUnit
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.order import Order
@@ -211,7 +212,8 @@ class Context:
             run = unit.bucket.run_around(unit, self._had)
             if self.in_backward:
                 self._had.update(run)
-            Gather(run, self.pool, unit.groups[0].settings.all_gather)
+            kind = ExtendedGather if isinstance(unit, ExtendedUnit) else Gather
+            kind(run, self.pool, unit.groups[0].settings.all_gather)
 
     def finish_gathers(self, group: Group) -> None:
         """Wait for what a group needs."""
