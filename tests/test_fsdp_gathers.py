@@ -83,3 +83,20 @@ def test_gradients_that_were_accumulated_are_reduced_by_a_backward_that_does_not
         return model.layers[1].bias.grad
 
     assert sw.simulate(run, 2) == [None, None]
+
+
+def test_buffers_of_inference_serve_in_training():
+    """Though its tensors may not be written to afterwards."""
+
+    def run():
+        model = Net(8)
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with torch.inference_mode():
+            model(torch.ones(1, 8))
+        model(torch.ones(1, 8)).sum().backward()
+        return model.head.bias.grad.full_tensor().tolist()
+
+    assert sw.simulate(run, 2) == [[1.0] * 4] * 2

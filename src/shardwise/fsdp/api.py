@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from shardwise.checks import as_int
 from shardwise.errors import LayoutError
 from shardwise.fsdp.context import joined
-from shardwise.fsdp.division import Division, sharded_layout
+from shardwise.fsdp.division import Division, is_dense, sharded_layout
 from shardwise.fsdp.errors import FSDPError
+from shardwise.fsdp.extension import Extension, extension_of, inner_names, values_of
 from shardwise.fsdp.group import Group, Slot, check_group, check_list, is_taken
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
@@ -250,19 +251,21 @@ def _make_group(
         raise FSDPError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
     homes = _homes(modules, set(map(id, _checked_ignored(ignored_params))))
     wanted = []
-    layouts: dict[int, Any] = {}
+    found: dict[int, tuple[Any, Extension | None]] = {}
     for module, key, name in homes:  # all is checked before anything is changed
         parameter: Any = module._parameters[key]
-        if id(parameter) not in layouts:
-            layouts[id(parameter)] = _layout_of(parameter, info, dim_of, name)
-        wanted.append((module, key, name, parameter, layouts[id(parameter)]))
+        if id(parameter) not in found:
+            layout = _layout_of(parameter, info, dim_of, name)
+            found[id(parameter)] = layout, extension_of(parameter, name)
+        wanted.append((module, key, name, parameter, *found[id(parameter)]))
     slots = []
     made: dict[int, Any] = {}
-    for module, key, name, parameter, layout in wanted:
+    for module, key, name, parameter, layout, extension in wanted:
         if id(parameter) not in made:
-            made[id(parameter)] = _sharded(parameter, layout, info, offload_policy, name)
+            made[id(parameter)] = _sharded(parameter, layout, info, offload_policy, extension, name)
         tensor = made[id(parameter)]
-        slot = Slot(module, key, name, layout, getattr(tensor, "_whole_strides", None))
+        strides = getattr(tensor, "_whole_strides", None)
+        slot = Slot(module, key, name, layout, strides, tensor._fsdp_extension)
         slot.put(tensor)
         slot.take()
         slots.append(slot)
@@ -344,13 +347,18 @@ def _sharded_twin(parameter: Any) -> Any:
 
 
 def _sharded(
-    parameter: Any, layout: Any, info: DataParallelMeshInfo, offload: OffloadPolicy, name: str
+    parameter: Any,
+    layout: Any,
+    info: DataParallelMeshInfo,
+    offload: OffloadPolicy,
+    extension: Extension | None,
+    name: str,
 ) -> Any:
     """The parameter as a DTensor, of which this rank holds its piece; of the first rank's data."""
     twin = _sharded_twin(parameter)
     if twin is not None:
         return twin
-    whole = parameter.detach()
+    whole = parameter.detach() if extension is None else values_of(parameter, name).detach()
     whole = unwrap(whole) if isinstance(whole, DTensor) else whole
     piece = _sent(whole, Division.of(layout, info), info)
     if not whole.is_meta:
@@ -358,11 +366,12 @@ def _sharded(
         piece = piece.to("cpu" if on_cpu else info.mesh.device_type)
     result: Any = nn.Parameter(wrap(piece, layout), parameter.requires_grad)
     for attribute, value in vars(parameter).items():  # what users hang on a parameter
-        if attribute not in vars(result):
+        if attribute not in vars(result) and attribute not in inner_names(parameter):
             setattr(result, attribute, value)
-    if not whole.is_contiguous() and _is_dense(whole):
+    if not whole.is_contiguous() and is_dense(whole):
         result._whole_strides = tuple(whole.stride())
     result._fsdp_info = info
+    result._fsdp_extension = extension
     parameter._fsdp_sharded = result
     note_replaced(parameter, name)
     return result
@@ -384,13 +393,3 @@ def _sent(whole: torch.Tensor, division: Division, info: DataParallelMeshInfo) -
         if info.replicate_mesh_size > 1:
             like = info.replicate_communicator("").broadcast(like, 0)
     return like
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it fills its memory, in whatever order of dims."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.fsdp.arena import Arena
 from shardwise.fsdp.division import Division
 from shardwise.fsdp.errors import FSDPError, StateError
+from shardwise.fsdp.extended import ExtendedUnit
 from shardwise.fsdp.gathering import gathered_size
 from shardwise.fsdp.group import Group, Slot
 from shardwise.fsdp.policies import CPUOffloadPolicy
@@ -72,7 +73,8 @@ def _is_to_gather(unit: Unit, without: Set[Unit]) -> bool:
 def built(groups: Sequence[Group]) -> list[Unit]:
     """The units of groups, with their memory, in the order of the groups.
 
-    Parameters that several groups have, being tied, are units of their own.
+    Parameters that several groups have, being tied, are units of their own, and so are those with
+    extensions.
     """
     tensors: dict[int, tuple[Slot, DTensor, list[Group]]] = {}
     for group in groups:
@@ -83,7 +85,8 @@ def built(groups: Sequence[Group]) -> list[Unit]:
                 users.append(group)
     parts: dict[Any, list[tuple[Slot, DTensor]]] = {}
     for slot, tensor, users in tensors.values():
-        key: Any = (tuple(map(id, users)), tensor.dtype, tensor.device)
+        is_extended = slot.extension is not None
+        key: Any = (tuple(map(id, users)), tensor.dtype, tensor.device, is_extended)
         parts.setdefault(key, []).append((slot, tensor))
     units: list[Unit] = []
     made: dict[int, tuple[Unit, Held]] = {}
@@ -161,6 +164,12 @@ def _unit(number: int, groups: list[Group], part: list[tuple[Slot, DTensor]]) ->
     device = part[0][1].device
     if isinstance(group.offload, CPUOffloadPolicy):
         device = torch.device(group.info.mesh.device_type)
+    extensions = [slot.extension for slot, _ in part if slot.extension is not None]
+    if extensions:
+        modules = [slot.module for slot, _ in part]
+        return ExtendedUnit(
+            number, groups, held, group.info, group.policy, device, extensions, modules
+        )
     return Unit(number, groups, held, group.info, group.policy, device)
 
 
@@ -175,7 +184,8 @@ def _lay_out(units: Sequence[Unit]) -> None:
             and offload.pin_memory
             and torch.accelerator.is_available()
         )
-        key = (unit.info, first.dtype, unit.dtype, unit.reduce_dtype, first.device, pinned)
+        alone = unit.number if isinstance(unit, ExtendedUnit) else None
+        key = (unit.info, first.dtype, unit.dtype, unit.reduce_dtype, first.device, alone, pinned)
         arenas.setdefault(key, []).append(unit)
     for (*_, pinned), some in arenas.items():
         Arena(some, pinned)

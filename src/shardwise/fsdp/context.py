@@ -25,9 +25,11 @@ from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
 from shardwise.fsdp.causes import gathering, reducing
+from shardwise.fsdp.extended import ExtendedGather, ExtendedUnit
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.habit import Habit, Habits, agree
+from shardwise.fsdp.order import Order
 from shardwise.fsdp.pool import Pool
 from shardwise.fsdp.reducing import Reduction
 from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
@@ -60,10 +62,13 @@ class Context:
         self._task = -1
         """The backward of autograd that is under way."""
         self._outermost: Group | None = None
-        self._order: list[Unit] = []
-        """The units in the order in which the last forward has used them."""
-        self._position: dict[Unit, int] = {}
-        self._sequence: dict[Unit, None] = {}
+        self._begun = Order([])
+        """The units in the order in which the last forward came to the modules that use them."""
+        self._ended = Order([])
+        """The same in the order in which it was done with those. Backward goes the other way: it
+        begins with a head that is in the group of the whole model, and then come the layers."""
+        self._begun_now: dict[Unit, None] = {}
+        self._ended_now: dict[Unit, None] = {}
         """The same of this forward, so far."""
         self._used: dict[Unit, None] = {}
         """Those whose gradients are expected, in the order of use."""
@@ -113,7 +118,7 @@ class Context:
         for unit in self.units:
             unit.on_ready = self._on_ready
         self.settings_changed = True
-        self._set_order(self.units)
+        self._begun = self._ended = Order(self.units)
 
     def _make_buckets(self) -> None:
         self.buckets = buckets_of(self.units, self.buckets)
@@ -121,10 +126,6 @@ class Context:
         self.pool.expect(sizes)
         self._habits.change(tuple(group.settings.schedule for group in self.groups))
         self.settings_changed = False
-
-    def _set_order(self, units: Iterable[Unit]) -> None:
-        self._order = list(units)
-        self._position = {unit: index for index, unit in enumerate(self._order)}
 
     # ---- forward
 
@@ -136,7 +137,7 @@ class Context:
             self.recover()  # a backward has failed
         self.check()
         self._outermost = group
-        self._sequence = {}
+        self._begun_now, self._ended_now = {}, {}
         self._gathers_forward = self._habits.begun((group, torch.is_grad_enabled()))
         for unit in self.units:
             if not unit.is_alias and unit.is_stale():
@@ -154,13 +155,16 @@ class Context:
             return
         records = torch.is_grad_enabled()
         for unit in group.units:
-            self._sequence[unit] = None
+            self._begun_now[unit] = None
             if records:
                 self._used[unit] = None
-        self._prefetch(group, group.forward_prefetch, 1)
+        self._prefetch(group, group.forward_prefetch, self._begun, 1)
 
     def after_forward(self, group: Group, needs_backward: bool) -> None:
         """Give back the memory of a group's parameters, or keep it for backward."""
+        for unit in group.units:
+            self._ended_now.pop(unit, None)  # the last time counts, which comes first in backward
+            self._ended_now[unit] = None
         wanted = group.settings.reshard_after_forward
         if wanted is None:
             wanted = not needs_backward or not self._is_needed_next(group)
@@ -179,7 +183,7 @@ class Context:
         """Whether backward begins with a group: it is the outermost, or travels with the last."""
         if group is self._outermost:
             return True
-        last = self._order[-1].bucket
+        last = self._begun.last.bucket
         return all(unit.bucket is last for unit in group.units)
 
     def release(self, group: Group, wanted: bool | int) -> None:
@@ -208,9 +212,9 @@ class Context:
         if self._gathers_forward is not None:
             self._gathers_forward.end()
             self._gathers_forward = None
-        if self._sequence:
-            rest = [unit for unit in self._order if unit not in self._sequence]
-            self._set_order([*self._sequence, *rest])
+        if self._begun_now:
+            self._begun = self._begun.after(self._begun_now)
+            self._ended = self._ended.after(self._ended_now)
 
     # ---- gathering
 
@@ -231,7 +235,8 @@ class Context:
             if habit is not None and habit.departs(tuple(run)):
                 with gathering(run):
                     agree([unit.info.shard_communicator("")], run, "gathers")
-            Gather(run, self.pool, unit.groups[0].settings.all_gather)
+            kind = ExtendedGather if isinstance(unit, ExtendedUnit) else Gather
+            kind(run, self.pool, unit.groups[0].settings.all_gather)
 
     def finish_gathers(self, group: Group) -> None:
         """Wait for what a group needs."""
@@ -242,24 +247,20 @@ class Context:
             elif unit.is_alias:
                 unit.state = _UNSHARDED
 
-    def _prefetch(self, group: Group, wanted: list[Group] | None, step: int) -> None:
+    def _prefetch(self, group: Group, wanted: list[Group] | None, order: Order, step: int) -> None:
         if wanted is not None:
             for other in wanted:
                 self.start(other.units)
             return
-        at = self._position.get(group.units[-1 if step > 0 else 0]) if group.units else None
-        if at is None:
+        if not group.units:
             return
-        at += step
-        while 0 <= at < len(self._order):
-            unit = self._order[at]
+        for unit in order.beyond(group.units[-1 if step > 0 else 0], step):
             if unit.gather is not None:
                 return  # one ahead is enough
             if unit.state is not _UNSHARDED and not unit.is_alias and unit not in self._had:
                 if step > 0 or unit.groups[0].settings.unshard_in_backward:
                     self.start([unit])
                 return
-            at += step
 
     def _drop_gathers(self) -> None:
         """Of what was gathered for nothing; they must be over before shards may change."""
@@ -282,7 +283,7 @@ class Context:
             self.start(group.units)
             self.finish_gathers(group)
             group.put_wholes()  # a checkpoint in its forward may compute a part of it anew
-        self._prefetch(group, group.backward_prefetch, -1)
+        self._prefetch(group, group.backward_prefetch, self._ended, -1)
 
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()

@@ -298,6 +298,16 @@ def _within(held: Sequence[Range], ranges: Sequence[Range]) -> list[Range]:
     return result
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it fills its memory, in whatever order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _strides(shape: Shape) -> Shape:
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):

@@ -52,7 +52,7 @@ class Gather:
             self._start_direct(first)
         elif custom is not None:
             self._rows = Rows(size)
-            self.pending = _custom(custom, own, self._rows, first)
+            self.pending = custom_gather(custom, own, self._rows, first)
         else:
             self._rows = pool.take(size)
             if first.info.shard_mesh_size == 1:
@@ -168,7 +168,15 @@ def gathered_size(units: Sequence[Unit], is_direct: bool) -> Size:
     return first.info.shard_mesh_size, length, first.dtype, first.device
 
 
-def _custom(custom: AllGather, own: torch.Tensor, rows: Rows, unit: Unit) -> Pending[torch.Tensor]:
+def custom_gather(
+    custom: AllGather, own: torch.Tensor, rows: Rows, unit: Unit
+) -> Pending[torch.Tensor]:
+    """A gather with communication of the user's.
+
+    Arguments:
+        own: this rank's row.
+        rows: what to fill; it gets the memory that `custom` wants.
+    """
     rows.matrix = custom.allocate(
         (rows.matrix.numel(),), dtype=own.dtype, device=own.device
     ).view_as(rows.matrix)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.fsdp.errors import FSDPError, StateError
+from shardwise.fsdp.extension import Extension
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
@@ -39,7 +40,7 @@ _users: MutableMapping[torch.Tensor, list[ref[Group]]] = WeakTensorKeyDictionary
 class Slot:
     """Where a module keeps a parameter."""
 
-    __slots__ = ("key", "layout", "module", "name", "own_setter", "strides")
+    __slots__ = ("extension", "key", "layout", "module", "name", "own_setter", "strides")
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Slot:
         name: str,
         layout: Layout,
         strides: tuple[int, ...] | None,
+        extension: Extension | None,
     ) -> None:
         self.module = module
         self.key = key
@@ -56,8 +58,14 @@ class Slot:
         """Of the parameter at rest."""
         self.strides = strides
         """Of the gathered one, if its dims are not stored in their order."""
+        self.extension = extension
+        """What it says about its gathering, if anything."""
         # Some modules, such as torch's LSTM, keep their parameters in a list too.
         self.own_setter = type(module).__setattr__ is not nn.Module.__setattr__
+
+    def of(self, module: nn.Module) -> Slot:
+        """The same of a copy of the module."""
+        return Slot(module, self.key, self.name, self.layout, self.strides, self.extension)
 
     @property
     def tensor(self) -> nn.Parameter:
@@ -149,10 +157,7 @@ class Group:
         result._reset()
         result.context = result.outer = None
         result.modules = copy.deepcopy(self.modules, memo)
-        result.slots = [
-            Slot(copy.deepcopy(slot.module, memo), slot.key, slot.name, slot.layout, slot.strides)
-            for slot in self.slots
-        ]
+        result.slots = [slot.of(copy.deepcopy(slot.module, memo)) for slot in self.slots]
         result.forward_prefetch = result.backward_prefetch = None
         return result
 

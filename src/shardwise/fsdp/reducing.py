@@ -206,6 +206,7 @@ class Reduction:
         custom = self.settings.reduce_scatter
         if self.info.shard_mesh_size == 1:
             self._pending = Pending.done(rows.matrix[0])
+            self.go_on()
             return
         if custom is not None:
             pending = self._custom(custom, rows.matrix)
