@@ -45,7 +45,7 @@ def test_the_count_finds_whole_parameters():
     assert min(on_ranks(run)) > 0.9 * RANKS
 
 
-@pytest.mark.parametrize(("reshard", "blocks"), [(True, 2), (False, 7)])
+@pytest.mark.parametrize(("reshard", "blocks"), [(True, 3), (False, 7)])
 def test_few_blocks_are_gathered_at_once(reshard, blocks):
     def run(mesh):
         counted = Counted(mesh, reshard)
