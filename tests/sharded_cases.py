@@ -65,7 +65,9 @@ def mine(x: torch.Tensor, mesh: sw.DeviceMesh) -> torch.Tensor:
 
 
 def shard_all(model: Any, mesh: sw.DeviceMesh, **options: Any) -> Any:
-    """Each of `model.layers`, and then the model."""
+    """Each of `model.layers`, and then the model; all are gathered again in backward, unless told
+    otherwise. By default small ones would not be, as backward begins with them."""
+    options.setdefault("reshard_after_forward", True)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)

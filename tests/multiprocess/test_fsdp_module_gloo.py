@@ -76,7 +76,7 @@ def with_custom_communication():
     mesh = sw.init_device_mesh("cpu", (2, 2), ("replicate", "shard"))
     model = made()
     for module in (*model.layers, model.adapter, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
         module.set_custom_all_gather(Gathers())
         module.set_custom_reduce_scatter(Reduces())
     info = model._fsdp_group.info
