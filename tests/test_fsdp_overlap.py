@@ -107,13 +107,15 @@ class Net(nn.Module):
 
     def __init__(self, clock):
         super().__init__()
+        self.again = ()
+        """Layers that are called once more, at the end."""
         self.first = Layer(clock)
         self.layers = nn.ModuleList(Layer(clock) for _ in range(LAYERS))
         self.last = Layer(clock)
 
     def forward(self, x):
         x = self.first(x)
-        for layer in self.layers:
+        for layer in (*self.layers, *self.again):
             x = layer(x)
         return self.last(x)
 
@@ -203,6 +205,15 @@ def test_slow_collectives_follow_one_another_without_a_gap():
     forward, backward, _ = timed(*WAYS["replicate"][:2], delay)
     assert forward == ALL * FORWARD
     assert backward == BACKWARD + ALL * delay
+
+
+def test_backward_prefetches_what_forward_has_used_last():
+    def twice(model, mesh):
+        each_layer(model, mesh)
+        model.again = (model.layers[0],)
+
+    _, backward, _ = timed(twice, (2,), delay=FORWARD)
+    assert backward == (ALL + 1) * BACKWARD + FORWARD
 
 
 def test_without_prefetch_every_gather_is_waited_for():
