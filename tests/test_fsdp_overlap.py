@@ -107,13 +107,15 @@ class Net(nn.Module):
 
     def __init__(self, clock):
         super().__init__()
+        self.again = ()
+        """Layers that are called once more, at the end."""
         self.first = Layer(clock)
         self.layers = nn.ModuleList(Layer(clock) for _ in range(LAYERS))
         self.last = Layer(clock)
 
     def forward(self, x):
         x = self.first(x)
-        for layer in self.layers:
+        for layer in (*self.layers, *self.again):
             x = layer(x)
         return self.last(x)
 
@@ -166,19 +168,22 @@ def every_layer_travels_alone(monkeypatch):
 ALL = LAYERS + 2
 SHARDED = LAYERS + 1
 """Each layer, and the two that are in the model's own group."""
+AGAIN = LAYERS - 1
+"""What is given back after forward: neither the last layer nor the model's own group."""
 
 WAYS = {
     # how, on which mesh, the number of collectives, and how many of them nothing goes on beside
-    "fsdp": (each_layer, (2,), SHARDED + LAYERS + SHARDED, (1, 1)),
+    "fsdp": (each_layer, (2,), SHARDED + AGAIN + SHARDED, (1, 1)),
+    "all given back": (partial(each_layer, reshard_after_forward=True), (2,), 3 * SHARDED, (1, 2)),
     "kept": (partial(each_layer, reshard_after_forward=False), (2,), 2 * SHARDED, (1, 1)),
-    "hsdp": (each_layer, (2, 2), SHARDED + LAYERS + 2 * SHARDED, (1, 2)),
+    "hsdp": (each_layer, (2, 2), SHARDED + AGAIN + 2 * SHARDED, (1, 2)),
     "replicate": (as_one_whole, (2,), ALL, (0, 1)),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("delay", [1, FORWARD])
-def test_only_the_first_gather_and_the_last_reduction_are_waited_for(way, delay):
+def test_only_the_first_gathers_and_the_last_reduction_are_waited_for(way, delay):
     prepare, shape, collectives, (before, after) = WAYS[way]
     forward, backward, spent = timed(prepare, shape, delay)
     assert spent == collectives * delay
@@ -199,16 +204,25 @@ def test_slow_collectives_follow_one_another_without_a_gap():
     delay = 2 * BACKWARD
     forward, backward, _ = timed(*WAYS["fsdp"][:2], delay)
     assert forward == SHARDED * delay + 2 * FORWARD  # the last layer, and the last of all
-    assert backward == delay + BACKWARD + SHARDED * delay  # a gather, its layer, all reductions
+    assert backward == 2 * BACKWARD + SHARDED * delay  # until a layer is through, all reductions
     forward, backward, _ = timed(*WAYS["replicate"][:2], delay)
     assert forward == ALL * FORWARD
     assert backward == BACKWARD + ALL * delay
 
 
+def test_backward_prefetches_what_forward_has_used_last():
+    def twice(model, mesh):
+        each_layer(model, mesh)
+        model.again = (model.layers[0],)
+
+    _, backward, _ = timed(twice, (2,), delay=FORWARD)
+    assert backward == (ALL + 1) * BACKWARD + FORWARD
+
+
 def test_without_prefetch_every_gather_is_waited_for():
     forward, backward, _ = timed(without_prefetch, (2,), delay=FORWARD)
     assert forward == ALL * FORWARD + SHARDED * FORWARD
-    assert backward == ALL * BACKWARD + LAYERS * FORWARD + FORWARD
+    assert backward == ALL * BACKWARD + AGAIN * FORWARD + FORWARD
 
 
 @pytest.mark.parametrize("way", WAYS)

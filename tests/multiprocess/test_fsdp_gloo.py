@@ -1,6 +1,8 @@
 """`fully_shard` over gloo: what only real messages can show."""
 
 import torch
+from extension_cases import quantise, same_as_quantised
+from sharded_cases import batch, full, made, mine, shard_all, train
 from torch import nn
 
 import shardwise as sw
@@ -22,3 +24,16 @@ def output():
 
 def test_large_layers_are_gathered_one_after_the_other(workers4):
     assert max(workers4.run(output)) < 1e-5
+
+
+def quantised_training():
+    """With shards of different sizes, and bytes that travel beside numbers."""
+    mesh = sw.init_device_mesh("cpu", (4,), ("dp",))
+    model = shard_all(quantise(made()), mesh)
+    train(model, mine(batch(), mesh))
+    return {name: full(each) for name, each in model.named_parameters()}
+
+
+def test_extensions_of_parameters(workers4):
+    for found in workers4.run(quantised_training):
+        same_as_quantised(found)
