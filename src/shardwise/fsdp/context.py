@@ -10,7 +10,6 @@ waits for the other.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,14 +23,14 @@ from shardwise.comm import communicator
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
-from shardwise.fsdp.causes import gathering, reducing
+from shardwise.fsdp.causes import gathering
 from shardwise.fsdp.extended import ExtendedGather, ExtendedUnit
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.habit import Habit, Habits, agree
+from shardwise.fsdp.line import Line
 from shardwise.fsdp.order import Order
 from shardwise.fsdp.pool import Pool
-from shardwise.fsdp.reducing import Reduction
 from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
 from shardwise.fsdp.unit import Unit
 from shardwise.mesh import DeviceMesh
@@ -70,23 +69,15 @@ class Context:
         self._begun_now: dict[Unit, None] = {}
         self._ended_now: dict[Unit, None] = {}
         """The same of this forward, so far."""
-        self._used: dict[Unit, None] = {}
-        """Those whose gradients are expected, in the order of use."""
-        self._owed: dict[Unit, None] = {}
-        """Those with gradients of earlier backwards, which did not reduce them."""
-        self._line: list[Reduction] = []
-        """Reductions to come, in the order in which they are to start."""
-        self._by_unit: dict[Unit, Reduction] = {}
-        self._ready: set[Unit] = set()
-        """Those all of whose gradients this backward has brought."""
+        self.line = Line()
+        """The reductions of gradients."""
         self._had: set[Unit] = set()
         """Those that were gathered at some time in this backward. When they are given back depends
         on what this rank has used; so that all ranks gather alike, they are not gathered again
         unless a module asks."""
-        self._under_way: deque[Reduction] = deque()
         self._habits = Habits()
         self._gathers_forward: Habit | None = None
-        self._gathers_backward, self._reductions = Habit(), Habit()
+        self._gathers_backward = Habit()
 
     # ---- making units, and keeping them up to date
 
@@ -157,7 +148,7 @@ class Context:
         for unit in group.units:
             self._begun_now[unit] = None
             if records:
-                self._used[unit] = None
+                self.line.used[unit] = None
         self._prefetch(group, group.forward_prefetch, self._begun, 1)
 
     def after_forward(self, group: Group, needs_backward: bool) -> None:
@@ -277,8 +268,7 @@ class Context:
             return
         group.state = moved_on(group.state, TrainingState.PRE_BACKWARD, group.name)
         for unit in group.units:
-            if unit not in self._by_unit and unit.trainable:
-                self._expect(unit)
+            self.line.expect(unit, self.pool)
         if group.settings.unshard_in_backward:
             self.start(group.units)
             self.finish_gathers(group)
@@ -298,60 +288,15 @@ class Context:
             unit for unit in self.units if unit.state is _UNSHARDED or unit.gather is not None
         )
         self._gathers_backward = self._habits.begun("gathers")
-        self._reductions = self._habits.begun("reductions")
         Variable._execution_engine.queue_callback(_End(self, task))
-        for unit in (*reversed(self._used), *self._owed):
-            if unit not in self._by_unit and unit.trainable:
-                self._expect(unit)
-
-    def _expect(self, unit: Unit) -> None:
-        """Put the reduction of a unit, and of those that travel with it, in the line."""
-        settings = unit.groups[0].settings
-        if not any(group.settings.gradient_sync for group in unit.groups):
-            return
-        if unit in self._used and unit not in self._by_unit:
-            reduction = Reduction(unit.bucket.plan(unit.bucket.units), settings, self.pool)
-            # Of those that travel with it, only the used ones are waited for.
-            reduction.waits_for &= self._used.keys()
-        else:
-            reduction = Reduction(unit.bucket.plan([unit]), settings, self.pool)
-        self._line.append(reduction)
-        for each in reduction.waits_for:
-            self._by_unit[each] = reduction
+        self.line.begin(self._habits.begun("reductions"), self.pool)
 
     def _on_ready(self, unit: Unit) -> None:
         """All gradients of a unit are there."""
         self._begin_backward()
-        self._ready.add(unit)
-        reduction = self._by_unit.get(unit)
-        if reduction is None or reduction not in self._line:
-            if any(group.settings.gradient_sync for group in unit.groups):
-                self._expect(unit)  # its gradients come a second time, or nobody saw it coming
-                reduction = self._by_unit[unit]
-            else:
-                unit.keep_gradients()
-        if reduction is not None:
-            reduction.put(unit)
-            self._advance()
+        self.line.put(unit, self.pool)
         for group in unit.groups:
             self.check_done(group)
-
-    def _advance(self) -> None:
-        while self._line and not self._line[0].waits_for:
-            self._launch(self._line.pop(0))
-
-    def _launch(self, reduction: Reduction) -> None:
-        units = reduction.plan.units
-        if self._reductions.departs(tuple(units)):
-            with reducing(units):
-                agree(reduction.info.communicators(), units, "reduces the gradients of")
-        reduction.start()
-        self._under_way.append(reduction)
-        # By now what was sent before has had the time of a layer.
-        for earlier in list(self._under_way)[:-1]:
-            earlier.go_on()
-        while len(self._under_way) > 2:
-            self._under_way.popleft().finish()
 
     def check_done(self, group: Group) -> None:
         """Give back a group's memory once nothing in its backward needs it any more: the gradients
@@ -360,7 +305,7 @@ class Context:
             return
         if group.is_alias:
             return  # nothing to give back, and its inputs are not watched: it may go on
-        if any(unit.trainable and unit not in self._ready for unit in group.units):
+        if any(unit.trainable and unit not in self.line.ready for unit in group.units):
             return
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
         if not group.active:
@@ -369,21 +314,9 @@ class Context:
             self.release(group, True)
 
     def _end_backward(self) -> None:
-        for unit in self.units:
-            if unit.got and self._by_unit.get(unit) not in self._line:
-                self._expect(unit)  # not all of them came, or some a second time
-                if unit not in self._by_unit:
-                    unit.keep_gradients()
-        self._owed = {
-            unit: None for unit in (*self._owed, *self._used) if unit not in self._by_unit
-        }
-        while self._line:
-            self._launch(self._line.pop(0))
-        if self.is_last_backward:
-            self._finish_reductions()
+        self.line.end(self.units, self.pool, self.is_last_backward)
         self._drop_gathers()
         self._gathers_backward.end()
-        self._reductions.end()
         for group in self.groups:
             if group.active:
                 continue  # this backward was started in its forward
@@ -395,30 +328,18 @@ class Context:
                 self.release(group, True)
         self._clear()
 
-    def _finish_reductions(self) -> None:
-        for reduction in self._under_way:
-            reduction.go_on()
-        while self._under_way:
-            self._under_way.popleft().finish()
-
     def _clear(self) -> None:
         self.in_backward, self._task = False, -1
-        self._by_unit.clear()
-        self._line.clear()
-        self._ready.clear()
+        self.line.clear()
         self._had.clear()
-        self._used.clear()
 
     # ---- after exceptions
 
     def recover(self) -> None:
         """Forget the iteration under way, with its gradients that no shard has got yet."""
-        for reduction in self._under_way:
-            reduction.abandon()
-        self._under_way.clear()
+        self.line.abandon()
         for unit in self.units:
             unit.forget_gradients()
-        self._owed.clear()
         self._clear()
         self.settle()
 

@@ -1,0 +1,126 @@
+"""The line of reductions: which gradients are reduced together, in which order, and when.
+
+The order is the reverse of that of use in forward, whatever a rank's own gradients come in: so it
+is the same on every rank, and only when a reduction starts is up to each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from shardwise.fsdp.causes import reducing
+from shardwise.fsdp.habit import Habit, agree
+from shardwise.fsdp.pool import Pool
+from shardwise.fsdp.reducing import Reduction
+from shardwise.fsdp.unit import Unit
+
+
+class Line:
+    """Reductions to come, and those under way."""
+
+    def __init__(self) -> None:
+        self.used: dict[Unit, None] = {}
+        """The units whose gradients are expected, in the order of use."""
+        self.ready: set[Unit] = set()
+        """Those all of whose gradients this backward has brought."""
+        self._owed: dict[Unit, None] = {}
+        """Those with gradients of earlier backwards, which did not reduce them."""
+        self._waiting: list[Reduction] = []
+        """In the order in which they are to start."""
+        self._by_unit: dict[Unit, Reduction] = {}
+        self._under_way: deque[Reduction] = deque()
+        self._habit = Habit()
+
+    def begin(self, habit: Habit, pool: Pool) -> None:
+        """A backward has begun."""
+        self._habit = habit
+        for unit in (*reversed(self.used), *self._owed):
+            self.expect(unit, pool)
+
+    def expect(self, unit: Unit, pool: Pool) -> None:
+        """Line up the reduction of a unit, and of those that travel with it, if it is not yet."""
+        if unit not in self._by_unit and unit.trainable:
+            self._add(unit, pool)
+
+    def _add(self, unit: Unit, pool: Pool) -> None:
+        if not _is_synchronised(unit):
+            return
+        settings = unit.groups[0].settings
+        if unit in self.used and unit not in self._by_unit:
+            reduction = Reduction(unit.bucket.plan(unit.bucket.units), settings, pool)
+            # Of those that travel with it, only the used ones are waited for.
+            reduction.waits_for &= self.used.keys()
+        else:
+            reduction = Reduction(unit.bucket.plan([unit]), settings, pool)
+        self._waiting.append(reduction)
+        for each in reduction.waits_for:
+            self._by_unit[each] = reduction
+
+    def put(self, unit: Unit, pool: Pool) -> None:
+        """All gradients of a unit are there."""
+        self.ready.add(unit)
+        reduction = self._by_unit.get(unit)
+        if reduction is None or reduction not in self._waiting:
+            if not _is_synchronised(unit):
+                unit.keep_gradients()
+                return
+            self._add(unit, pool)  # its gradients come a second time, or nobody saw it coming
+            reduction = self._by_unit[unit]
+        reduction.put(unit)
+        while self._waiting and not self._waiting[0].waits_for:
+            self._launch(self._waiting.pop(0))
+
+    def end(self, units: Iterable[Unit], pool: Pool, is_last: bool) -> None:
+        """A backward is over.
+
+        Arguments:
+            units: all there are.
+            is_last: whether to wait until all shards have their gradients.
+        """
+        for unit in units:
+            if unit.got and self._by_unit.get(unit) not in self._waiting:
+                self._add(unit, pool)  # not all of them came, or some a second time
+                if unit not in self._by_unit:
+                    unit.keep_gradients()
+        self._owed = {unit: None for unit in (*self._owed, *self.used) if unit not in self._by_unit}
+        while self._waiting:
+            self._launch(self._waiting.pop(0))
+        self._habit.end()
+        if is_last:
+            for reduction in self._under_way:
+                reduction.go_on()
+            while self._under_way:
+                self._under_way.popleft().finish()
+
+    def _launch(self, reduction: Reduction) -> None:
+        units = reduction.plan.units
+        if self._habit.departs(tuple(units)):
+            with reducing(units):
+                agree(reduction.info.communicators(), units, "reduces the gradients of")
+        reduction.start()
+        self._under_way.append(reduction)
+        # By now what was sent before has had the time of a layer.
+        for earlier in list(self._under_way)[:-1]:
+            earlier.go_on()
+        while len(self._under_way) > 2:
+            self._under_way.popleft().finish()
+
+    def clear(self) -> None:
+        """Nothing is expected any more."""
+        self._by_unit.clear()
+        self._waiting.clear()
+        self.ready.clear()
+        self.used.clear()
+
+    def abandon(self) -> None:
+        """Forget everything, also what is under way and what is owed."""
+        for reduction in self._under_way:
+            reduction.abandon()
+        self._under_way.clear()
+        self._owed.clear()
+        self.clear()
+
+
+def _is_synchronised(unit: Unit) -> bool:
+    return any(group.settings.gradient_sync for group in unit.groups)
