@@ -172,7 +172,7 @@ def run_the_page(path):
     names["update"](names["average"], names["model"])
     backward = [e for e in names["events"] if e.rank == 0 and e.cause.direction == "backward"]
     gathered = [event for event in backward if event.cause.operator == "unshard"]
-    assert len(gathered) == 1, "what a checkpoint computes anew is not gathered again"
+    assert not gathered, "so small a model is kept for backward, and its checkpoints use that"
     return losses
 
 
