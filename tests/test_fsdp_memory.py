@@ -1,7 +1,7 @@
 """Whole parameters live only while they are needed: counted."""
 
 import pytest
-from fsdp_memory import BLOCK, Counted, live_bytes
+from fsdp_memory import BLOCK, LAYERS, Counted, live_bytes
 
 import shardwise as sw
 
@@ -45,8 +45,8 @@ def test_the_count_finds_whole_parameters():
     assert min(on_ranks(run)) > 0.9 * RANKS
 
 
-@pytest.mark.parametrize(("reshard", "blocks"), [(True, 3), (False, 7)])
-def test_few_blocks_are_gathered_at_once(reshard, blocks):
+@pytest.mark.parametrize(("reshard", "blocks"), [(True, 2), (False, LAYERS)])
+def test_no_more_is_gathered_at_once_than_a_block_and_the_next(reshard, blocks):
     def run(mesh):
         counted = Counted(mesh, reshard)
         for _ in range(2):
@@ -54,4 +54,4 @@ def test_few_blocks_are_gathered_at_once(reshard, blocks):
         return counted.peak / BLOCK
 
     for peak in on_ranks(run):
-        assert blocks - 1 < peak < blocks
+        assert blocks - 1 < peak < blocks + 0.2  # norms and biases, and what is not in a block

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fsdp_memory import BLOCK, Counted, live_bytes
+from fsdp_memory import BLOCK, LAYERS, Counted, live_bytes
 from fsdp_models import (
     FEATURES,
     TOLERANCES,
@@ -94,9 +94,9 @@ def counted(reshard):
     return found, model.peak / BLOCK, model.context.pool.nbytes / BLOCK
 
 
-@pytest.mark.parametrize(("reshard", "blocks"), [(True, 2), (False, 7)])
+@pytest.mark.parametrize(("reshard", "blocks"), [(True, 2), (False, LAYERS)])
 def test_after_every_step_nothing_is_alive_but_shards_and_a_few_buffers(workers2, reshard, blocks):
     for found, peak, kept in workers2.run(counted, reshard):
         assert max(found) < 0.01
-        assert peak < blocks
+        assert blocks - 1 < peak < blocks + 0.2  # a block and the next
         assert kept < 4
