@@ -7,8 +7,9 @@ the same processes, taking turns:
 - DDP and FSDP2: torch's `DistributedDataParallel` and `fully_shard`, of each layer and of the root;
 - ours: `fully_shard` of the same modules, and `replicate` of the model.
 
-"kept": layers keep the gathered parameters between forward and backward, as the root always does,
-which is the default of both. All but the first must have the losses of one process that trains on
+"default" is each one's own of `reshard_after_forward`: torch's gives back all layers after forward,
+ours all but those that backward begins with. "True" gives back all; torch's is its default. "kept":
+layers keep the gathered parameters until backward. All but the first must have the losses of one process that trains on
 the whole batch. A step is forward, backward and SGD, and its time is that of the slower rank.
 
 Memory is the peak of all CPU tensors in a step, on the rank that has more (`benchmarks._memory`),
@@ -71,7 +72,7 @@ def ddp(model: Model) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def fsdp2(model: Model, reshard: bool = True) -> nn.Module:
+def fsdp2(model: Model, reshard: bool | None = None) -> nn.Module:
     """torch's `fully_shard`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -79,12 +80,12 @@ def fsdp2(model: Model, reshard: bool = True) -> nn.Module:
     return _sharded(model, fully_shard, init_device_mesh("cpu", (2,)), reshard)
 
 
-def ours(model: Model, reshard: bool = True) -> nn.Module:
+def ours(model: Model, reshard: bool | None = None) -> nn.Module:
     """Our `fully_shard`."""
     return _sharded(model, sw.fsdp.fully_shard, sw.init_device_mesh("cpu", (2,)), reshard)
 
 
-def _sharded(model: Model, fully_shard: Any, mesh: Any, reshard: bool) -> nn.Module:
+def _sharded(model: Model, fully_shard: Any, mesh: Any, reshard: bool | None) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     return fully_shard(model, mesh=mesh)
@@ -101,10 +102,11 @@ WAYS: dict[str, Callable[[Model], nn.Module]] = {
     "FSDP2": fsdp2,
     "FSDP2, kept": lambda model: fsdp2(model, reshard=False),
     "ours": ours,
+    "ours, True": lambda model: ours(model, reshard=True),
     "ours, kept": lambda model: ours(model, reshard=False),
     "replicate": replicated,
 }
-OURS = {"ours": "FSDP2", "ours, kept": "FSDP2, kept", "replicate": None}
+OURS = {"ours": "FSDP2", "ours, True": "FSDP2", "ours, kept": "FSDP2, kept", "replicate": None}
 """Ours, each with what it is measured by beside DDP."""
 
 
