@@ -8,9 +8,9 @@ the same processes, taking turns:
 - ours: `fully_shard` of the same modules, and `replicate` of the model.
 
 FSDP2 and ours give parameters back after forward as their own defaults say: torch's those of all
-layers, ours of all but those that backward begins with. "True" is of all layers, "kept" of none. All
-but the first must have the losses of one process that trains on the whole batch. A step is forward,
-backward and SGD, and its time is that of the slower rank.
+layers, ours of all but those that backward begins with. "True" is of all layers, "kept" of none.
+All but the first must have the losses of one process that trains on the whole batch. A step is
+forward, backward and SGD, and its time is that of the slower rank.
 
 Memory is the peak of all CPU tensors in a step, on the rank that has more (`benchmarks._memory`),
 made from nothing for each way. With one token a rank there are hardly any activations: what is left

@@ -356,3 +356,27 @@ def test_a_custom_gather_that_raises_can_be_replaced():
         assert_same(model, train(made(), batch()))
 
     on_ranks(run)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_set_reduce_scatter_max_input_buffers_says_how_many_reductions_may_be_under_way(count):
+    plain = made()
+    mean_square(plain, batch()).backward()
+
+    def run(mesh):
+        model = shard_all(made(), mesh)
+        model.set_reduce_scatter_max_input_buffers(count)
+        model.set_is_last_backward(False)
+        mean_square(model, mine(batch(), mesh)).backward()
+        line = model._fsdp_group.context.line
+        assert len(line._under_way) == count + 1
+        model.reset_iter_state()
+        model.set_is_last_backward(True)
+        mean_square(model, mine(batch(), mesh)).backward()
+        model.zero_grad()
+        mean_square(model, mine(batch(), mesh)).backward()
+        assert_same(model, plain)
+        with pytest.raises(sw.fsdp.FSDPError, match="max_input_buffers: expected a number from 1"):
+            model.set_reduce_scatter_max_input_buffers(0)
+
+    on_ranks(run)

@@ -31,6 +31,8 @@ class Line:
         self._by_unit: dict[Unit, Reduction] = {}
         self._under_way: deque[Reduction] = deque()
         self._habit = Habit()
+        self.ahead = 1
+        """How many may be on their way before the next is put together."""
 
     def begin(self, habit: Habit, pool: Pool) -> None:
         """A backward has begun."""
@@ -100,10 +102,10 @@ class Line:
                 agree(reduction.info.communicators(), units, "reduces the gradients of")
         reduction.start()
         self._under_way.append(reduction)
-        # By now what was sent before has had the time of a layer.
-        for earlier in list(self._under_way)[:-1]:
+        # By now what was sent before has had the time of a layer, or of several.
+        for earlier in list(self._under_way)[: -self.ahead]:
             earlier.go_on()
-        while len(self._under_way) > 2:
+        while len(self._under_way) > self.ahead + 1:
             self._under_way.popleft().finish()
 
     def clear(self) -> None:

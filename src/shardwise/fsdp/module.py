@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.checks import as_int
 from shardwise.fsdp.custom import AllGather, ReduceScatter
 from shardwise.fsdp.errors import FSDPError, check_bool
 from shardwise.fsdp.group import Group, check_group, check_list
@@ -167,6 +168,32 @@ class FSDPModule(_Base):
         if not is_number or factor == 0 or not math.isfinite(factor):
             raise FSDPError(f"factor: expected a finite number other than 0, got {factor!r}")
         self._change(False, divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """torch's older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Say how many reductions may be on their way before backward waits for the oldest: 1 by
+        default. More take more memory, and help if gradients travel slower than they come.
+
+        Arguments:
+            recurse: accepted for torch's sake; it is one number for all groups of a model.
+        """
+        count = as_int(max_input_buffers)
+        if count is None or count < 1:
+            raise FSDPError(
+                f"max_input_buffers: expected a number from 1 on, got {max_input_buffers!r}"
+            )
+        self._fsdp_group.ready_context().line.ahead = count
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Nothing changes: gathers and reductions always have a way of their own."""
+        check_bool("enable", enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Nothing changes: what travels is always summed, and divided afterwards."""
