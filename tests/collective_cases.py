@@ -848,10 +848,12 @@ CASES: dict[str, Callable[[sw.Communicator, bool], None]] = {
 }
 
 
-def run_case(name: str, where: Where, exact: bool) -> tuple[int, ...] | None:
+def run_case(
+    case: Callable[[sw.Communicator, bool], None], where: Where, exact: bool
+) -> tuple[int, ...] | None:
     """Run a case on the calling rank; returns the ranks it ran with, None if it stands outside."""
     comm = where.communicator()
     if comm is None:
         return None
-    CASES[name](comm, exact)
+    case(comm, exact)
     return comm.ranks

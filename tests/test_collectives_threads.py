@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_cases import CASES, DTYPES, OPS, WHERES, Where, run_case, size_patterns, value
+from in_place_cases import IN_PLACE_CASES
 
 import shardwise as sw
 from shardwise.comm.abstract import AbstractCommunicator
@@ -17,31 +18,34 @@ from shardwise.comm.alone import AloneCommunicator
 # torch warns that it knows complex32 only in part; moves need no more.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
+ALL_CASES = CASES | IN_PLACE_CASES
+
 
 @pytest.mark.parametrize("where", WHERES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_collectives_of_simulated_ranks(case: str, where: str) -> None:
-    ran_with = sw.simulate(run_case, 4, case, WHERES[where], exact=True)
+    ran_with = sw.simulate(run_case, 4, ALL_CASES[case], WHERES[where], exact=True)
     check_membership(WHERES[where], ran_with)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_collectives_of_fewer_ranks(case: str, world_size: int) -> None:
     ranks = tuple(range(world_size))
-    ran_with = sw.simulate(run_case, world_size, case, Where(ranks, ("x",), ("x",), (ranks,)), True)
+    where = Where(ranks, ("x",), ("x",), (ranks,))
+    ran_with = sw.simulate(run_case, world_size, ALL_CASES[case], where, True)
     assert ran_with == [ranks] * world_size
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_collectives_of_ranks_that_run_in_parallel(case: str) -> None:
-    ran_with = sw.simulate(run_case, 4, case, WHERES["tp-dp"], exact=True, parallel=True)
+    ran_with = sw.simulate(run_case, 4, ALL_CASES[case], WHERES["tp-dp"], exact=True, parallel=True)
     check_membership(WHERES["tp-dp"], ran_with)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_collectives_of_a_process_alone(case: str) -> None:
-    assert run_case(case, Where((0,), ("x",), ("x",), ((0,),)), exact=True) == (0,)
+    assert run_case(ALL_CASES[case], Where((0,), ("x",), ("x",), ((0,),)), exact=True) == (0,)
 
 
 def check_membership(where: Where, ran_with: list[tuple[int, ...] | None]) -> None:

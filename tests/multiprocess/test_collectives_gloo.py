@@ -27,6 +27,7 @@ from collective_cases import (
     value,
     values,
 )
+from in_place_cases import IN_PLACE_CASES
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
@@ -36,6 +37,7 @@ from shardwise.comm.c10d import C10dCommunicator
 
 NAMES = ("dp", "tp")
 TIMEOUT = timedelta(seconds=60)
+ALL_CASES = CASES | IN_PLACE_CASES
 
 
 def start_again(store: Path) -> None:
@@ -56,9 +58,9 @@ def fresh4(workers4_apart: sw.Workers, tmp_path: Path) -> sw.Workers:
 
 
 @pytest.mark.parametrize("where", WHERES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_collectives_of_real_ranks(workers4: sw.Workers, case: str, where: str) -> None:
-    ran_with = workers4.run(run_case, case, WHERES[where], exact=False)
+    ran_with = workers4.run(run_case, ALL_CASES[case], WHERES[where], exact=False)
     for rank, ranks in enumerate(ran_with):
         groups = WHERES[where].expected
         assert ranks == next((group for group in groups if rank in group), None)

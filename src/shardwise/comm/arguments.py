@@ -66,13 +66,43 @@ def as_pieces(argument: str, pieces: Iterable[torch.Tensor], count: int) -> list
         )
     if len(found) != count:
         raise CollectiveError(f"{argument}: expected {count}, one per rank; got {len(found)}")
-    for index, piece in enumerate(found):
-        check_tensor(f"{argument}[{index}]", piece)
-    dtypes = {piece.dtype for piece in found}
-    if len(dtypes) != 1:
-        named = ", ".join(sorted(map(str, dtypes)))
-        raise CollectiveError(f"{argument}: expected one dtype, got {named}")
+    _check_one_dtype(argument, found)
     return found
+
+
+def as_tensors(argument: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Some tensors, all of one dtype."""
+    found = _items(tensors)
+    if not found:
+        raise CollectiveError(
+            f"{argument}: expected a list of tensors, at least one; got {_described(tensors)}"
+        )
+    _check_one_dtype(argument, found)
+    return found
+
+
+def as_piece_lists(
+    argument: str,
+    lists: Iterable[Iterable[torch.Tensor]],
+    own: Sequence[torch.Tensor],
+    index: int,
+    count: int,
+) -> list[list[torch.Tensor]]:
+    """For each tensor of `own` one of each of `count` ranks; that at `index` is like it."""
+    found = _items(lists)
+    if found is None or len(found) != len(own):
+        got = _described(lists) if found is None else len(found)
+        raise CollectiveError(
+            f"{argument}: expected {len(own)} lists, each of a tensor per rank; got {got}"
+        )
+    result = [as_pieces(f"{argument}[{at}]", each, count) for at, each in enumerate(found)]
+    for at, (each, like) in enumerate(zip(result, own, strict=True)):
+        x = each[index]
+        if x.shape != like.shape or x.dtype != like.dtype or x.device != like.device:
+            raise CollectiveError(
+                f"{argument}[{at}][{index}]: expected {_kind(like)}, as this rank's; got {_kind(x)}"
+            )
+    return result
 
 
 def as_peer(argument: str, peer: int, count: int, besides: int | None = None) -> int:
@@ -100,6 +130,15 @@ def as_messages(
     return found
 
 
+def _check_one_dtype(argument: str, tensors: Sequence[Any]) -> None:
+    for index, each in enumerate(tensors):
+        check_tensor(f"{argument}[{index}]", each)
+    dtypes = {each.dtype for each in tensors}
+    if len(dtypes) != 1:
+        named = ", ".join(sorted(map(str, dtypes)))
+        raise CollectiveError(f"{argument}: expected one dtype, got {named}")
+
+
 # ---- how values are shown in messages
 
 
@@ -113,6 +152,10 @@ def listed(values: Sequence[Any]) -> str:
 def shown(values: Sequence[Any]) -> str:
     """A tuple of the values, shortened as by `listed`."""
     return str(tuple(values)) if len(values) <= _SHOWN else f"({listed(values)})"
+
+
+def _kind(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}"
 
 
 def _described(value: Any) -> str:

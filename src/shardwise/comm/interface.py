@@ -25,9 +25,11 @@ from shardwise.comm.arguments import (
     as_dim,
     as_messages,
     as_peer,
+    as_piece_lists,
     as_pieces,
     as_shapes,
     as_sizes,
+    as_tensors,
     check_tensor,
     shown,
 )
@@ -180,10 +182,12 @@ class Communicator(ABC):
         check_tensor("all_gather_into(x)", x)
         check_tensor("all_gather_into(rows)", rows)
         wanted = (self.size, x.numel())
-        if tuple(rows.shape) != wanted or rows.dtype != x.dtype or not rows.is_contiguous():
+        is_like_x = rows.dtype == x.dtype and rows.device == x.device
+        if tuple(rows.shape) != wanted or not is_like_x or not rows.is_contiguous():
             raise CollectiveError(
-                f"all_gather_into(rows): expected {x.dtype} {wanted}, contiguous; got "
-                f"{_shown(rows)}{'' if rows.is_contiguous() else ', not contiguous'}"
+                f"all_gather_into(rows): expected {x.dtype} {wanted} on {x.device}, contiguous; "
+                f"got {_shown(rows)} on {rows.device}"
+                f"{'' if rows.is_contiguous() else ', not contiguous'}"
             )
         return self._traced(
             "all_gather",
@@ -206,8 +210,8 @@ class Communicator(ABC):
         self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
     ) -> Pending[None]:
         """`all_gather_in_place`, under way."""
-        sent = as_pieces("all_gather_in_place(xs)", xs, len(outs))
-        places = [as_pieces("all_gather_in_place(outs)", each, self.size) for each in outs]
+        sent = as_tensors("all_gather_in_place(xs)", xs)
+        places = as_piece_lists("all_gather_in_place(outs)", outs, sent, self.index, self.size)
         others = [peer for peer in range(self.size) if peer != self.index]
         received = sum(_size_in_bytes(each[peer]) for each in places for peer in others)
         messages = [
@@ -238,8 +242,8 @@ class Communicator(ABC):
         op: str = "sum",
     ) -> Pending[None]:
         """`reduce_scatter_in_place`, under way; until it is over nobody may look at `outs`."""
-        places = as_pieces("reduce_scatter_in_place(outs)", outs, len(xs))
-        sent = [as_pieces("reduce_scatter_in_place(xs)", each, self.size) for each in xs]
+        places = as_tensors("reduce_scatter_in_place(outs)", outs)
+        sent = as_piece_lists("reduce_scatter_in_place(xs)", xs, places, self.index, self.size)
         check_reduction(op, places[0].dtype)
         others = [peer for peer in range(self.size) if peer != self.index]
         received = sum(map(_size_in_bytes, places)) * len(others)
@@ -481,7 +485,12 @@ class Communicator(ABC):
 
     def _start_all_reduce_in_place(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
         """An engine that can do without the copy does."""
-        return self._start_all_reduce(x, op).then(x.copy_)
+
+        def put(total: torch.Tensor) -> torch.Tensor:
+            x.detach().copy_(total)
+            return x
+
+        return self._start_all_reduce(x, op).then(put)
 
     @abstractmethod
     def _start_reduce_scatter(
