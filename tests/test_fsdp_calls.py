@@ -246,6 +246,20 @@ def test_what_was_kept_on_fewer_ranks_or_gathered_early_is_not_used_once_shards_
     on_ranks(run, 4)
 
 
+def test_how_much_to_keep_may_be_set_between_forward_and_backward():
+    plain = made()
+    mean_square(plain, batch()).backward()
+
+    def run(mesh):
+        model = shard_all(made(), mesh, reshard_after_forward=2)
+        loss = mean_square(model, mine(batch(), mesh))
+        model.set_reshard_after_forward(True)
+        loss.backward()
+        assert_same(model, plain)
+
+    on_ranks(run, 4)
+
+
 # ---- in parts
 
 

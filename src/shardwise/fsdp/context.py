@@ -215,8 +215,7 @@ class Context:
             if unit.state is _UNSHARDED or unit.gather is not None or unit.is_alias:
                 continue
             if unit.state is ShardedState.SHARDED_POST_FORWARD:
-                wanted = unit.groups[0].settings.reshard_after_forward
-                mesh, _ = _kept_mesh(unit, int(wanted or 0))
+                mesh, _ = _kept_mesh(unit, unit.kept_count)
                 KeptGather(unit, communicator(mesh, (0,), channel="gather"))
                 continue
             run = unit.bucket.run_around(unit, self._had)
