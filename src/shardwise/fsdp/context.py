@@ -288,7 +288,7 @@ class Context:
         )
         self._gathers_backward = self._habits.begun("gathers")
         Variable._execution_engine.queue_callback(_End(self, task))
-        self.line.begin(self._habits.begun("reductions"), self.pool)
+        self.line.begin(task, self._habits.begun("reductions"), self.pool)
 
     def _on_ready(self, unit: Unit) -> None:
         """All gradients of a unit are there."""
