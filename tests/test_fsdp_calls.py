@@ -231,6 +231,26 @@ def test_parameters_that_stay_gathered_are_gathered_again_when_their_shards_chan
     on_ranks(run)
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_parameters_that_stay_gathered_follow_any_optimizer(options):
+    def steps(model, x):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            mean_square(model, x).backward()
+            optimizer.step()
+        return model
+
+    plain = steps(made(), batch())
+
+    def run(mesh):
+        model = shard_all(made(), mesh, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        assert_same(steps(model, mine(batch(), mesh)), plain)
+
+    on_ranks(run)
+
+
 def test_what_was_kept_on_fewer_ranks_or_gathered_early_is_not_used_once_shards_change():
     def run(mesh):
         model = shard_all(made(), mesh, reshard_after_forward=2)
@@ -242,6 +262,20 @@ def test_what_was_kept_on_fewer_ranks_or_gathered_early_is_not_used_once_shards_
                 for parameter in each.parameters():
                     parameter.mul_(1.5)
         assert_close(model(batch()), plain(batch()))
+
+    on_ranks(run, 4)
+
+
+def test_how_much_to_keep_may_be_set_between_forward_and_backward():
+    plain = made()
+    mean_square(plain, batch()).backward()
+
+    def run(mesh):
+        model = shard_all(made(), mesh, reshard_after_forward=2)
+        loss = mean_square(model, mine(batch(), mesh))
+        model.set_reshard_after_forward(True)
+        loss.backward()
+        assert_same(model, plain)
 
     on_ranks(run, 4)
 

@@ -88,6 +88,16 @@ def test_tied_weights_train_as_one_in_whichever_groups_they_are(shard):
     check_trains_as_one(Tied, shard, also=[ties_hold])
 
 
+@pytest.mark.parametrize("first", [True, None])
+def test_tied_weights_of_groups_that_keep_different_parts_after_forward(first):
+    def shard(model, mesh):
+        fully_shard(model.layers[0], mesh=mesh, reshard_after_forward=first)
+        fully_shard(model.layers[2], mesh=mesh, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh)
+
+    check_trains_as_one(Tied, shard, count=4)
+
+
 def test_tied_weights_of_one_module_used_by_two_names():
     class Twice(nn.Module):
         def __init__(self):

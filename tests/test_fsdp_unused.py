@@ -107,6 +107,35 @@ def test_a_second_backward_with_parameters_that_some_ranks_do_not_use():
     on_ranks(run)
 
 
+class Both(Branch):
+    """A call uses the left branch, and may use the right one."""
+
+    layers = ()
+
+    def forward(self, x, both=True):
+        return torch.tanh(self.left(x) + self.right(x) if both else self.left(x))
+
+
+@pytest.mark.parametrize("shard", [in_one, replicated, hybrid])
+def test_two_models_in_one_backward_of_which_some_ranks_do_not_use_all(shard):
+    """The gradients of one wait for its end on some ranks, and must not meet those of the other."""
+
+    plain, x = (made(Both), made(Both)), batch()
+    parts = [plain[1](plain[0](part), at != 0) for at, part in enumerate(x.chunk(4))]
+    (sum(part.square().mean() for part in parts) / 4).backward()
+
+    def run(mesh):
+        ours = [shard(made(Both), mesh) for _ in plain]
+        for _ in range(2):
+            for model in ours:
+                model.zero_grad()
+            ours[1](ours[0](mine(x, mesh)), mesh.get_rank() != 0).square().mean().backward()
+            assert_same(ours[0], plain[0])
+            assert_same(ours[1], plain[1])
+
+    on_ranks(run, 4)
+
+
 def test_a_sharded_module_that_some_ranks_do_not_call_is_named():
     def run(mesh):
         model = shard_all(made(), mesh)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.autograd.graph import increment_version
 
 from shardwise.errors import ShardwiseError
 from shardwise.tensor import DTensor, wrap
@@ -81,7 +82,10 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
         if type(self) in POINTWISE and not args and not kwargs:
             shards = _shards(self)
         if not shards:
-            return step(self, *args, **kwargs)
+            try:
+                return step(self, *args, **kwargs)
+            finally:
+                _note_changes(self)
         for tensor in shards:
             tensor.__class__ = torch.Tensor
         try:
@@ -90,8 +94,17 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
             for tensor in shards:
                 tensor.__class__ = DTensor
             _wrap_new_state(self)
+            _note_changes(self)
 
     return on_shards
+
+
+def _note_changes(optimizer: optim.Optimizer) -> None:
+    """Count the changes that torch's fused kernels make and do not count: what was gathered from a
+    parameter is out of date."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([each for each in group["params"] if type(each) is DTensor])
 
 
 def _shards(optimizer: optim.Optimizer) -> list[Any] | None:

@@ -215,8 +215,7 @@ class Context:
             if unit.state is _UNSHARDED or unit.gather is not None or unit.is_alias:
                 continue
             if unit.state is ShardedState.SHARDED_POST_FORWARD:
-                wanted = unit.groups[0].settings.reshard_after_forward
-                mesh, _ = _kept_mesh(unit, int(wanted or 0))
+                mesh, _ = _kept_mesh(unit, unit.kept_count)
                 KeptGather(unit, communicator(mesh, (0,), channel="gather"))
                 continue
             run = unit.bucket.run_around(unit, self._had)
@@ -289,7 +288,7 @@ class Context:
         )
         self._gathers_backward = self._habits.begun("gathers")
         Variable._execution_engine.queue_callback(_End(self, task))
-        self.line.begin(self._habits.begun("reductions"), self.pool)
+        self.line.begin(task, self._habits.begun("reductions"), self.pool)
 
     def _on_ready(self, unit: Unit) -> None:
         """All gradients of a unit are there."""

@@ -8,12 +8,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 from shardwise.fsdp.causes import reducing
 from shardwise.fsdp.habit import Habit, agree
 from shardwise.fsdp.pool import Pool
 from shardwise.fsdp.reducing import Reduction
 from shardwise.fsdp.unit import Unit
+
+
+class _Backward:
+    """A backward of autograd, which may go through models with a line each.
+
+    They share the ways between ranks, and when gradients come is up to each rank: so the line that
+    has begun first goes first, on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+
+    def launch(self) -> None:
+        """Start what is next and ready."""
+        for line in self.lines:
+            if not line.launch_ready():
+                return
+
+    def launch_all(self) -> None:
+        """Start everything, at its end: all gradients that come are there."""
+        for line in self.lines:
+            line.launch_all()
+
+
+_backwards: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
+"""Those under way, by the number that autograd gives them."""
 
 
 class Line:
@@ -33,10 +60,17 @@ class Line:
         self._habit = Habit()
         self.ahead = 1
         """How many may be on their way before the next is put together."""
+        self._backward = _Backward()
 
-    def begin(self, habit: Habit, pool: Pool) -> None:
-        """A backward has begun."""
+    def begin(self, task: int, habit: Habit, pool: Pool) -> None:
+        """A backward has begun.
+
+        Arguments:
+            task: its number.
+        """
         self._habit = habit
+        self._backward = _backwards.setdefault(task, _Backward())
+        self._backward.lines.append(self)
         for unit in (*reversed(self.used), *self._owed):
             self.expect(unit, pool)
 
@@ -70,7 +104,17 @@ class Line:
             self._add(unit, pool)  # its gradients come a second time, or nobody saw it coming
             reduction = self._by_unit[unit]
         reduction.put(unit)
+        self._backward.launch()
+
+    def launch_ready(self) -> bool:
+        """Start what is next and ready; says whether nothing is left."""
         while self._waiting and not self._waiting[0].waits_for:
+            self._launch(self._waiting.pop(0))
+        return not self._waiting
+
+    def launch_all(self) -> None:
+        """Start all that is left, without the gradients that have not come."""
+        while self._waiting:
             self._launch(self._waiting.pop(0))
 
     def end(self, units: Iterable[Unit], pool: Pool, is_last: bool) -> None:
@@ -86,8 +130,7 @@ class Line:
                 if unit not in self._by_unit:
                     unit.keep_gradients()
         self._owed = {unit: None for unit in (*self._owed, *self.used) if unit not in self._by_unit}
-        while self._waiting:
-            self._launch(self._waiting.pop(0))
+        self._backward.launch_all()
         self._habit.end()
         if is_last:
             for reduction in self._under_way:
@@ -110,6 +153,9 @@ class Line:
 
     def clear(self) -> None:
         """Nothing is expected any more."""
+        if self in self._backward.lines:
+            self._backward.lines.remove(self)
+        self._backward = _Backward()
         self._by_unit.clear()
         self._waiting.clear()
         self.ready.clear()

@@ -144,6 +144,8 @@ class Unit:
         """What it will be filled from, if that is under way."""
         self.kept: torch.Tensor | None = None
         """Its piece in SHARDED_POST_FORWARD."""
+        self.kept_count = 0
+        """Of how many equal pieces that is one, whatever settings say meanwhile."""
         self.versions: list[int] = []
         """Of the shards when they were gathered."""
         self.got: set[int] = set()
@@ -320,6 +322,7 @@ class Unit:
         """Give back all but one of `count` equal pieces of the gathered parameters' memory."""
         with torch.no_grad():
             self.kept = self.memory.view(count, -1)[index].clone()
+        self.kept_count = count
         self.free()
         self.state = moved_on(self.state, ShardedState.SHARDED_POST_FORWARD, self.name)
 
