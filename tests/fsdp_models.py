@@ -162,6 +162,19 @@ FEATURES: dict[str, tuple[dict, Variation]] = {
     ),
 }
 
+TOGETHER: dict[str, tuple[dict, Variation]] = {
+    # All of the above in a few cases; each by itself: tests/sweep.
+    "nothing else": FEATURES["nothing else"],
+    "tied, microbatches": ({"tied": True}, Variation(3)),
+    "some frozen, clipped, checkpoints of two, reentrant": (
+        {"frozen": "some", "clip": 0.1},
+        Variation(regions=(2, 1), checkpointed=True),
+    ),
+    "layers frozen, microbatches reduced once": ({"frozen": "whole layers"}, Variation(3, "last")),
+    "biases trained, checkpoints": ({"frozen": "all but biases"}, Variation(checkpointed=False)),
+    "all of it": FEATURES["all of it"],
+}
+
 
 def each_block(model, mesh, **options):
     for block in model.blocks:
@@ -206,9 +219,27 @@ WAYS = {
 }
 
 
+UNEVEN = {
+    "fsdp 2": Way((2,), ("dp",), each_block),
+    "fsdp 3": Way((3,), ("dp",), each_block),
+    "fsdp 4": Way((4,), ("dp",), each_block),
+    "hsdp 2x2": WAYS["hsdp"],
+    "hsdp 2x3": Way((2, 3), ("replicate", "shard"), each_block),
+    "fsdp 2 x tp 2": WAYS["fsdp x tp"],
+    "fsdp 3 x tp 2": Way((3, 2), ("dp", "tp"), each_block, by_plan),
+    "fsdp 2 x styles 2": WAYS["fsdp x styles"],
+}
+UNEVEN_SIZES = (5, 7, 3)
+
+
 def columns(parameter):
     """Matrices split along their second dim."""
     return Shard(1) if parameter.dim() > 1 else Shard(0)
+
+
+def some_whole(parameter):
+    """Matrices split along their last dim, and the rest on every rank."""
+    return Replicate() if parameter.dim() == 1 else Shard(-1)
 
 
 # ---- training

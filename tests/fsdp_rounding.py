@@ -2,10 +2,23 @@
 
 import math
 
-from fsdp_models import build, loss_of, stepped
+import pytest
+import torch
+from fsdp_models import Variation, alone, as_rank, build, compare, loss_of, stepped
 from torch.func import functional_call
 
 import shardwise as sw
+from shardwise.fsdp import MixedPrecisionPolicy
+
+
+def check_rounding(way, task, reduce_dtype, *variation):
+    """Simulated ranks that compute in bfloat16 train as one process that does."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    variation = Variation(*variation, options={"mp_policy": policy})
+    outcomes = sw.simulate(lambda: as_rank(way, task, variation), way.ranks)
+    compare(outcomes, rounding(way, task, variation), 1e-6)
+    with pytest.raises(AssertionError):  # or else nothing was rounded
+        compare(outcomes, alone(task), 1e-3)
 
 
 def rounding(way, task, variation):

@@ -4,6 +4,9 @@ import pytest
 import torch
 from fsdp_models import (
     FEATURES,
+    TOGETHER,
+    UNEVEN,
+    UNEVEN_SIZES,
     WAYS,
     Task,
     Variation,
@@ -12,32 +15,30 @@ from fsdp_models import (
     as_one,
     as_one_whole,
     build,
-    by_plan,
-    by_styles,
     check,
     columns,
     each_block,
     loss_of,
+    some_whole,
     whole,
 )
 
 import shardwise as sw
-from shardwise import DTensor, Replicate, Shard
+from shardwise import DTensor
 
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("feature", FEATURES)
-def test_ten_steps_are_those_of_one_process(way, feature):
-    fields, variation = FEATURES[feature]
+@pytest.mark.parametrize("features", TOGETHER)
+def test_ten_steps_are_those_of_one_process(way, features):
+    fields, variation = TOGETHER[features]
     check(WAYS[way], Task(**fields), variation)
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("feature", ["nothing else", "tied", "all of it"])  # the rest: tests/sweep
-def test_ten_steps_in_single_precision_are_those_of_one_process(way, feature):
-    fields, variation = FEATURES[feature]
+def test_ten_steps_in_single_precision_are_those_of_one_process(way):
+    fields, variation = FEATURES["all of it, reentrant"]
     check(WAYS[way], Task(torch.float32, **fields), variation)
 
 
@@ -62,40 +63,39 @@ def test_gradients_of_microbatches_are_summed_over_shards_each_and_over_replicas
 # ---- uneven sizes
 
 
-def some_whole(parameter):
-    return Replicate() if parameter.dim() == 1 else Shard(-1)
-
-
-UNEVEN = {
-    "fsdp 2": Way((2,), ("dp",), each_block),
-    "fsdp 3": Way((3,), ("dp",), each_block),
-    "fsdp 4": Way((4,), ("dp",), each_block),
-    "hsdp 2x3": Way((2, 3), ("replicate", "shard"), each_block),
-    "fsdp 2 x tp 2": Way((2, 2), ("dp", "tp"), each_block, by_plan),
-    "fsdp 3 x tp 2": Way((3, 2), ("dp", "tp"), each_block, by_plan),
-    "fsdp 2 x styles 2": Way((2, 2), ("dp", "tp"), each_block, by_styles),
-    "replicate 3": Way((3,), ("dp",), as_one_whole),
-}
-
-
-@pytest.mark.parametrize("way", UNEVEN)
-@pytest.mark.parametrize("placement", [None, columns, some_whole])
+@pytest.mark.parametrize(
+    ("way", "placement"),
+    [
+        ("fsdp 2", None),
+        ("fsdp 3", some_whole),
+        ("fsdp 4", columns),
+        ("hsdp 2x2", columns),
+        ("fsdp 2 x tp 2", None),
+        ("fsdp 2 x tp 2", columns),
+        ("fsdp 2 x styles 2", some_whole),
+    ],
+)  # every pair: tests/sweep
 def test_sizes_need_not_divide_and_pieces_may_be_empty(way, placement):
-    options = {} if placement is None or "replicate" in way else {"shard_placement_fn": placement}
-    check(UNEVEN[way], Task(sizes=(5, 7, 3), tied=True, clip=0.1), Variation(options=options))
+    task = Task(sizes=UNEVEN_SIZES, tied=True, clip=0.1)
+    check(UNEVEN[way], task, Variation(options={"shard_placement_fn": placement}))
 
 
-@pytest.mark.parametrize("placement", [None, columns])
-def test_uneven_parameters_may_be_split_over_fewer_ranks_after_forward(placement):
-    options = {"reshard_after_forward": 2, "shard_placement_fn": placement}
-    check(UNEVEN["fsdp 4"], Task(sizes=(5, 7, 3), tied=True), Variation(options=options))
+def test_sizes_need_not_divide_to_be_replicated():
+    way = Way((3,), ("dp",), as_one_whole)
+    check(way, Task(sizes=UNEVEN_SIZES, tied=True, clip=0.1))
+
+
+def test_uneven_parameters_may_be_split_over_fewer_ranks_after_forward():
+    options = {"reshard_after_forward": 2, "shard_placement_fn": columns}
+    check(UNEVEN["fsdp 4"], Task(sizes=UNEVEN_SIZES, tied=True), Variation(options=options))
 
 
 # ---- parts that are computed anew, and failures
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=("new", "reentrant"))
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize(
+    ("use_reentrant", "reshard"), [(False, True), (True, True), (True, None), (False, False)]
+)
 def test_parts_of_a_sharded_module_may_be_checkpointed(use_reentrant, reshard):
     variation = Variation(checkpointed=use_reentrant, options={"reshard_after_forward": reshard})
     check(Way((2,), ("dp",), as_one), Task(), variation)
