@@ -103,9 +103,10 @@ def all_reduce_in_place(comm: sw.Communicator, exact: bool) -> None:
 def all_reduce_in_place_of_what_lies_differently(comm: sw.Communicator, exact: bool) -> None:
     """Each rank adds up its values, however they are stored."""
     for form, op in product(("neg", "transposed", "offset"), ("sum", "avg", "max")):
-        x = value(comm.index, (3, 5), form=form if comm.index == 0 else "contiguous")
-        comm.all_reduce(x, op, in_place=True)
-        check_reduced(plain(x), values(comm, (3, 5)), op, [], exact)
+        for shape in ((3, 5), (1, 1)):  # of one element all are contiguous
+            x = value(comm.index, shape, form=form if comm.index == 0 else "contiguous")
+            comm.all_reduce(x, op, in_place=True)
+            check_reduced(plain(x), values(comm, shape), op, [], exact)
 
 
 def all_reduce_in_place_of_a_parameter(comm: sw.Communicator, exact: bool) -> None:
@@ -346,3 +347,6 @@ IN_PLACE_CASES: dict[str, Callable[[sw.Communicator, bool], None]] = {
         channels_have_an_order_of_their_own,
     )
 }
+
+IN_PLACE_RUNS = list(product(IN_PLACE_CASES, ("tp-dp", "permuted-tp", "subset")))
+"""Who the ranks are makes no difference to these beyond what it makes to others."""

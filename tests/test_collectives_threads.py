@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from collective_cases import CASES, DTYPES, OPS, WHERES, Where, run_case, size_patterns, value
-from in_place_cases import IN_PLACE_CASES
+from in_place_cases import IN_PLACE_CASES, IN_PLACE_RUNS
 
 import shardwise as sw
 from shardwise.comm.abstract import AbstractCommunicator
@@ -21,8 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 ALL_CASES = CASES | IN_PLACE_CASES
 
 
-@pytest.mark.parametrize("where", WHERES)
-@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize(("case", "where"), [*product(CASES, WHERES), *IN_PLACE_RUNS])
 def test_collectives_of_simulated_ranks(case: str, where: str) -> None:
     ran_with = sw.simulate(run_case, 4, ALL_CASES[case], WHERES[where], exact=True)
     check_membership(WHERES[where], ran_with)
@@ -86,6 +86,16 @@ def collectives(comm: sw.Communicator, make: Callable[..., torch.Tensor]) -> dic
         pieces = [make(me, (index, 4)) for index in range(n)]
         results[f"scatter {peer}"] = comm.scatter(
             make(me, (me, 4)), pieces if me == peer else None, peer
+        )
+    results["all_reduce in place"] = comm.all_reduce(make(me, (2, 3)), "max", in_place=True)
+    results["all_gather_into"] = comm.all_gather_into(make(me, (2, 3)), make(me, (n, 6)))
+    outs = [[make(me, (index, at)) for index in range(n)] for at in (2, 3)]
+    results["all_gather_in_place"] = comm.all_gather_in_place(
+        [make(me, (me, at)) for at in (2, 3)], outs
+    )
+    for op in ("sum", "max"):
+        results[f"reduce_scatter_in_place {op}"] = comm.reduce_scatter_in_place(
+            outs, [make(me, (me, at)) for at in (2, 3)], op
         )
     sent = comm.send_async(make(me, (me, 5)), (me + 1) % n)
     before = (me - 1) % n
@@ -151,6 +161,20 @@ REAL_ON_ABSTRACT: dict[str, Callable[[sw.Communicator, torch.Tensor, torch.Tenso
     "all_reduce": lambda comm, real, meta: comm.all_reduce(real),
     "all_gather": lambda comm, real, meta: comm.all_gather(real),
     "reduce_scatter": lambda comm, real, meta: comm.reduce_scatter(real),
+    "all_reduce in place": lambda comm, real, meta: comm.all_reduce(real, in_place=True),
+    "all_gather_into": lambda comm, real, meta: comm.all_gather_into(real, torch.zeros(2, 2)),
+    "all_gather_in_place": lambda comm, real, meta: comm.all_gather_in_place(
+        [real], [[real, real]]
+    ),
+    "all_gather_in_place, of the other": lambda comm, real, meta: comm.all_gather_in_place(
+        [meta], [[meta, real]]
+    ),
+    "reduce_scatter_in_place": lambda comm, real, meta: comm.reduce_scatter_in_place(
+        [[real, real]], [real]
+    ),
+    "reduce_scatter_in_place, to the other": lambda comm, real, meta: comm.reduce_scatter_in_place(
+        [[meta, real]], [meta], "max"
+    ),
     "all_to_all": lambda comm, real, meta: comm.all_to_all([real, real]),
     "all_to_all, first": lambda comm, real, meta: comm.all_to_all([real, meta]),
     "all_to_all, last": lambda comm, real, meta: comm.all_to_all([meta, real]),
@@ -321,6 +345,88 @@ REFUSED: dict[str, tuple[Callable[[sw.Communicator], Any], str]] = {
         lambda c: c.all_gather(X, 0, [4, 3, 4]),
         r"^all_gather\(sizes\): expected sizes\[1\] to be 4, the length of dim 0.*got \(4, 3, 4\)",
     ),
+    "all_reduce in place op": (
+        lambda c: c.all_reduce(X, "mean", in_place=True),
+        r"^op: expected one of .* got 'mean'",
+    ),
+    "all_gather_into shape of rows": (
+        lambda c: c.all_gather_into(X, torch.zeros(3, 4, 6)),
+        r"^all_gather_into\(rows\): expected torch.float32 \(3, 24\) on cpu, contiguous; got "
+        r"torch.float32 \(3, 4, 6\) on cpu",
+    ),
+    "all_gather_into dtype of rows": (
+        lambda c: c.all_gather_into(X, torch.zeros(3, 24, dtype=torch.float64)),
+        r"^all_gather_into\(rows\): .*got torch.float64 \(3, 24\)",
+    ),
+    "all_gather_into device of rows": (
+        lambda c: c.all_gather_into(X, torch.zeros(3, 24, device="meta")),
+        r"^all_gather_into\(rows\): .*got torch.float32 \(3, 24\) on meta",
+    ),
+    "all_gather_into rows that are not contiguous": (
+        lambda c: c.all_gather_into(X, torch.zeros(24, 3).t()),
+        r"^all_gather_into\(rows\): .*got torch.float32 \(3, 24\) on cpu, not contiguous",
+    ),
+    "all_gather_in_place nothing": (
+        lambda c: c.all_gather_in_place([], []),
+        r"^all_gather_in_place\(xs\): expected a list of tensors, at least one; got \[\] \(list\)",
+    ),
+    "all_gather_in_place xs of a wrong kind": (
+        lambda c: c.all_gather_in_place(3, [[X] * 3]),
+        r"^all_gather_in_place\(xs\): expected a list of tensors, .*got 3 \(int\)",
+    ),
+    "all_gather_in_place one of a wrong kind": (
+        lambda c: c.all_gather_in_place([X, 3], [[X] * 3] * 2),
+        r"^all_gather_in_place\(xs\)\[1\]: expected a tensor, got 3 \(int\)",
+    ),
+    "all_gather_in_place dtypes": (
+        lambda c: c.all_gather_in_place([X, OTHER], [[X] * 3, [OTHER] * 3]),
+        r"^all_gather_in_place\(xs\): expected one dtype, got torch.float32, torch.int64",
+    ),
+    "all_gather_in_place count of outs": (
+        lambda c: c.all_gather_in_place([X, X], [[X] * 3]),
+        r"^all_gather_in_place\(outs\): expected 2 lists, each of a tensor per rank; got 1",
+    ),
+    "all_gather_in_place outs of a wrong kind": (
+        lambda c: c.all_gather_in_place([X], None),
+        r"^all_gather_in_place\(outs\): expected 1 lists, .*got None \(NoneType\)",
+    ),
+    "all_gather_in_place outs of too few ranks": (
+        lambda c: c.all_gather_in_place([X, X], [[X] * 3, [X] * 2]),
+        r"^all_gather_in_place\(outs\)\[1\]: expected 3, one per rank; got 2",
+    ),
+    "all_gather_in_place own shape": (
+        lambda c: c.all_gather_in_place([X], [[X, X.t(), X]]),
+        r"^all_gather_in_place\(outs\)\[0\]\[1\]: expected torch.float32 \(4, 6\) on cpu, as this "
+        r"rank's; got torch.float32 \(6, 4\) on cpu",
+    ),
+    "all_gather_in_place own dtype": (
+        lambda c: c.all_gather_in_place([X], [[X.double()] * 3]),
+        r"^all_gather_in_place\(outs\)\[0\]\[1\]: expected torch.float32 .*got torch.float64",
+    ),
+    "reduce_scatter_in_place op": (
+        lambda c: c.reduce_scatter_in_place([[X] * 3], [X], "mean"),
+        r"^op: expected one of .* got 'mean'",
+    ),
+    "reduce_scatter_in_place nothing": (
+        lambda c: c.reduce_scatter_in_place([], []),
+        r"^reduce_scatter_in_place\(outs\): expected a list of tensors, at least one; got \[\]",
+    ),
+    "reduce_scatter_in_place count of xs": (
+        lambda c: c.reduce_scatter_in_place([[X] * 3] * 2, [X]),
+        r"^reduce_scatter_in_place\(xs\): expected 1 lists, each of a tensor per rank; got 2",
+    ),
+    "reduce_scatter_in_place xs of too many ranks": (
+        lambda c: c.reduce_scatter_in_place([[X] * 4], [X]),
+        r"^reduce_scatter_in_place\(xs\)\[0\]: expected 3, one per rank; got 4",
+    ),
+    "reduce_scatter_in_place own shape": (
+        lambda c: c.reduce_scatter_in_place([[X] * 3], [X.t()]),
+        r"^reduce_scatter_in_place\(xs\)\[0\]\[1\]: expected torch.float32 \(6, 4\)",
+    ),
+    "reduce_scatter_in_place own dtype": (
+        lambda c: c.reduce_scatter_in_place([[X] * 3], [X.double()]),
+        r"^reduce_scatter_in_place\(xs\)\[0\]\[1\]: expected torch.float64 .*got torch.float32",
+    ),
     "all_to_all count of pieces": (
         lambda c: c.all_to_all([X, X]),
         r"^all_to_all\(pieces\): expected 3, one per rank; got 2",
@@ -456,6 +562,59 @@ def test_a_bad_argument_is_refused_by_its_name(argument: str) -> None:
     assert text is not None
     assert re.search(message, text), text
     assert text.endswith("[rank 1 of 3]")
+
+
+def test_pieces_in_place_that_another_rank_does_not_expect_are_named() -> None:
+    def unlike(which: str) -> None:
+        comm = sw.communicator(sw.init_device_mesh("cpu", (3,)))
+        row = [X, X, X if comm.index else X.t()]  # on rank 0, what has to do with rank 2
+        if which == "gather":
+            comm.all_gather_in_place([X], [row])
+        else:
+            comm.reduce_scatter_in_place([row], [torch.zeros(4, 6)])
+
+    wide, long = r"torch.float32 \(4, 6\)", r"torch.float32 \(6, 4\)"
+    said = rf"rank 2 sends {wide} to rank 0, which expects {long}"
+    with pytest.raises(sw.MismatchError, match=said):
+        sw.simulate(unlike, 3, "gather")
+    said = rf"rank 0 sends {long} to rank 2, which expects {wide}"
+    with pytest.raises(sw.MismatchError, match=said):
+        sw.simulate(unlike, 3, "reduce")
+
+
+def test_several_tensors_in_place_are_one_event() -> None:
+    events: list[sw.Event] = []
+
+    def program() -> None:
+        mesh = sw.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        comm = sw.communicator(mesh, "dp")
+        sizes = (1, 3)  # of rows of 12 bytes
+        outs = [[torch.zeros(size, 3) for size in sizes] for _ in range(2)]
+        mine = [torch.ones(sizes[comm.index], 3) for _ in range(2)]
+        comm.all_gather_in_place(mine, outs)
+        comm.reduce_scatter_in_place(outs, mine)
+        comm.all_gather_into(mine[0][0], torch.zeros(2, 3))
+        comm.all_reduce(torch.ones(2, 3), in_place=True)
+
+    with sw.listen(events.append):
+        sw.simulate(program, 4)
+    assert all(event.axes == ("dp",) and event.ended is not None for event in events)
+    told = [(event.kind, event.shape, event.bytes) for event in events if event.rank == 3]
+    assert told == [
+        ("all_gather", (3, 3), 2 * 12),  # the one row of the other, of both
+        ("reduce_scatter", (1, 3), 2 * 36),  # contributions to three rows
+        ("all_gather", (3,), 12),
+        ("all_reduce", (2, 3), 24),
+    ]
+
+
+def test_within_a_channel_ranks_that_do_not_meet_are_named() -> None:
+    def apart() -> None:
+        comm = sw.communicator(sw.init_device_mesh("cpu", (2,)), channel="other")
+        comm.barrier() if comm.index else comm.all_reduce(X)
+
+    with pytest.raises(sw.MismatchError, match=r"(?s)all_reduce.*barrier"):
+        sw.simulate(apart, 2)
 
 
 def test_a_rank_alone_has_nobody_to_send_to() -> None:

@@ -27,7 +27,7 @@ from collective_cases import (
     value,
     values,
 )
-from in_place_cases import IN_PLACE_CASES
+from in_place_cases import IN_PLACE_CASES, IN_PLACE_RUNS
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
@@ -57,8 +57,7 @@ def fresh4(workers4_apart: sw.Workers, tmp_path: Path) -> sw.Workers:
     return workers4_apart
 
 
-@pytest.mark.parametrize("where", WHERES)
-@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize(("case", "where"), [*product(CASES, WHERES), *IN_PLACE_RUNS])
 def test_collectives_of_real_ranks(workers4: sw.Workers, case: str, where: str) -> None:
     ran_with = workers4.run(run_case, ALL_CASES[case], WHERES[where], exact=False)
     for rank, ranks in enumerate(ran_with):

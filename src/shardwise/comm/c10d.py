@@ -115,7 +115,8 @@ class C10dCommunicator(Communicator):
         return self._pending("all_reduce", work, finish, x)
 
     def _start_all_reduce_in_place(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
-        if op == "sum" and x.dtype in _SUMMED_AS_IT_IS and x.is_contiguous():
+        is_plain = x.is_contiguous() and not x.is_neg()
+        if op == "sum" and x.dtype in _SUMMED_AS_IT_IS and is_plain:
             work = self._group.allreduce([x.detach()], _ALLREDUCE_OPTIONS["sum"])
             return self._pending("all_reduce", work, lambda: x)
         return super()._start_all_reduce_in_place(x, op)
