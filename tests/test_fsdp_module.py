@@ -296,6 +296,26 @@ def test_hooks_on_parameters_are_called_once_they_have_their_gradients():
     on_ranks(run)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_on_parameters_change_their_gradients(early):
+    """Whether they were registered before sharding or after it."""
+    mask = torch.tensor([0.0, 1, 2], dtype=torch.float64)
+
+    def hook(model):
+        model.head.bias.register_hook(lambda gradient: gradient * mask)
+        model.layers[0].linear.weight.register_hook(lambda gradient: gradient.clamp(min=0))
+        return model
+
+    plain = train(hook(made()), batch())
+
+    def run(mesh):
+        model = made()
+        model = shard_all(hook(model), mesh) if early else hook(shard_all(model, mesh))
+        assert_same(train(model, mine(batch(), mesh)), plain)
+
+    on_ranks(run)
+
+
 # ---- communication of the user's
 
 

@@ -368,6 +368,8 @@ def _sharded(
     for attribute, value in vars(parameter).items():  # what users hang on a parameter
         if attribute not in vars(result) and attribute not in inner_names(parameter):
             setattr(result, attribute, value)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(result, hooks, getattr(parameter, hooks))
     if not whole.is_contiguous() and is_dense(whole):
         result._whole_strides = tuple(whole.stride())
     result._fsdp_info = info

@@ -272,24 +272,26 @@ class Reduction:
                 self.settings.all_reduce_hook(row)
             shards = self.plan.units[0].arena.flat
             row = row.to(shards.device, shards.dtype)
-            totals, pieces = [], []
-            for entries in self.plan.entries.values():
-                for held, flag, offset, _ in entries:
-                    if not used[flag]:
-                        continue
-                    piece = held.division.own(row, offset)
-                    total = gradient_of(held.sharded)
-                    if total is None:
-                        set_gradient(held.sharded, piece)
-                    else:
-                        totals.append(total)
-                        pieces.append(piece)
+            found = [
+                (entry.held, entry.held.division.own(row, entry.offset))
+                for entries in self.plan.entries.values()
+                for entry in entries
+                if used[entry.flag]
+            ]
+        found = [(held, held.hooked(piece)) for held, piece in found]
+        totals, pieces = [], []
+        with torch.no_grad(), as_local():
+            for held, piece in found:
+                total = gradient_of(held.sharded)
+                if total is None:
+                    set_gradient(held.sharded, piece)
+                else:
+                    totals.append(total)
+                    pieces.append(piece)
             if totals:
                 torch._foreach_add_(totals, pieces)
-        for entries in self.plan.entries.values():
-            for held, flag, *_ in entries:
-                if used[flag]:
-                    held.call_hooks()
+        for held, _ in found:
+            held.call_hooks()
 
     def abandon(self) -> None:
         """Let it end, and forget what it brings."""

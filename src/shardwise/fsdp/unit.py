@@ -19,7 +19,7 @@ from shardwise.fsdp.division import Division
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy
 from shardwise.fsdp.states import ShardedState, moved_on
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, as_local, laid_out, unwrap, wrap
 
 if TYPE_CHECKING:
     from shardwise.fsdp.arena import Arena
@@ -38,6 +38,9 @@ HEADER = ALIGNED
 _BASE: Any = torch._C.TensorBase
 _requires_grad: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
 _version: Callable[[torch.Tensor], int] = _BASE._version.__get__
+_hooks: Callable[[torch.Tensor], dict[int, Callable[[Any], Any]] | None] = (
+    _BASE._backward_hooks.__get__
+)
 _accumulated_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = (
     _BASE._post_accumulate_grad_hooks.__get__
 )
@@ -87,8 +90,20 @@ class Held:
         self.reduced: torch.Tensor | None = None
         """Gradients of the shard that are still to be summed over the ranks that hold the same."""
 
+    def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What the hooks that users have registered on the shard make of its new gradient."""
+        hooks = _hooks(self.sharded)
+        if not hooks:
+            return gradient
+        found: Any = wrap(gradient, self.sharded._layout)
+        for hook in list(hooks.values()):
+            changed = hook(found)
+            if changed is not None:
+                found = laid_out(changed.detach(), self.sharded._layout, f"hook of {self.name}")
+        return unwrap(found)
+
     def call_hooks(self) -> None:
-        """Those that users have registered on the shard, to be called once it has its gradient."""
+        """Those that users have registered to be called once the shard has its gradient."""
         hooks = _accumulated_hooks(self.sharded)
         if hooks:
             for hook in list(hooks.values()):
