@@ -278,3 +278,19 @@ def test_what_cannot_be_done_now_is_refused_by_name():
         output.sum().backward()
 
     on_ranks(run)
+
+
+@pytest.mark.parametrize("shard", [by_layer, replicated])
+def test_tensors_in_place_of_parameters_are_refused_as_they_would_get_no_gradient(shard):
+    plain = train(made(), batch())
+
+    def run(mesh):
+        model = shard(made(), mesh)
+        others = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        with pytest.raises(
+            StateError, match=r"weight: expected a parameter, got .*functional_call"
+        ):
+            torch.func.functional_call(model, others, (batch(),))
+        assert_same(train(model, mine(batch(), mesh)), plain)
+
+    on_ranks(run)

@@ -127,6 +127,12 @@ def _current(slot: Slot) -> DTensor:
             f"{slot.name}: it is on the meta device and has no values; call "
             "module.to_empty(device=...) and initialise it, or load a state dict, before forward"
         )
+    if not isinstance(tensor, nn.Parameter):
+        raise StateError(
+            f"{slot.name}: expected a parameter, got a {type(tensor).__name__} that is none, which "
+            "would get no gradient; torch.func.functional_call cannot put tensors into a sharded "
+            "module: change the parameters, or assign an nn.Parameter"
+        )
     if isinstance(tensor, DTensor) and tensor._layout is slot.layout:
         return tensor
     piece = laid_out(tensor.detach(), slot.layout, slot.name)
