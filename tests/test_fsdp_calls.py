@@ -116,6 +116,20 @@ def test_a_retained_graph_can_be_run_again():
     on_ranks(run)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_gradients_of_gradients(alone):
+    """A penalty on the gradient of an input, by itself or with a loss beside it."""
+
+    def penalty(model, x):
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        result = gradient.square().sum(-1).mean()
+        return result if alone else result + output.square().mean()
+
+    check_trains_as_one(Net, shard_all, loss=penalty)
+
+
 def test_an_old_graph_that_is_still_there_keeps_nothing_gathered():
     def run(mesh):
         model = shard_all(made(), mesh)

@@ -60,6 +60,9 @@ class Context:
         self.is_last_backward = True
         self._task = -1
         """The backward of autograd that is under way."""
+        self._makes_graph = False
+        """Whether that can be differentiated itself (`create_graph=True`): what it has saved of
+        gathered parameters must stay until the end of a backward that cannot."""
         self._outermost: Group | None = None
         self._begun = Order([])
         """The units in the order in which the last forward came to the modules that use them."""
@@ -283,6 +286,7 @@ class Context:
         if self.settings_changed:
             self._make_buckets()
         self.in_backward, self._task = True, task
+        self._makes_graph = torch.is_grad_enabled()
         self._had.update(
             unit for unit in self.units if unit.state is _UNSHARDED or unit.gather is not None
         )
@@ -309,7 +313,7 @@ class Context:
         group.state = moved_on(group.state, TrainingState.POST_BACKWARD, group.name)
         if not group.active:
             group.put_shards()
-        if group.settings.reshard_after_backward:
+        if group.settings.reshard_after_backward and not self._makes_graph:
             self.release(group, True)
 
     def _end_backward(self) -> None:
@@ -323,7 +327,7 @@ class Context:
             if group.state is not TrainingState.IDLE:
                 group.state = moved_on(group.state, TrainingState.IDLE, group.name)
             group.put_shards()
-            if group.settings.reshard_after_backward:
+            if group.settings.reshard_after_backward and not self._makes_graph:
                 self.release(group, True)
         self._clear()
 
