@@ -1,11 +1,14 @@
 """Optimizers, gradient clipping and inf checks on DTensor parameters of mixed layouts."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise.tensor import unwrap
 
 SHAPES = [(5, 4), (4,), (3, 2, 2), (1,), ()]
 PLACEMENTS = [
@@ -114,6 +117,33 @@ def test_an_optimizers_state_survives_its_state_dict():
         again.load_state_dict(optimizer.state_dict())
         moment = again.state[params[0]]["exp_avg"]
         assert isinstance(moment, DTensor) and moment.layout is params[0].layout
+
+    ranks(run)
+
+
+@pytest.mark.parametrize("kind", ["plain", "of another layout"])
+def test_an_optimizer_loads_whole_state_and_state_of_another_layout(kind):
+    def run(mesh):
+        ours, theirs = parameters(mesh), [nn.Parameter(value) for value in values(0)]
+        optimizers = [torch.optim.AdamW(params, lr=0.1) for params in (ours, theirs)]
+        set_gradients(theirs, 0)
+        optimizers[1].step()
+        saved = copy.deepcopy(optimizers[1].state_dict())
+        if kind == "of another layout":
+            for state in saved["state"].values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = sw.distribute_tensor(state[name], mesh, [Replicate()] * 2)
+        optimizers[0].load_state_dict(saved)
+        for mine, plain in zip(ours, theirs, strict=True):
+            state = optimizers[0].state[mine]
+            assert state["exp_avg"].layout is mine.layout and float(state["step"]) == 1
+            assert state["exp_avg"].untyped_storage().nbytes() == unwrap(mine).nbytes  # no more
+            mine.data.copy_(plain.detach())
+        for params, optimizer in zip((ours, theirs), optimizers, strict=True):
+            set_gradients(params, 1)
+            optimizer.step()
+        for mine, plain in zip(ours, theirs, strict=True):
+            assert torch.allclose(mine.full_tensor(), plain, atol=1e-6)
 
     ranks(run)
 

@@ -16,7 +16,7 @@ from torch import optim
 from torch.autograd.graph import increment_version
 
 from shardwise.errors import ShardwiseError
-from shardwise.tensor import DTensor, wrap
+from shardwise.tensor import DTensor, laid_out, wrap
 
 
 class OptimizerError(ShardwiseError, RuntimeError):
@@ -52,6 +52,27 @@ def _hooked_on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 optim.Optimizer.profile_hook_step = staticmethod(_hooked_on_shards)  # type: ignore[method-assign,assignment]
+
+
+_loaded = optim.Optimizer._process_value_according_to_param_policy
+
+
+def _loaded_as_laid_out(
+    param: torch.Tensor, value: torch.Tensor, param_id: Any, param_groups: Any, key: Any = None
+) -> torch.Tensor:
+    """What torch calls with every tensor of a state dict that an optimizer loads: one of the
+    parameter's shape shall lie as the parameter does, though one process may have saved it."""
+    result: torch.Tensor = _loaded(param, value, param_id, param_groups, key)
+    if type(param) is not DTensor or key in _COUNTERS or param._layout.partial:
+        return result
+    shape = tuple(result.shape)
+    is_piece = type(result) is not DTensor and shape == param._layout.local_shape()
+    if shape != param._layout.shape and not is_piece:
+        return result
+    return laid_out(result, param._layout, f"state {key}")
+
+
+optim.Optimizer._process_value_according_to_param_policy = staticmethod(_loaded_as_laid_out)  # type: ignore[method-assign]
 
 
 def note_replaced(parameter: torch.Tensor, name: str) -> None:

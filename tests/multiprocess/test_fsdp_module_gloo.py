@@ -96,8 +96,8 @@ def test_torchs_own_collectives_may_be_used(workers4):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def leaves_one_out(store, seconds):
-    """What the ranks are told, and how long that takes."""
+def start_again(store, seconds):
+    """Ranks that do not wait long."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(
@@ -107,6 +107,11 @@ def leaves_one_out(store, seconds):
         world_size=4,
         timeout=timedelta(seconds=seconds),
     )
+
+
+def leaves_one_out(store, seconds):
+    """What the ranks are told, and how long that takes."""
+    start_again(store, seconds)
     mesh = sw.init_device_mesh("cpu", (4,), ("dp",))
     model = made()
     for module in (*model.layers, model.adapter, model):
@@ -131,3 +136,25 @@ def test_a_module_that_one_rank_leaves_out_is_named_in_time(workers4_apart, tmp_
         assert seconds < 15
         assert any(name in text for name in ("adapter", "layers."))
         assert "multiplies its output by 0" in text
+
+
+def one_rank_evaluates(store, seconds):
+    start_again(store, seconds)
+    mesh = sw.init_device_mesh("cpu", (4,), ("dp",))
+    model = fully_shard(made(), mesh=mesh)
+    try:
+        if mesh.get_rank() == 0:
+            with torch.no_grad():
+                model(whole_batch())
+    except GatherError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_a_rank_that_evaluates_alone_is_told_so_even_the_first_time(workers4_apart, tmp_path):
+    first, *others = workers4_apart.run(one_rank_evaluates, tmp_path / "store", 2.0)
+    assert first.startswith("the parameters of FSDPNet could not be gathered")
+    assert "could not make a process group" in first and "Every rank of the mesh" in first
+    assert others == ["", "", ""]

@@ -20,7 +20,7 @@ from shardwise.comm.alone import AloneCommunicator, AloneWorld
 from shardwise.comm.arguments import shown
 from shardwise.comm.c10d import C10dCommunicator, living
 from shardwise.comm.interface import Communicator
-from shardwise.errors import MeshError
+from shardwise.errors import CollectiveError, MeshError
 from shardwise.mesh import DeviceMesh
 from shardwise.world import World
 
@@ -160,6 +160,11 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
             timeout=_timeout(default),
             group_desc=f"shardwise ranks {ranks}",
         )
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the ranks {shown(ranks)} could not make a process group: {error}\nA peer has "
+            "probably ended or waits elsewhere: look at the output of the others"
+        ) from error
     finally:
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}

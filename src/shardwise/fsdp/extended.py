@@ -296,7 +296,7 @@ class ExtendedGather(Gather):
                     row[start : start + len(sent)] = sent
         if custom is not None:
             return custom_gather(custom, row, self._rows, unit)
-        shard = unit.info.shard_communicator(CHANNEL)
+        shard = self._communicator()
         with gathering([unit]):
             return shard.all_gather_into_async(row, self._rows.matrix)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Pending
+from shardwise.comm import Communicator, Pending
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import digits
 from shardwise.fsdp.causes import gathering
@@ -58,7 +58,7 @@ class Gather:
             if first.info.shard_mesh_size == 1:
                 self.pending = Pending.done(self._rows.matrix.copy_(own))
             else:
-                shard = first.info.shard_communicator(CHANNEL)
+                shard = self._communicator()
                 with gathering(units):
                     self.pending = shard.all_gather_into_async(
                         own, self._rows.matrix, skip_own=self._skips_own
@@ -69,15 +69,22 @@ class Gather:
 
     def _start_direct(self, unit: Unit) -> None:
         """Gather large parameters to where they belong, and only the others into the buffer."""
+        shard = self._communicator()
         unit.allocate()
         row = unit.arena.flat.detach()[unit.offset : unit.offset + unit.flat_length]
         own = [row, *map(unit.own, unit.direct)]
         places = [list(self._rows.matrix), *(held.chunks for held in unit.direct)]
-        shard = unit.info.shard_communicator(CHANNEL)
         with gathering([unit]):
             self.pending = shard.all_gather_in_place_async(own, places).then(
                 lambda _: self._rows.matrix
             )
+
+    def _communicator(self) -> Communicator:
+        """How the ranks talk. The first time they meet to make a group, and one may not come."""
+        try:
+            return self.first.info.shard_communicator(CHANNEL)
+        except CollectiveError as error:
+            raise self._failed(error) from error
 
     def fill(self, unit: Unit) -> None:
         """Let a unit have its parameters, once they are there."""
@@ -105,11 +112,14 @@ class Gather:
         try:
             self.pending.wait()
         except CollectiveError as error:
-            raise GatherError(
-                f"the parameters of {self._names} could not be gathered: {error}\n{ADVICE}"
-            ) from error
+            raise self._failed(error) from error
         self._check(self._rows.matrix)
         self._is_there = True
+
+    def _failed(self, error: CollectiveError) -> GatherError:
+        return GatherError(
+            f"the parameters of {self._names} could not be gathered: {error}\n{ADVICE}"
+        )
 
     @property
     def _names(self) -> str:
