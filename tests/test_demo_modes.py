@@ -36,11 +36,16 @@ SENT = {  # of the parameters: in which direction, what, along which axis, how o
 SENT["tp"] = SENT["dp+tp"] = []
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """What one process has learned: the same for every mode."""
+    return alone(checked(steps=3, output=tmp_path_factory.mktemp("alone")), lambda loss: None)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_learns_as_one_process_does_and_says_what_it_sends(mode, tmp_path):
+def test_a_mode_learns_as_one_process_does_and_says_what_it_sends(mode, single, tmp_path):
     options = checked(mode=mode, steps=3, output=tmp_path)
     outcomes = sw.simulate(on_each_rank, 4, options, tmp_path / "losses")
-    single = alone(options, lambda loss: None)
     for each in outcomes:
         assert each.losses == pytest.approx(single.losses, abs=1e-5)
         assert each.last_loss == pytest.approx(single.last_loss, abs=1e-5)

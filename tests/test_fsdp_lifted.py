@@ -238,8 +238,9 @@ def test_a_mesh_of_one_rank():
     check_trains_as_one(Net, shard_all, count=1)
 
 
-@pytest.mark.parametrize("reshard", [True, 2, 1, False, None])
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize(
+    ("dim", "reshard"), [(0, 2), (1, True), (1, 2), (1, 1), (1, False), (-1, None), (-1, 2)]
+)
 def test_uneven_shards_of_any_dim_with_any_reshard(dim, reshard):
     def placement(parameter):
         return Shard(dim if dim < 0 else min(dim, parameter.dim() - 1))
