@@ -289,3 +289,45 @@ def test_replicated_parameters_are_whole_dtensors():
         assert type(model).__name__ == "ReplicateNet"
 
     on_ranks(run)
+
+
+# ---- parameters that were forgotten
+
+
+def stepped(model, mesh):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        mean_square(model, mine(batch(), mesh)).backward()
+        optimizer.step()
+
+
+def test_an_optimizer_warns_once_of_parameters_that_no_sharded_module_has():
+    def run(mesh):
+        model = made()
+        fully_shard(model.layers[0], mesh=mesh)
+        stepped(model, mesh)
+
+    with pytest.warns(
+        UserWarning, match=r"AdamW: \d+ of \d+ parameters.* the whole model"
+    ) as found:
+        sw.simulate(lambda: run(sw.init_device_mesh("cpu", (2,), ("dp",))), 2)
+    assert len(found) == 2  # one of each rank
+
+
+def test_parameters_that_the_user_sees_to_are_no_reason_for_a_warning():
+    def run(mesh):
+        model = made()
+        own = set(model.layers[1].parameters())
+        stepped(fully_shard(model, mesh=mesh, ignored_params=own), mesh)
+
+    on_ranks(run)
+
+
+def test_one_rank_alone_is_no_reason_for_a_warning():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (1,), ("dp",))
+        model = made()
+        fully_shard(model.layers[0], mesh=mesh)
+        stepped(model, mesh)
+
+    sw.simulate(run, 1)

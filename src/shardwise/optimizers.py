@@ -8,8 +8,10 @@ closure (which runs the model), goes through dispatch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import optim
@@ -80,6 +82,47 @@ def note_replaced(parameter: torch.Tensor, name: str) -> None:
     parameter._replaced_name = name  # type: ignore[attr-defined]
 
 
+def note_averaged(parameter: torch.Tensor) -> None:
+    """Note that the gradient of this parameter is averaged over ranks."""
+    parameter._is_averaged = True  # type: ignore[attr-defined]
+
+
+def note_left_alone(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that the user wants those of these parameters not to be."""
+    for parameter in parameters:
+        parameter._is_left_alone = True  # type: ignore[attr-defined]
+
+
+_stepped: WeakSet[optim.Optimizer] = WeakSet()
+"""Those that have been looked at."""
+
+
+def _warn_of_forgotten(optimizer: optim.Optimizer) -> None:
+    """Warn at the first step if some parameters are data-parallel, and others were forgotten."""
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(hasattr(each, "_is_averaged") for each in every):
+        return
+    forgotten = [
+        each
+        for each in every
+        if type(each) is not DTensor
+        and each.grad is not None
+        and not hasattr(each, "_is_left_alone")
+    ]
+    if forgotten:
+        warnings.warn(
+            f"{type(optimizer).__name__}: {len(forgotten)} of {len(every)} parameters, the "
+            f"first of shape {tuple(forgotten[0].shape)}, are in no module that fully_shard or "
+            "replicate was called on, and others are: nobody averages their gradients, so they "
+            "will differ from rank to rank. Call it on the whole model too, after its layers; or "
+            "name them in ignored_params if you see to them yourself",
+            stacklevel=5,
+        )
+
+
 def _check_replaced(optimizer: optim.Optimizer) -> None:
     """Refuse a step of parameters that their module no longer has, which would do nothing."""
     for group in optimizer.param_groups:
@@ -99,6 +142,7 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def on_shards(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         _check_replaced(self)
+        _warn_of_forgotten(self)
         shards = None
         if type(self) in POINTWISE and not args and not kwargs:
             shards = _shards(self)

@@ -26,7 +26,7 @@ from shardwise.fsdp.module import FSDPModule, swap_class
 from shardwise.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
 from shardwise.layout_checks import as_dim
-from shardwise.optimizers import note_replaced
+from shardwise.optimizers import note_averaged, note_left_alone, note_replaced
 from shardwise.placement import Placement, Replicate, Shard, as_placement
 from shardwise.tensor import DTensor, unwrap, wrap
 
@@ -249,7 +249,8 @@ def _make_group(
         raise FSDPError(f"mp_policy: expected a MixedPrecisionPolicy, got {mp_policy!r}")
     if not isinstance(offload_policy, OffloadPolicy):
         raise FSDPError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
-    homes = _homes(modules, set(map(id, _checked_ignored(ignored_params))))
+    ignored = _checked_ignored(ignored_params)
+    homes = _homes(modules, set(map(id, ignored)))
     wanted = []
     found: dict[int, tuple[Any, Extension | None]] = {}
     for module, key, name in homes:  # all is checked before anything is changed
@@ -269,6 +270,7 @@ def _make_group(
         slot.put(tensor)
         slot.take()
         slots.append(slot)
+    note_left_alone(ignored)
     group = Group(modules, slots, info, mp_policy, offload_policy, settings)
     group.note_parameters()
     for module in modules:
@@ -373,6 +375,8 @@ def _sharded(
     if not whole.is_contiguous() and is_dense(whole):
         result._whole_strides = tuple(whole.stride())
     result._fsdp_info = info
+    if info.mesh.size() > 1:
+        note_averaged(result)
     result._fsdp_extension = extension
     parameter._fsdp_sharded = result
     note_replaced(parameter, name)
