@@ -194,13 +194,14 @@ def by_layer_apart(model: Any, mesh: sw.DeviceMesh) -> Any:
     return model
 
 
-def in_one(model: Any, mesh: sw.DeviceMesh) -> Any:
-    return fully_shard(model, mesh=mesh)
+def in_one(model: Any, mesh: sw.DeviceMesh, **options: Any) -> Any:
+    return fully_shard(model, mesh=mesh, **options)
 
 
-def replicated(model: Any, mesh: sw.DeviceMesh) -> Any:
-    return replicate(model, mesh=mesh)
+def replicated(model: Any, mesh: sw.DeviceMesh, **options: Any) -> Any:
+    return replicate(model, mesh=mesh, **options)
 
 
-def hybrid(model: Any, mesh: sw.DeviceMesh) -> Any:
-    return shard_all(model, init_device_mesh("cpu", (2, mesh.size() // 2), ("replicate", "shard")))
+def hybrid(model: Any, mesh: sw.DeviceMesh, **options: Any) -> Any:
+    both = init_device_mesh("cpu", (2, mesh.size() // 2), ("replicate", "shard"))
+    return shard_all(model, both, **options)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import fully_shard
+from shardwise.fsdp import fully_shard, unit
 
 
 class Net(nn.Module):
@@ -46,6 +46,43 @@ def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width):
     assert [
         each.module for each in first if "Net" in each.module and each.direction == "backward"
     ] == []
+
+
+class Turned(nn.Module):
+    """Two layers, in either order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+
+    def forward(self, x, is_turned):
+        for layer in reversed(self.layers) if is_turned else self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_large_gradients_meet_their_own_in_whichever_order_they_come(monkeypatch):
+    monkeypatch.setattr(unit, "DIRECT", 8)  # each travels by itself
+
+    def made():
+        torch.manual_seed(0)
+        return Turned()
+
+    plain = made()
+    sum(plain(torch.ones(1, 4), is_turned).sum() / 2 for is_turned in (False, True)).backward()
+
+    def run():
+        model = made()
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(1, 4), is_turned=mesh.get_rank() == 1).sum().backward()
+        return [each.grad.full_tensor() for each in model.parameters()]
+
+    for gradients in sw.simulate(run, 2):
+        for ours, theirs in zip(gradients, plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad)
 
 
 def test_groups_that_travel_with_used_ones_and_are_not_used_have_no_gradients():

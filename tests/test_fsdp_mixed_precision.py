@@ -4,6 +4,10 @@ import pytest
 import torch
 from fsdp_models import WAYS, Task
 from fsdp_rounding import check_rounding
+from sharded_cases import full, hybrid, in_one, on_ranks, replicated
+from torch import nn
+
+from shardwise.fsdp import MixedPrecisionPolicy
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -38,3 +42,26 @@ def test_gradients_are_reduced_in_the_dtype_of_computation_by_default():
 )
 def test_microbatches_accumulate_in_the_dtype_of_reductions(way, reduce_dtype, sync):
     check_rounding(WAYS[way], Task(SINGLE, steps=4), reduce_dtype, 3, sync)
+
+
+@pytest.mark.parametrize("way", [in_one, hybrid, replicated])
+def test_the_mean_of_halves_that_fit_does_not_overflow(way):
+    """Though their sum would."""
+    large = 40_000.0
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.layers = nn.ModuleList()
+
+        def forward(self, x):
+            return self.weight * x
+
+    def run(mesh):
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+        model = way(Net(), mesh, mp_policy=policy)
+        model(torch.full((2,), large)).sum().backward()
+        return full(model.weight.grad).tolist()
+
+    assert on_ranks(run, 4) == [[large, large]] * 4

@@ -225,6 +225,23 @@ def test_without_prefetch_every_gather_is_waited_for():
     assert backward == ALL * BACKWARD + AGAIN * FORWARD + FORWARD
 
 
+def test_what_was_gathered_for_nothing_is_over_when_the_call_is():
+    """From then on shards may change, and the memory it came in is used again."""
+
+    def run():
+        clock = Clock(10 * FORWARD)
+        clock.install()
+        model = Net(clock)
+        each_layer(model, sw.init_device_mesh("cpu", (2,)))
+        model(torch.ones(2, 4)).sum().backward()
+        spent = clock.spent
+        model.layers[0](torch.ones(2, 4))
+        assert clock.spent == spent + 2 * clock.delay  # its own, and the next one's
+        assert clock.now == max(clock._free.values())
+
+    sw.simulate(run, 2)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_clock_adds_up_what_does_not_overlap(way):
     """Collectives that end before they return, such as those that torch's FSDP2 makes on gloo."""

@@ -46,6 +46,9 @@ TIED_APART = replace(
     root="none",
     passes=2,
 )
+ALONE = replace(
+    SIMPLE, kinds=(("linear", 4), ("linear", 6)), groups=(((0,), True),), limits=(8, 64, 8)
+)
 
 
 @settings(max_examples=60)
@@ -53,6 +56,8 @@ TIED_APART = replace(
 @example(replace(TWICE, is_replicated=True))  # ... after all gradients have come
 @example(LAST_TWICE)  # gradients come a second time before they were sent
 @example(replace(LAST_TWICE, limits=(1 << 20, 64, 8)))  # ... and travel by themselves
+@example(ALONE)  # every parameter travels by itself
+@example(replace(ALONE, width=6, kinds=(("linear", 6), ("linear", 3)), mesh=(3,)))
 @example(UNUSED)  # ... in an order of their own
 @example(TIED_APART)  # groups that only a parameter connects
 @example(replace(SIMPLE, kinds=(("transposed", 4), ("linear", 2))))  # not contiguous, but even

@@ -136,6 +136,21 @@ def test_two_models_in_one_backward_of_which_some_ranks_do_not_use_all(shard):
     on_ranks(run, 4)
 
 
+def test_what_a_replica_has_kept_is_not_lost_if_the_last_backward_does_not_use_it():
+    plain, x = made(Branches), batch()
+    for left in (True, False):
+        plain(x, left).square().mean().backward()
+
+    def run(mesh):
+        model = hybrid(made(Branches), mesh)
+        for left in (True, False):
+            model.set_requires_all_reduce(not left)
+            model(mine(x, mesh), left).square().mean().backward()
+        assert_same(model, plain)
+
+    on_ranks(run, 4)
+
+
 def test_a_sharded_module_that_some_ranks_do_not_call_is_named():
     def run(mesh):
         model = shard_all(made(), mesh)
