@@ -21,11 +21,12 @@ from shardwise.fsdp.custom import AllGather
 from shardwise.fsdp.errors import FSDPError
 from shardwise.fsdp.extension import POST, PRE, Extension, inner_names
 from shardwise.fsdp.gathering import CHANNEL, Gather, custom_gather
+from shardwise.fsdp.held import Held
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy
 from shardwise.fsdp.pool import Pool, Rows
 from shardwise.fsdp.states import ShardedState, moved_on
-from shardwise.fsdp.unit import Held, Unit
+from shardwise.fsdp.unit import Unit
 from shardwise.mesh import DeviceMesh
 from shardwise.tensor import as_local
 

@@ -21,11 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.extension import Extension
+from shardwise.fsdp.held import Held
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
 from shardwise.fsdp.states import TrainingState, moved_on
-from shardwise.fsdp.unit import Held, Unit
+from shardwise.fsdp.unit import Unit
 from shardwise.layout import Layout
 from shardwise.parallel.containers import on_tensors
 from shardwise.tensor import DTensor, as_local, wrap

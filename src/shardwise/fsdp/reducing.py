@@ -20,9 +20,10 @@ from shardwise.errors import CollectiveError
 from shardwise.fsdp.causes import reducing
 from shardwise.fsdp.custom import ReduceScatter, process_group
 from shardwise.fsdp.errors import GatherError
+from shardwise.fsdp.held import Held, gradient_of, set_gradient
 from shardwise.fsdp.pool import Pool, Rows, Size
 from shardwise.fsdp.settings import Settings
-from shardwise.fsdp.unit import Held, Unit, aligned, gradient_of, set_gradient
+from shardwise.fsdp.unit import Unit, aligned
 from shardwise.tensor import as_local
 
 CHANNEL = "reduce"

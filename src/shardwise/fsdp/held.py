@@ -1,0 +1,83 @@
+"""Held: one parameter of a group, sharded and gathered, with its gradients on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.fsdp.division import Division
+from shardwise.tensor import DTensor, laid_out, unwrap, wrap
+
+_BASE: Any = torch._C.TensorBase
+_hooks: Callable[[torch.Tensor], dict[int, Callable[[Any], Any]] | None] = (
+    _BASE._backward_hooks.__get__
+)
+_accumulated_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = (
+    _BASE._post_accumulate_grad_hooks.__get__
+)
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _BASE.grad.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _BASE.grad.__set__
+
+
+class Held:
+    """One parameter of a unit."""
+
+    __slots__ = (
+        "accumulated",
+        "chunks",
+        "division",
+        "is_direct",
+        "name",
+        "offset",
+        "reduced",
+        "sharded",
+        "strides",
+        "whole",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        sharded: DTensor,
+        division: Division,
+        strides: tuple[int, ...] | None,
+    ) -> None:
+        self.name = name
+        self.sharded = sharded
+        """What the module has at rest, and optimizers see."""
+        self.division = division
+        self.strides = strides or torch.empty(division.whole_shape, device="meta").stride()
+        """Of what the module computes with."""
+        self.offset = 0
+        """Where it begins in a row."""
+        self.is_direct = False
+        """Whether it travels by itself, from and to where it belongs, as it is large."""
+        self.chunks: list[torch.Tensor]
+        """Of a direct one, what each rank holds, in the gathered parameter."""
+        self.whole: torch.Tensor
+        """What the module computes with."""
+        self.accumulated: torch.Tensor | None = None
+        """Gradients of the gathered parameter that are still to be reduced, in the reduce dtype."""
+        self.reduced: torch.Tensor | None = None
+        """Gradients of the shard that are still to be summed over the ranks that hold the same."""
+
+    def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What the hooks that users have registered on the shard make of its new gradient."""
+        hooks = _hooks(self.sharded)
+        if not hooks:
+            return gradient
+        found: Any = wrap(gradient, self.sharded._layout)
+        for hook in list(hooks.values()):
+            changed = hook(found)
+            if changed is not None:
+                found = laid_out(changed.detach(), self.sharded._layout, f"hook of {self.name}")
+        return unwrap(found)
+
+    def call_hooks(self) -> None:
+        """Those that users have registered to be called once the shard has its gradient."""
+        hooks = _accumulated_hooks(self.sharded)
+        if hooks:
+            for hook in list(hooks.values()):
+                hook(self.sharded)
