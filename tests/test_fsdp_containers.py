@@ -72,6 +72,27 @@ def test_outputs_in_containers_of_any_kind(packed, reshard):
     check_trains_as_one(Packed, shard, loss=lambda model, x: unpack(model(x)).square().mean())
 
 
+def test_a_loss_in_an_attribute():
+    """Its backward comes before that of the output, and needs the parameters too."""
+
+    class Beside(Block):
+        def forward(self, x):
+            output = super().forward(x)
+            self.loss = self.linear(x).square().mean()
+            return output
+
+    class Sums(Net):
+        def __init__(self):
+            super().__init__(0)
+            self.layers.extend(Beside() for _ in range(3))
+
+    def loss(model, x):
+        result = model(x).square().mean()
+        return result + sum(layer.loss for layer in model.layers)
+
+    check_trains_as_one(Sums, shard_all, loss=loss)
+
+
 def test_inputs_by_keyword_and_in_containers():
     class Named(nn.Module):
         def __init__(self):

@@ -104,6 +104,7 @@ def built(groups: Sequence[Group]) -> list[Unit]:
         found = [(slot, *made[id(slot.tensor)]) for slot in group.slots]
         group.bindings = [(slot, held) for slot, _, held in found]
         group.units = list(dict.fromkeys(unit for _, unit, _ in found))
+        group.find_modules()
     return units
 
 

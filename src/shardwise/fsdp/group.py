@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _users: MutableMapping[torch.Tensor, list[ref[Group]]] = WeakTensorKeyDictionary()
 """Of each parameter the groups that have it: several, if it is tied."""
 
+_TENSORS = (torch.Tensor, DTensor)
+
 
 class Slot:
     """Where a module keeps a parameter."""
@@ -94,9 +96,11 @@ class Slot:
 class Call:
     """One forward of a group, as long as its graph lives: which gradients of inputs are to come."""
 
-    __slots__ = ("__weakref__", "inputs", "is_watched", "left", "task")
+    __slots__ = ("__weakref__", "began", "inputs", "is_watched", "left", "task")
 
     def __init__(self) -> None:
+        self.began: int = torch._C._autograd._get_sequence_nr()
+        """The number that autograd gave to what was computed next."""
         self.is_watched = False
         """Whether its group waits for them."""
         self.inputs = 0
@@ -141,6 +145,8 @@ class Group:
         self.units: list[Unit] = []
         self.bindings: list[tuple[Slot, Held]] = []
         """Which parameter each slot holds."""
+        self.within: list[nn.Module] = []
+        """Its modules and those in them, without other groups'."""
         self.state = TrainingState.IDLE
         self.active = 0
         """How many of its forwards are under way: one may call another."""
@@ -171,6 +177,16 @@ class Group:
         """The groups that have any of its parameters, in the order of their making."""
         users = (user() for slot in self.slots for user in _users.get(slot.tensor, ()))
         return list(dict.fromkeys(user for user in users if user is not None))
+
+    def find_modules(self) -> None:
+        """Note which modules compute with its parameters."""
+        self.within = []
+        left = list(self.modules)
+        while left:
+            module = left.pop()
+            if module not in self.within:
+                self.within.append(module)
+                left += [each for each in module.children() if not hasattr(each, "_fsdp_group")]
 
     def change(self, **settings: Any) -> None:
         """Change some settings."""
@@ -227,7 +243,10 @@ class Group:
             self.state = moved_on(self.state, TrainingState.IDLE, self.name)
             output = self._unaliased(output)
             self.ran.add(module)
-            needs_backward = torch.is_grad_enabled() and self._watch_outputs(call, output)
+            needs_backward = False
+            if torch.is_grad_enabled():
+                hidden = [] if self.is_alias else self._left_behind(call)
+                needs_backward = self._watch_outputs(call, (output, hidden) if hidden else output)
             context.after_forward(self, needs_backward)
         if context.depth == 0:
             context.end_forward()
@@ -329,6 +348,18 @@ class Group:
             call.is_watched, call.left = True, call.inputs
             self.calls.add(call)
         return args, kwargs
+
+    def _left_behind(self, call: Call) -> list[torch.Tensor]:
+        """What a forward has computed and kept in attributes, such as a loss beside the output: its
+        backward may come first, and need the parameters."""
+        return [
+            value
+            for module in self.within
+            for value in vars(module).values()
+            if type(value) in _TENSORS  # by far faster than isinstance, for what is rarely there
+            and value.grad_fn is not None
+            and value.grad_fn._sequence_nr() >= call.began
+        ]
 
     def _watch_outputs(self, call: Call, output: Any) -> bool:
         """Notice when the first gradient comes; says whether one may."""
