@@ -82,9 +82,9 @@ def note_replaced(parameter: torch.Tensor, name: str) -> None:
     parameter._replaced_name = name  # type: ignore[attr-defined]
 
 
-def note_averaged(parameter: torch.Tensor) -> None:
-    """Note that the gradient of this parameter is averaged over ranks."""
-    parameter._is_averaged = True  # type: ignore[attr-defined]
+def note_averaged(parameter: torch.Tensor, ranks: int) -> None:
+    """Note over how many ranks the gradient of this parameter is averaged."""
+    parameter._averaged_over = ranks  # type: ignore[attr-defined]
 
 
 def note_left_alone(parameters: Iterable[torch.Tensor]) -> None:
@@ -103,7 +103,7 @@ def _warn_of_forgotten(optimizer: optim.Optimizer) -> None:
         return
     _stepped.add(optimizer)
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(hasattr(each, "_is_averaged") for each in every):
+    if not any(getattr(each, "_averaged_over", 1) > 1 for each in every):
         return
     forgotten = [
         each

@@ -375,8 +375,7 @@ def _sharded(
     if not whole.is_contiguous() and is_dense(whole):
         result._whole_strides = tuple(whole.stride())
     result._fsdp_info = info
-    if info.mesh.size() > 1:
-        note_averaged(result)
+    note_averaged(result, info.mesh.size())
     result._fsdp_extension = extension
     parameter._fsdp_sharded = result
     note_replaced(parameter, name)
