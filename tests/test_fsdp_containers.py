@@ -72,6 +72,39 @@ def test_outputs_in_containers_of_any_kind(packed, reshard):
     check_trains_as_one(Packed, shard, loss=lambda model, x: unpack(model(x)).square().mean())
 
 
+class Unfolded(Block):
+    """Returns a view."""
+
+    def forward(self, x):
+        return super().forward(x).unsqueeze(0).squeeze(0)
+
+
+class Adds(Block):
+    """Returns its input, changed in place."""
+
+    def forward(self, x):
+        x += torch.tanh(self.linear(x.clone()))
+        return x
+
+
+@pytest.mark.parametrize("kind", [Block, Unfolded, Adds])
+def test_outputs_that_the_caller_changes_in_place(kind):
+    class Changes(Net):
+        def __init__(self):
+            super().__init__(0)
+            self.layers.extend(kind() for _ in range(3))
+
+        def forward(self, x):
+            x = x.clone()
+            for layer in self.layers:
+                x = layer(x)
+                x += 1
+                x[:, 0].mul_(0.5)
+            return self.head(x)
+
+    check_trains_as_one(Changes, shard_all)
+
+
 def test_a_loss_in_an_attribute():
     """Its backward comes before that of the output, and needs the parameters too."""
 

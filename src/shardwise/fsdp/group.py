@@ -357,8 +357,7 @@ class Group:
             for module in self.within
             for value in vars(module).values()
             if type(value) in _TENSORS  # by far faster than isinstance, for what is rarely there
-            and value.grad_fn is not None
-            and value.grad_fn._sequence_nr() >= call.began
+            and _is_of(call, value)
         ]
 
     def _watch_outputs(self, call: Call, output: Any) -> bool:
@@ -379,6 +378,10 @@ class Group:
                 found = True
                 with as_local():
                     tensor.register_hook(came)
+                    # Changed in place, a view gets another history: that of its base goes on.
+                    base = tensor._base
+                    if base is not None and _is_of(call, base):
+                        base.register_hook(came)
             return tensor
 
         if isinstance(output, torch.Tensor):
@@ -423,6 +426,12 @@ class Group:
         context = self.context or context_of(self)
         context.check()
         return context
+
+
+def _is_of(call: Call, tensor: torch.Tensor) -> bool:
+    """Whether a forward has computed it."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() >= call.began
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
