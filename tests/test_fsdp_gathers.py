@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import fully_shard, unit
+from shardwise.fsdp import building, fully_shard, unit
 
 
 class Net(nn.Module):
@@ -23,7 +23,8 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("width", [8, 600], ids=["groups that travel together", "each by itself"])
-def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width):
+@pytest.mark.parametrize(("reshard", "times"), [(None, 0), (True, 1)])
+def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width, reshard, times):
     """The head's backward is over before that of the layers, on the ranks that use all of it."""
 
     def run():
@@ -31,8 +32,8 @@ def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width):
         model = Net(width)
         mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
         for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
         for _ in range(2):
             model(torch.ones(1, width), is_scaled=mesh.get_rank() == 0).sum().backward()
         return model.head.bias.grad.full_tensor()
@@ -43,9 +44,8 @@ def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width):
             torch.testing.assert_close(gradient, torch.full((4,), 2.0))
     first, second = ([each.cause for each in events if each.rank == rank] for rank in (0, 1))
     assert first == second
-    assert [
-        each.module for each in first if "Net" in each.module and each.direction == "backward"
-    ] == []
+    again = [each for each in first if "Net" in each.module and each.direction == "backward"]
+    assert len(again) == 2 * times  # in two steps
 
 
 class Turned(nn.Module):
@@ -83,6 +83,29 @@ def test_large_gradients_meet_their_own_in_whichever_order_they_come(monkeypatch
     for gradients in sw.simulate(run, 2):
         for ours, theirs in zip(gradients, plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.grad)
+
+
+def test_backward_gathers_a_layer_once_though_the_last_forward_had_another_order(monkeypatch):
+    """What it has given back comes next in that order."""
+    monkeypatch.setattr(building, "COALESCED", 0)
+    events = []
+
+    def run():
+        model = Turned()
+        mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh)
+        loss = model(torch.ones(1, 4), is_turned=False).sum()
+        model(torch.ones(1, 4), is_turned=True)
+        loss.backward()
+
+    with sw.listen(lambda event: event.rank == 0 and events.append(event.cause)):
+        sw.simulate(run, 2)
+    gathered = [
+        each.module for each in events if (each.operator, each.direction) == ("unshard", "backward")
+    ]
+    assert gathered == ["layers.1", "layers.0"]
 
 
 def test_groups_that_travel_with_used_ones_and_are_not_used_have_no_gradients():
