@@ -258,12 +258,15 @@ def test_set_all_reduce_hook_sees_reduced_gradients_and_may_change_them():
         seen = []
 
         def hook(gradients):
-            seen.append(gradients.dim())
+            seen.append(gradients.square().sum())
             gradients.mul_(10)
 
         model.layers[1].set_all_reduce_hook(hook)
         mean_square(model, mine(batch(), mesh)).backward()
-        assert seen == [1]
+        squares = sw.communicator(mesh).all_reduce(seen[0])
+        wanted = sum(each.grad.square().sum() for each in plain.layers[1].parameters())
+        assert_close(squares, wanted)
+        assert len(seen) == 1
         for at, scale in ((0, 1), (1, 10), (2, 1)):
             for name, parameter in model.layers[at].named_parameters():
                 wanted = plain.layers[at].get_parameter(name).grad * scale

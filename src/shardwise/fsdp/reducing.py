@@ -8,6 +8,7 @@ that only some ranks use need no agreement beforehand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -270,7 +271,7 @@ class Reduction:
             if not self._average:
                 row.div_(self.settings.divide_factor or self.info.size)
             if self.settings.all_reduce_hook is not None:
-                self.settings.all_reduce_hook(row)
+                self.settings.all_reduce_hook(self._only_gradients(row))
             shards = self.plan.units[0].arena.flat
             row = row.to(shards.device, shards.dtype)
             found = [
@@ -293,6 +294,15 @@ class Reduction:
                 torch._foreach_add_(totals, pieces)
         for held, _ in found:
             held.call_hooks()
+
+    def _only_gradients(self, row: torch.Tensor) -> torch.Tensor:
+        """A row without its flags, and with zeros where another rank's pieces are longer."""
+        for entries in self.plan.entries.values():
+            for entry in entries:
+                division = entry.held.division
+                own = math.prod(division.shapes[division.index])
+                row[entry.offset + own : entry.offset + division.size] = 0
+        return row[aligned(self.plan.flags) :]
 
     def abandon(self) -> None:
         """Let it end, and forget what it brings."""
