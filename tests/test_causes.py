@@ -119,11 +119,11 @@ def test_modules_are_left_alone_when_nobody_listens():
 
 def test_what_data_parallelism_sends_names_the_sharded_modules_it_is_for():
     def run(mesh):
-        model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400), nn.Linear(400, 4))
+        model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700), nn.Linear(700, 4))
         for layer in model[:2]:  # each too large to travel with another
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh)
-        model(torch.ones(2, 400)).sum().backward()
+        model(torch.ones(2, 700)).sum().backward()
 
     gathered = [cause for kind, cause in heard(run) if kind == "all_gather"]
     reduced = [cause for kind, cause in heard(run) if kind == "reduce_scatter"]

@@ -55,9 +55,15 @@ def _besides_input(step: Step, dtype: torch.dtype) -> Sizes:
             packed = axes_size(step.source.mesh, step.axes) * before if is_packed else 0
             return packed + after * (1 if _is_outermost(step) else 2)
         case "reduce_scatter":
+            ranks = axes_size(step.source.mesh, step.axes)
+            total = after * _copies_to_reduce(step.op, dtype)
+            if busiest(before) * dtype.itemsize >= LARGE:
+                # By messages: nothing is copied for the rank itself, and what was packed is gone
+                # when the sum is made.
+                packed = 0 if _is_outermost(step) else (ranks - 1) * after
+                return (ranks - 1) * after + np.maximum(packed, total)
             packed = 0 if _is_outermost(step) else before
-            contributions = axes_size(step.source.mesh, step.axes) * after
-            return packed + contributions + after * _copies_to_reduce(step.op, dtype)
+            return packed + ranks * after + total
         case "all_reduce":
             return after * _copies_to_all_reduce(step.op, dtype)
         case "exchange" if step.source.mesh is not step.target.mesh:
