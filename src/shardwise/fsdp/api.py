@@ -15,7 +15,7 @@ from shardwise.fsdp.context import joined
 from shardwise.fsdp.division import Division, is_dense, sharded_layout
 from shardwise.fsdp.errors import FSDPError
 from shardwise.fsdp.extension import Extension, extension_of, inner_names, values_of
-from shardwise.fsdp.group import Group, Slot, check_group, check_list, is_taken
+from shardwise.fsdp.group import Group, check_group, check_list
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -25,6 +25,7 @@ from shardwise.fsdp.mesh_info import (
 from shardwise.fsdp.module import FSDPModule, swap_class
 from shardwise.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
+from shardwise.fsdp.slot import Slot, is_taken
 from shardwise.layout_checks import as_dim
 from shardwise.optimizers import note_averaged, note_left_alone, note_replaced
 from shardwise.placement import Placement, Replicate, Shard, as_placement

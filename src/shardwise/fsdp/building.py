@@ -13,12 +13,13 @@ from shardwise.fsdp.division import Division
 from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.extended import ExtendedUnit
 from shardwise.fsdp.gathering import gathered_size
-from shardwise.fsdp.group import Group, Slot
+from shardwise.fsdp.group import Group
 from shardwise.fsdp.held import Held
 from shardwise.fsdp.policies import CPUOffloadPolicy
 from shardwise.fsdp.pool import Size
 from shardwise.fsdp.reducing import Plan
 from shardwise.fsdp.settings import Settings
+from shardwise.fsdp.slot import Slot
 from shardwise.fsdp.states import ShardedState
 from shardwise.fsdp.unit import Unit
 from shardwise.tensor import DTensor, laid_out

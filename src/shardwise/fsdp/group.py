@@ -20,14 +20,13 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.fsdp.errors import FSDPError, StateError
-from shardwise.fsdp.extension import Extension
 from shardwise.fsdp.held import Held
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
+from shardwise.fsdp.slot import Slot
 from shardwise.fsdp.states import TrainingState, moved_on
 from shardwise.fsdp.unit import Unit
-from shardwise.layout import Layout
 from shardwise.parallel.containers import on_tensors
 from shardwise.tensor import DTensor, as_local, wrap
 
@@ -38,59 +37,6 @@ _users: MutableMapping[torch.Tensor, list[ref[Group]]] = WeakTensorKeyDictionary
 """Of each parameter the groups that have it: several, if it is tied."""
 
 _TENSORS = (torch.Tensor, DTensor)
-
-
-class Slot:
-    """Where a module keeps a parameter."""
-
-    __slots__ = ("extension", "key", "layout", "module", "name", "own_setter", "strides")
-
-    def __init__(
-        self,
-        module: nn.Module,
-        key: str,
-        name: str,
-        layout: Layout,
-        strides: tuple[int, ...] | None,
-        extension: Extension | None,
-    ) -> None:
-        self.module = module
-        self.key = key
-        self.name = name
-        self.layout = layout
-        """Of the parameter at rest."""
-        self.strides = strides
-        """Of the gathered one, if its dims are not stored in their order."""
-        self.extension = extension
-        """What it says about its gathering, if anything."""
-        # Some modules, such as torch's LSTM, keep their parameters in a list too.
-        self.own_setter = type(module).__setattr__ is not nn.Module.__setattr__
-
-    def of(self, module: nn.Module) -> Slot:
-        """The same of a copy of the module."""
-        return Slot(module, self.key, self.name, self.layout, self.strides, self.extension)
-
-    @property
-    def tensor(self) -> nn.Parameter:
-        """What is there now."""
-        found = self.module._parameters[self.key]
-        assert found is not None, "only slots that hold something are listed"
-        return found
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is there now."""
-        return self.module._parameters.get(self.key) is tensor
-
-    def take(self) -> None:
-        """Note on the module that a group has it."""
-        vars(self.module).setdefault("_fsdp_keys", set()).add(self.key)
-
-    def put(self, tensor: Any) -> None:
-        """Replace it."""
-        if self.own_setter:
-            setattr(self.module, self.key, tensor)
-        else:
-            self.module._parameters[self.key] = tensor
 
 
 class Call:
@@ -439,11 +385,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return on_tensors(value, change)
-
-
-def is_taken(module: nn.Module, key: str) -> bool:
-    """Whether a group has this parameter of a module."""
-    return key in vars(module).get("_fsdp_keys", ())
 
 
 def check_list(modules: Any) -> None:

@@ -1,0 +1,69 @@
+"""Slots: where modules keep the parameters of groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.fsdp.extension import Extension
+from shardwise.layout import Layout
+
+
+class Slot:
+    """Where a module keeps a parameter."""
+
+    __slots__ = ("extension", "key", "layout", "module", "name", "own_setter", "strides")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        key: str,
+        name: str,
+        layout: Layout,
+        strides: tuple[int, ...] | None,
+        extension: Extension | None,
+    ) -> None:
+        self.module = module
+        self.key = key
+        self.name = name
+        self.layout = layout
+        """Of the parameter at rest."""
+        self.strides = strides
+        """Of the gathered one, if its dims are not stored in their order."""
+        self.extension = extension
+        """What it says about its gathering, if anything."""
+        # Some modules, such as torch's LSTM, keep their parameters in a list too.
+        self.own_setter = type(module).__setattr__ is not nn.Module.__setattr__
+
+    def of(self, module: nn.Module) -> Slot:
+        """The same of a copy of the module."""
+        return Slot(module, self.key, self.name, self.layout, self.strides, self.extension)
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """What is there now."""
+        found = self.module._parameters[self.key]
+        assert found is not None, "only slots that hold something are listed"
+        return found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is there now."""
+        return self.module._parameters.get(self.key) is tensor
+
+    def take(self) -> None:
+        """Note on the module that a group has it."""
+        vars(self.module).setdefault("_fsdp_keys", set()).add(self.key)
+
+    def put(self, tensor: Any) -> None:
+        """Replace it."""
+        if self.own_setter:
+            setattr(self.module, self.key, tensor)
+        else:
+            self.module._parameters[self.key] = tensor
+
+
+def is_taken(module: nn.Module, key: str) -> bool:
+    """Whether a group has this parameter of a module."""
+    return key in vars(module).get("_fsdp_keys", ())
