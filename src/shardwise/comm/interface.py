@@ -13,9 +13,9 @@ None of these is differentiable: gradients are the business of `shardwise.redist
 from __future__ import annotations
 
 import pickle
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,22 +25,19 @@ from shardwise.comm.arguments import (
     as_dim,
     as_messages,
     as_peer,
-    as_piece_lists,
     as_pieces,
     as_shapes,
     as_sizes,
-    as_tensors,
     check_tensor,
     shown,
 )
+from shardwise.comm.in_place import InPlace, described, size_in_bytes
 from shardwise.comm.pending import Pending
-from shardwise.comm.reduction import check_reduction, is_summed_in_place, reduce_into
+from shardwise.comm.reduction import check_reduction
 from shardwise.errors import CollectiveError
 
-T = TypeVar("T")
 
-
-class Communicator(ABC):
+class Communicator(InPlace):
     """A way for some ranks to talk, seen by one of them.
 
     Arguments:
@@ -88,7 +85,7 @@ class Communicator(ABC):
         start = self._start_all_reduce_in_place if in_place else self._start_all_reduce
         if not trace.listeners:
             return start(x, op)
-        received = 2 * _size_in_bytes(x) * (self.size - 1) // self.size
+        received = 2 * size_in_bytes(x) * (self.size - 1) // self.size
         return self._traced("all_reduce", x, received, lambda: start(x, op))
 
     def reduce_scatter(
@@ -163,134 +160,6 @@ class Communicator(ABC):
             lambda: self._start_all_gather(x, dim, lengths),
         )
 
-    def all_gather_into(
-        self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
-    ) -> torch.Tensor:
-        """Every rank gets all ranks' `x`, in memory that it has: rank i's becomes `rows[i]`.
-
-        Arguments:
-            x: of the same size on every rank.
-            rows: of one row per rank, contiguous; it is written to and returned.
-            skip_own: the caller does not need its own row, which may then stay as it is.
-        """
-        return self.all_gather_into_async(x, rows, skip_own=skip_own).wait()
-
-    def all_gather_into_async(
-        self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
-    ) -> Pending[torch.Tensor]:
-        """`all_gather_into`, under way."""
-        check_tensor("all_gather_into(x)", x)
-        check_tensor("all_gather_into(rows)", rows)
-        wanted = (self.size, x.numel())
-        is_like_x = rows.dtype == x.dtype and rows.device == x.device
-        if tuple(rows.shape) != wanted or not is_like_x or not rows.is_contiguous():
-            raise CollectiveError(
-                f"all_gather_into(rows): expected {x.dtype} {wanted} on {x.device}, contiguous; "
-                f"got {_shown(rows)} on {rows.device}"
-                f"{'' if rows.is_contiguous() else ', not contiguous'}"
-            )
-        return self._traced(
-            "all_gather",
-            x,
-            _size_in_bytes(x) * (self.size - 1),
-            lambda: self._start_all_gather_into(x, rows, skip_own),
-        )
-
-    def all_gather_in_place(
-        self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
-    ) -> None:
-        """Every rank gets several tensors of all ranks, each where it belongs: rank i's `xs[j]`
-        becomes `outs[j][i]`, of the same shape. A rank's own stay as they are.
-
-        For large tensors: each travels as a message, and nothing is copied.
-        """
-        self.all_gather_in_place_async(xs, outs).wait()
-
-    def all_gather_in_place_async(
-        self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
-    ) -> Pending[None]:
-        """`all_gather_in_place`, under way."""
-        sent = as_tensors("all_gather_in_place(xs)", xs)
-        places = as_piece_lists("all_gather_in_place(outs)", outs, sent, self.index, self.size)
-        others = [peer for peer in range(self.size) if peer != self.index]
-        received = sum(_size_in_bytes(each[peer]) for each in places for peer in others)
-        messages = [
-            (dict.fromkeys(others, x), {peer: each[peer] for peer in others})
-            for x, each in zip(sent, places, strict=True)
-        ]
-        return self._traced(
-            "all_gather", sent[0], received, lambda: self._start_exchanges(messages)
-        )
-
-    def reduce_scatter_in_place(
-        self,
-        xs: Sequence[Sequence[torch.Tensor]],
-        outs: Sequence[torch.Tensor],
-        op: str = "sum",
-    ) -> None:
-        """Each rank gets the reductions of several tensors, each where it belongs: that of all
-        ranks' `xs[j][i]` becomes rank i's `outs[j]`, of the same shape.
-
-        For large tensors: each travels as a message, and none is packed.
-        """
-        self.reduce_scatter_in_place_async(xs, outs, op).wait()
-
-    def reduce_scatter_in_place_async(
-        self,
-        xs: Sequence[Sequence[torch.Tensor]],
-        outs: Sequence[torch.Tensor],
-        op: str = "sum",
-    ) -> Pending[None]:
-        """`reduce_scatter_in_place`, under way; until it is over nobody may look at `outs`."""
-        places = as_tensors("reduce_scatter_in_place(outs)", outs)
-        sent = as_piece_lists("reduce_scatter_in_place(xs)", xs, places, self.index, self.size)
-        check_reduction(op, places[0].dtype)
-        others = [peer for peer in range(self.size) if peer != self.index]
-        received = sum(map(_size_in_bytes, places)) * len(others)
-        return self._traced(
-            "reduce_scatter",
-            sent[0][0],
-            received,
-            lambda: self._start_sums(sent, places, op, others),
-        )
-
-    def _start_sums(
-        self,
-        sent: Sequence[Sequence[torch.Tensor]],
-        outs: Sequence[torch.Tensor],
-        op: str,
-        others: list[int],
-    ) -> Pending[None]:
-        messages, contributions = [], []
-        for pieces, out in zip(sent, outs, strict=True):
-            # One may come to where the sum will be, if that is made of them alone.
-            direct = others[0] if others and is_summed_in_place(op, out.dtype) else None
-            each = [
-                x.detach() if peer == self.index else out if peer == direct else torch.empty_like(x)
-                for peer, x in enumerate([pieces[self.index]] * self.size)
-            ]
-            contributions.append(each)
-            given = {peer: pieces[peer] for peer in others}
-            messages.append((given, {peer: each[peer] for peer in others}))
-
-        def reduce(_: None) -> None:
-            for each, out in zip(contributions, outs, strict=True):
-                reduce_into(out, each, op)
-
-        return self._start_exchanges(messages).then(reduce)
-
-    def _start_exchanges(
-        self,
-        messages: Sequence[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]],
-    ) -> Pending[None]:
-        started = [self._start_exchange(sends, receives) for sends, receives in messages]
-
-        def finish() -> None:
-            for each in started:
-                each.wait()
-
-        return Pending(finish)
-
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
     ) -> list[torch.Tensor]:
@@ -335,7 +204,7 @@ class Communicator(ABC):
         """`broadcast`, under way."""
         check_tensor("broadcast(x)", x)
         source = as_peer("broadcast(source)", source, self.size)
-        received = 0 if source == self.index else _size_in_bytes(x)
+        received = 0 if source == self.index else size_in_bytes(x)
         return self._traced("broadcast", x, received, lambda: self._start_broadcast(x, source))
 
     def scatter(
@@ -365,10 +234,10 @@ class Communicator(ABC):
             mine = sent[self.index]
             if mine.shape != like.shape or mine.dtype != like.dtype:
                 raise CollectiveError(
-                    f"scatter(like): expected {_shown(mine)}, the piece for this rank; "
-                    f"got {_shown(like)}"
+                    f"scatter(like): expected {described(mine)}, the piece for this rank; "
+                    f"got {described(like)}"
                 )
-        received = 0 if source == self.index else _size_in_bytes(like)
+        received = 0 if source == self.index else size_in_bytes(like)
         return self._traced(
             "scatter", like, received, lambda: self._start_scatter(like, sent, source)
         )
@@ -427,7 +296,7 @@ class Communicator(ABC):
         return self._traced(
             "exchange",
             next(iter(given.values()), None),
-            sum(map(_size_in_bytes, taken.values())),
+            sum(map(size_in_bytes, taken.values())),
             lambda: self._start_exchange(given, taken),
         )
 
@@ -450,7 +319,7 @@ class Communicator(ABC):
         check_tensor("recv(like)", like)
         source = as_peer("recv(source)", source, self.size, self.index)
         return self._traced(
-            "recv", like, _size_in_bytes(like), lambda: self._start_recv(like, source)
+            "recv", like, size_in_bytes(like), lambda: self._start_recv(like, source)
         )
 
     # ---- without tensors
@@ -502,13 +371,6 @@ class Communicator(ABC):
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
     ) -> Pending[torch.Tensor]: ...
 
-    def _start_all_gather_into(
-        self, x: torch.Tensor, rows: torch.Tensor, skip_own: bool
-    ) -> Pending[torch.Tensor]:
-        """An engine that can do without the copy does."""
-        gathered = self._start_all_gather(x.reshape(1, -1), 0, (1,) * self.size)
-        return gathered.then(rows.copy_)
-
     @abstractmethod
     def _start_all_to_all(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
@@ -546,46 +408,12 @@ class Communicator(ABC):
 
     # ---- inside
 
-    def _traced(
-        self,
-        kind: str,
-        x: torch.Tensor | None,
-        received: int,
-        start: Callable[[], Pending[T]],
-    ) -> Pending[T]:
-        if not trace.listeners:
-            return start()
-        return trace.ending(self._tell(kind, x, received), start())
-
-    def _tell(self, kind: str, x: torch.Tensor | None, received: int) -> trace.Event | None:
-        if not trace.listeners:
-            return None
-        event = trace.Event(
-            rank=self.ranks[self.index],
-            kind=kind,
-            axes=self.axes,
-            ranks=self.ranks,
-            shape=() if x is None else tuple(x.shape),
-            dtype=None if x is None else x.dtype,
-            bytes=received,
-        )
-        trace.tell(event)
-        return event
-
 
 def copied(x: torch.Tensor) -> torch.Tensor:
     """A contiguous copy, which every engine's results are, however the input lies in memory."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _size_in_bytes(x: torch.Tensor) -> int:
-    return x.numel() * x.itemsize
-
-
 def _row_bytes(x: torch.Tensor, dim: int) -> int:
     """The bytes of a slice of length one along `dim`, also if `x` is empty there."""
     return torch.Size((*x.shape[:dim], *x.shape[dim + 1 :])).numel() * x.itemsize
-
-
-def _shown(x: torch.Tensor) -> str:
-    return f"{x.dtype} {tuple(x.shape)}"
