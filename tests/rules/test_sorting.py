@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import values
+from rule_cases import heard, in_layout, ranks, values
 
-from shardwise import Partial, Replicate, init_device_mesh, listen, simulate
+from shardwise import Partial, Replicate, Shard, init_device_mesh, listen, simulate
 from shardwise.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed, layouts_of
 
@@ -119,3 +119,14 @@ def test_equal_and_allclose_give_every_rank_the_same_answer():
 
     for wrong in simulate(run, 4):
         assert not any(wrong)
+
+
+def test_to_sort_a_split_dim_the_axis_goes_to_another_dim_by_one_exchange():
+    def run(mesh):
+        events, result = heard(mesh, lambda: in_layout(X, mesh, Shard(1)).sort(dim=1).values)
+        return [event.kind for event in events], result.layout, result.full_tensor()
+
+    for kinds, layout, found in ranks(run):
+        assert kinds == ["all_to_all"]
+        assert layout.placements == (Shard(0),)
+        assert torch.equal(found, X.sort(dim=1).values)

@@ -2,8 +2,9 @@
 
 For each axis of the mesh a call either splits one factor, or lets pending sums flow through its
 linear inputs, or has everything whole. Only what some input already does on that axis is
-considered, so a layout never comes from nowhere. The choice is a function of layouts and of the
-rule alone: all ranks make the same.
+considered, so a layout never comes from nowhere; but where an input is split along a dim that must
+be whole, the axis may go to another dim of it: an exchange in place of a gather. The choice is a
+function of layouts and of the rule alone: all ranks make the same.
 """
 
 from __future__ import annotations
@@ -108,11 +109,16 @@ def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
     seen: set[Way] = set()
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
         for dim, (factor, axes) in enumerate(zip(dims, layout.shard_order, strict=True)):
-            if axis in axes and factor is not None and _splits(spec, factor):
-                for way in _splitting(spec, factor, layout, dim):
-                    if way not in seen:
-                        seen.add(way)
-                        yield way
+            if axis not in axes:
+                continue
+            if factor is not None and _splits(spec, factor):
+                found = _splitting(spec, factor, layout, dim)
+            else:
+                found = _exchanging(spec, dims, layout, axis)
+            for way in found:
+                if way not in seen:
+                    seen.add(way)
+                    yield way
         for pending, op in layout.partial:
             if pending != axis or op not in ("sum", "avg"):
                 continue
@@ -130,6 +136,16 @@ def _splitting(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[Wa
     if cut is not None and _may_be_cut(spec, factor):
         yield Way(factor, cut=cut, size=size)
     yield Way(factor, size=size if spec.scales else None)
+
+
+def _exchanging(spec: Spec, dims: Dims, layout: Layout, axis: int) -> Iterator[Way]:
+    """Along another dim of an input, as the one that is split must be whole."""
+    sizes = layout.mesh.shape
+    for factor, size, axes in zip(dims, layout.shape, layout.shard_order, strict=True):
+        pieces = sizes[axis] * math.prod(sizes[each] for each in axes)
+        free = factor is not None and any(factor in out.dims for out in spec.outputs)
+        if free and axis not in axes and size >= pieces:
+            yield Way(factor, size=size if spec.scales else None)
 
 
 def _may_be_cut(spec: Spec, factor: str) -> bool:
