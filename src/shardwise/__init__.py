@@ -12,6 +12,7 @@ from shardwise.dispatch.state import (
     cache_info,
     explicit,
     fallback,
+    fallback_counts,
     plain_tensors,
 )
 from shardwise.distribute import distribute_module, distribute_tensor, local_map
@@ -99,6 +100,7 @@ __all__ = [
     "empty",
     "explicit",
     "fallback",
+    "fallback_counts",
     "fsdp",
     "full",
     "init_device_mesh",

@@ -149,14 +149,17 @@ def piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     assert place is not None, "every rank is on the mesh"
     local = layout.piece_of(tensor, place).clone()
     for axis, _ in layout.partial:
-        size = layout.mesh.shape[axis]
-        generator = torch.Generator().manual_seed(17 + axis)
-        parts = [torch.randn(local.shape, generator=generator, dtype=torch.float64).to(local.dtype)
-                 for _ in range(size - 1)]  # fmt: skip
-        at = place[axis]
-        local = local - sum(parts) if at == size - 1 else parts[at] + 0 * local
-        # Contributions on a second axis must add up to this rank's contribution on the first.
+        local = _contribution(local, place[axis], layout.mesh.shape[axis])
     return local
+
+
+def _contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
+    """One of so many contributions: x is 2x - x + 0 + ..., exact in any order of adding up."""
+    if count == 1:
+        return total
+    finite = torch.isfinite(total)
+    others = total if at == 0 else torch.zeros_like(total)
+    return torch.where(finite, total * 2 if at == 0 else -total if at == 1 else others, others)
 
 
 def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
@@ -224,7 +227,7 @@ class _Check:
         inputs = [distributed(each, how) for each, how in zip(tensors, layouts, strict=True)]
         args, kwargs = self.sample.filled(inputs)
         try:
-            outputs = [_whole(each) for each in tensors_in(self.fn(*args, **kwargs))]
+            outputs = [whole_of(each) for each in tensors_in(self.fn(*args, **kwargs))]
         except PolicyError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
@@ -233,7 +236,7 @@ class _Check:
         problem = _difference(outputs, self.reference.outputs, "result", self.tolerance)
         if problem or self.reference.gradients is None:
             return problem
-        _loss(outputs).backward()  # type: ignore[no-untyped-call]
+        loss_of(outputs).backward()  # type: ignore[no-untyped-call]
         leaves = [each for each in inputs if each.requires_grad]
         return self.problem_of_gradients(leaves, self.reference.gradients)
 
@@ -265,11 +268,11 @@ def _reference(fn: Callable[..., Any], sample: Sample, gradients: bool) -> Refer
     found = [each.detach().clone() for each in outputs]
     if not gradients or not leaves or not any(each.requires_grad for each in outputs):
         return Reference(found, None)
-    grads = torch.autograd.grad(_loss(outputs), leaves, allow_unused=True)
+    grads = torch.autograd.grad(loss_of(outputs), leaves, allow_unused=True)
     return Reference(found, list(grads))
 
 
-def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number that depends on every element of the results differently."""
     total = torch.zeros((), dtype=torch.float64)
     for at, each in enumerate(outputs):
@@ -281,7 +284,8 @@ def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A result as every rank has it; its piece must be what its layout says."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()

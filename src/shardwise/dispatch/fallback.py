@@ -66,6 +66,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _report_fallback(name: str, layouts: Sequence[Layout]) -> None:
+    state.fallbacks[name] = state.fallbacks.get(name, 0) + 1
     if state.fallback == "replicate":
         return
     lies = ", ".join(map(repr, layouts))

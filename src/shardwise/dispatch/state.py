@@ -35,6 +35,7 @@ class State(threading.local):
         self._plain_tensors = "assume"
         self.explicit = False
         self.warned: set[Any] = set()
+        self.fallbacks: dict[str, int] = {}
         self.moved_parameters: dict[Any, Any] = {}
         """What parameters were moved to, until a backward has passed (see `moving`)."""
         self.moved_inputs: dict[Any, Any] = {}
@@ -61,10 +62,11 @@ def cache_info() -> CacheInfo:
 
 
 def cache_clear() -> None:
-    """Forget this thread's planned calls and their statistics, and inputs kept for other uses."""
+    """Forget this thread's planned calls, all statistics, and inputs kept for other uses."""
     state.entries.clear()
     state.moved_parameters.clear()
     state.moved_inputs.clear()
+    state.fallbacks.clear()
     state.misses = state.hits_of_forgotten = 0
 
 
@@ -90,6 +92,11 @@ def fallback(policy: str) -> Policy:
         ...     model(x)
     """
     return Policy(state, "fallback", policy, ("warn", "replicate", "error"))
+
+
+def fallback_counts() -> dict[str, int]:
+    """How often each operator made its inputs whole on this thread, as it has no rule for them."""
+    return dict(state.fallbacks)
 
 
 def plain_tensors(policy: str) -> Policy:

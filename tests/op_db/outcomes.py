@@ -1,0 +1,160 @@
+"""What came of an operator, over all its samples, forms, dtypes, meshes and layouts."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from op_db import ours
+from op_db.cases import MESHES, Case, cases, single_splits
+from op_db.entries import Call, Entry, entries
+from op_db.ours import Outcome
+from op_db.reference import Reference, reference
+
+
+class Effort(NamedTuple):
+    """How much of each operator is tried."""
+
+    samples: int
+    """With the main dtype, as a function."""
+    meshes: int
+    """For each of these samples."""
+    cases: int
+    """On each mesh."""
+    variations: int
+    """Samples of each other dtype and form."""
+    cases_of_variations: int
+
+
+SWEEP = Effort(samples=8, meshes=3, cases=10, variations=2, cases_of_variations=5)
+PART = Effort(samples=2, meshes=1, cases=4, variations=1, cases_of_variations=2)
+
+
+@dataclass
+class Row:
+    """One operator: what is said of it."""
+
+    name: str
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many cases came out so, by kind of outcome."""
+    texts: list[str] = field(default_factory=list)
+    """What is wrong, or refused and why: the first few."""
+    splits: list[str] = field(default_factory=list)
+    """For each tensor of a sample: which dims may be split, and what that costs."""
+    forms: list[str] = field(default_factory=list)
+    """The forms that were tried."""
+
+    @property
+    def outcome(self) -> str:
+        """The worst of all cases; "no tensors" if there were none."""
+        return next((each for each in ours.ORDER if self.counts.get(each)), "no tensors")
+
+    def add(self, outcome: Outcome) -> None:
+        self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
+        if outcome.text and sum(outcome.kind in each[:8] for each in self.texts) < 4:
+            self.texts.append(f"{outcome.kind}: {outcome.text}")
+
+
+class Attempt(NamedTuple):
+    """A call to be compared on one mesh, for these cases."""
+
+    call: Call
+    form: str
+    mesh: tuple[int, ...]
+    cases: list[Case]
+
+
+def attempts(entry: Entry, effort: Effort) -> Iterator[Attempt]:
+    """What is tried of an operator: its main dtype thoroughly, each other dtype and form once or
+    so. Which mesh a sample meets is a matter of its place in the list."""
+    turn = zlib.crc32(entry.name.encode())
+    main, *others = entry.kinds() or [None]
+    if main is None:
+        return
+    plans = [(main, "function", effort.samples, effort.meshes, effort.cases)]
+    plans += [
+        (dtype, "function", effort.variations, 1, effort.cases_of_variations) for dtype in others
+    ]
+    plans += [
+        (main, form, effort.variations, 1, effort.cases_of_variations)
+        for form in entry.forms()
+        if form != "function"
+    ]
+    if effort is PART and len(plans) > 2:  # the variations take turns, from entry to entry
+        plans = [plans[0], plans[1 + turn % (len(plans) - 1)]]
+    for dtype, form, samples, meshes, most in plans:
+        for at, call in enumerate(entry.samples(dtype, samples)):
+            if form == "in place" and call.broadcasts:
+                continue
+            tensors = call.sample.tensors()
+            for more in range(meshes):
+                mesh = MESHES[(turn + at + more) % len(MESHES)]
+                seed = f"{entry.name} {form} {dtype} {call.number} {mesh}"
+                tried = cases(tensors, len(mesh), most, seed)
+                if tried:
+                    yield Attempt(call, form, mesh, tried)
+
+
+def row_of(name: str, effort: Effort) -> Row:
+    """Try an operator."""
+    entry = entries()[name]
+    row = Row(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected: dict[tuple[Call, str], Reference | None] = {}
+        for attempt in attempts(entry, effort):
+            call, form = attempt.call, attempt.form
+            fn = entry.forms()[form]
+            if (call, form) not in expected:
+                expected[call, form] = reference(call, form, fn)
+            known = expected[call, form]
+            if known is None:
+                continue
+            for outcome in ours.outcomes(call, form, fn, attempt.mesh, attempt.cases, known):
+                row.add(outcome)
+            if form not in row.forms:
+                row.forms.append(form)
+        row.splits = splits(entry, expected)
+    return row
+
+
+def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> list[str]:
+    """Which dims of which tensor may be split alone, and what that costs: of one sample."""
+    calls = [
+        call for (call, form), known in expected.items() if form == "function" and known is not None
+    ]
+    calls = [each for each in calls if each.numbers > 1]
+    if not calls:
+        return []
+    call = max(calls, key=lambda each: (max(map(_dims, each.sample.tensors())), -each.number))
+    known = expected[call, "function"]
+    assert known is not None
+    found = single_splits(call.sample.tensors())
+    made = ours.outcomes(
+        call, "function", entry.info.op, (2,), [case for _, _, case in found], known
+    )
+    words: dict[int, list[str]] = {}
+    for (at, dim, _), outcome in zip(found, made, strict=True):
+        words.setdefault(at, []).append(f"{dim}{_cost(outcome)}")
+    return [
+        f"{list(each.shape)}: {' '.join(words[at])}"
+        for at, each in enumerate(call.sample.tensors())
+        if at in words
+    ]
+
+
+def _dims(tensor) -> int:
+    return tensor.dim()
+
+
+def _cost(outcome: Outcome) -> str:
+    """What a split costs: nothing, or what is communicated, in bytes to one of two ranks."""
+    if outcome.kind not in ("rule", "fallback"):
+        return f" ({outcome.kind})"
+    parts = [f"{kind} {size}" for kind, size in outcome.collectives]
+    if outcome.kind == "fallback":
+        parts = ["whole", *parts]
+    return f" ({', '.join(parts)})" if parts else ""

@@ -1,0 +1,184 @@
+"""What a call gives in one process, and how results are compared with that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from op_db.entries import Call
+from shardwise.layout import Layout
+from shardwise.mesh import init_device_mesh
+from shardwise.rules.calls import tensors_in
+from shardwise.sim import simulate
+from shardwise.testing import Sample, distributed, loss_of, whole_of
+
+SEED = 5
+UNFILLED = ("empty", "new_empty")
+"""Operators whose results are memory as it is: only shapes and dtypes are compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What one call gives in one process."""
+
+    results: list[Any]
+    """Tensors, and whatever else a call returns."""
+    gradients: list[torch.Tensor | None] | None
+    """Of the inputs that require grad; None if there are none."""
+    views: list[list[int]]
+    """For each tensor of the result, the inputs of which it is a view."""
+    is_random: bool
+    is_filled: bool
+
+
+def reference(call: Call, form: str, fn: Callable[..., Any]) -> Reference | None:
+    """What a call gives; None if torch itself refuses it."""
+    try:
+        results, gradients, views = on_plain(call, form, fn, SEED)
+        others = [on_plain(call, form, fn, SEED + more)[0] for more in (1, 2)]
+    except Exception:
+        return None
+    is_filled = not call.entry.name.startswith(UNFILLED)
+    is_random = is_filled and (
+        call.entry.sets_seed or any(difference(other, results) for other in others)
+    )
+    if is_random:
+        # torch draws other numbers than DTensors do, whose numbers are those of one rank.
+        plain = results
+        results, gradients = simulate(lambda: _on_one_rank(call, form, fn), 1)[0]
+        problem = difference(results, plain, values=False)
+        assert not problem, f"{call.entry.name} {call.sample} on one rank: {problem}"
+    return Reference(results, gradients, views, is_random, is_filled)
+
+
+def on_plain(
+    call: Call, form: str, fn: Callable[..., Any], seed: int
+) -> tuple[list[Any], list[torch.Tensor | None] | None, list[list[int]]]:
+    """Results, gradients, and of what inputs the results are views."""
+    inputs = [each.detach().clone().requires_grad_(each.requires_grad and form != "out")
+              for each in call.sample.tensors()]  # fmt: skip
+    torch.manual_seed(seed)
+    made = called(call.sample, fn, inputs)
+    results = list(leaves(unambiguous(call, inputs, made)))
+    views = [
+        [at for at, each in enumerate(inputs) if memory(each) and memory(each) == memory(result)]
+        for result in results
+        if isinstance(result, torch.Tensor)
+    ]
+    graded = [each for each in inputs if each.requires_grad]
+    outputs = [each for each in tensors_in(call.graded(made)) if each.requires_grad]
+    kept = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in results]
+    if not graded or not outputs:
+        return kept, None, views
+    gradients = torch.autograd.grad(loss_of(outputs), graded, allow_unused=True)
+    return kept, list(gradients), views
+
+
+def _on_one_rank(
+    call: Call, form: str, fn: Callable[..., Any]
+) -> tuple[list[Any], list[torch.Tensor | None] | None]:
+    mesh = init_device_mesh("cpu", (1,))
+    inputs = [distributed(each, Layout(mesh, tuple(each.shape))) for each in call.sample.tensors()]
+    torch.manual_seed(SEED)
+    made = called(call.sample, fn, inputs)
+    results = [whole_of(each).detach() if isinstance(each, torch.Tensor) else each
+               for each in leaves(unambiguous(call, inputs, made))]  # fmt: skip
+    outputs = [whole_of(each) for each in tensors_in(call.graded(made)) if each.requires_grad]
+    graded = [each for each in inputs if each.requires_grad]
+    if not graded or not outputs or form == "out":
+        return results, None
+    loss_of(outputs).backward()
+    return results, [None if each.grad is None else each.grad.full_tensor() for each in graded]
+
+
+def called(sample: Sample, fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """The call with these tensors."""
+    args, kwargs = sample.filled(tensors)
+    return fn(*args, **kwargs)
+
+
+def unambiguous(call: Call, inputs: Sequence[torch.Tensor], made: Any) -> Any:
+    """A result with what indices point to in their place, where they may be any of equals."""
+    if call.entry.info.name != "topk":
+        return made
+    found, indices = made
+    dim = dict(enumerate(call.sample.args)).get(2, call.sample.kwargs.get("dim", -1))
+    with torch.no_grad():
+        return found, inputs[0].detach().gather(dim, indices) if inputs[0].dim() else indices
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What a result is made of: tensors, numbers, ..."""
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory is; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+# ---- comparing
+
+
+_DIGITS = {
+    torch.float64: 1e-7,
+    torch.complex128: 1e-7,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.float16: 1e-2,
+    torch.complex32: 1e-2,
+    torch.bfloat16: 4e-2,
+}
+
+
+def difference(got: Sequence[Any], want: Sequence[Any], values: bool = True) -> str:
+    """What is wrong with a list of results, or nothing."""
+    if len(got) != len(want):
+        return f"{len(got)} results, expected {len(want)}"
+    for at, (have, expected) in enumerate(zip(got, want, strict=True)):
+        problem = _difference_of(have, expected, values)
+        if problem:
+            return f"result {at}: {problem}" if len(want) > 1 else problem
+    return ""
+
+
+def _difference_of(have: Any, expected: Any, values: bool) -> str:
+    if not isinstance(expected, torch.Tensor):
+        same = have == expected or (have != have and expected != expected)
+        if isinstance(expected, float) and values:
+            same = same or math.isclose(have, expected, rel_tol=1e-6, abs_tol=1e-6)
+        return "" if same or not values else f"wrong value: {have}, expected {expected}"
+    if not isinstance(have, torch.Tensor):
+        return f"wrong type: {type(have).__name__}, expected a tensor"
+    if have.shape != expected.shape:
+        return f"wrong shape: {list(have.shape)}, expected {list(expected.shape)}"
+    if have.dtype != expected.dtype:
+        return f"wrong dtype: {have.dtype}, expected {expected.dtype}"
+    if not values or expected.numel() == 0:
+        return ""
+    have, expected = have.detach().to_dense(), expected.detach().to_dense()
+    digits = _DIGITS.get(expected.dtype)
+    if digits is None:
+        return "" if torch.equal(have, expected) else f"wrong value: {_apart(have, expected)}"
+    size = expected[torch.isfinite(expected)].abs()
+    atol = digits * max(1.0, float(size.max()) if size.numel() else 1.0)
+    if torch.allclose(have, expected, rtol=digits, atol=atol, equal_nan=True):
+        return ""
+    return f"wrong value: {_apart(have, expected)}"
+
+
+def _apart(have: torch.Tensor, expected: torch.Tensor) -> str:
+    if have.dtype.is_complex or have.dtype.is_floating_point:
+        return f"off by up to {float((have - expected).abs().max()):.3g}"
+    return f"{int((have != expected).sum())} of {have.numel()} differ"
