@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 ONLY ?=
+# One process for each core, of one thread. In order: one of them runs the tests of real ranks, which
+# share what is started for them, until another has nothing else left.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench sweep docs clean
@@ -18,8 +21,8 @@ help: ## List the targets
 demo: $(STAMP) ## Run the demo (ARGS="--mode fsdp --steps 20" varies it)
 	@$(BIN)/shardwise demo $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS="-k name" is passed to pytest)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## Run the tests (ARGS="-k name" is passed to pytest; "-n 0" for a debugger)
+	$(PYTEST) $(ARGS)
 
 lint: $(STAMP) ## Check format, lint and types
 	$(BIN)/ruff format --check .
@@ -30,7 +33,7 @@ bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ONLY)
 
 sweep: $(STAMP) ## Run the long tests of tests/sweep
-	@if [ -d tests/sweep ]; then $(BIN)/python -m pytest tests/sweep $(ARGS); \
+	@if [ -d tests/sweep ]; then $(PYTEST) tests/sweep $(ARGS); \
 	else echo "sweep: nothing yet, there is no tests/sweep"; fi
 
 docs: $(STAMP) ## Build the documentation

@@ -90,7 +90,8 @@ def simulate(
     finally:
         deadline = time.monotonic() + _GRACE_SECONDS
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            with suppress(RuntimeError):  # the interrupt came before this one was started
+                thread.join(max(0.0, deadline - time.monotonic()))
         torch.set_rng_state(random_state)
     if place.failure is not None:
         _note_left_running(place.failure, threads)
