@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise import sim, world
 from shardwise.comm.meeting import user_line
 from shardwise.mesh import init_device_mesh  # unlike sw's, it does not communicate
 
@@ -36,20 +37,17 @@ def everybody() -> sw.Communicator:
 
 
 def sw_size() -> int:
-    from shardwise import world
-
     return world.current().size
 
 
 def my_rank() -> int:
-    from shardwise import world
-
     return world.current().rank
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_running() -> Iterator[None]:
-    """No thread outlives a simulation, and the next one works."""
+def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No thread outlives a simulation, on a busy machine either, and the next one works."""
+    monkeypatch.setattr(sim, "_GRACE_SECONDS", 30.0)
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -235,11 +233,13 @@ def test_the_callers_random_state_is_untouched_by_a_rank_that_raises(parallel: b
 # ---- a rank that raises
 
 
-def quickly_raises(kind: type[Exception], *args: Any, **kwargs: Any) -> pytest.ExceptionInfo[Any]:
-    start = time.monotonic()
+def simulation_raises(
+    kind: type[Exception], *args: Any, **kwargs: Any
+) -> pytest.ExceptionInfo[Any]:
+    """The error; every rank has stopped, so that none is noted as left running."""
     with pytest.raises(kind) as caught:
         sw.simulate(*args, **kwargs)
-    assert time.monotonic() - start < 1
+    assert not hasattr(caught.value, "__notes__")
     return caught
 
 
@@ -252,7 +252,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
         if my_rank() == 2:
             fail_here()
 
-    error = quickly_raises(sw.RankError, program, 4).value
+    error = simulation_raises(sw.RankError, program, 4).value
     assert error.rank == 2
     assert str(error).startswith("rank 2 raised KeyError: 'lost'\n")
     assert f'{HERE}", line ' in str(error) and "in fail_here" in str(error)
@@ -275,7 +275,7 @@ def test_ranks_blocked_in_a_collective_stop_when_another_raises(
         comm.all_reduce(torch.ones(1))
         went_on.append(comm.index)
 
-    error = quickly_raises(sw.RankError, program, 4, parallel=parallel).value
+    error = simulation_raises(sw.RankError, program, 4, parallel=parallel).value
     assert error.rank == failing
     assert went_on == []
 
@@ -285,16 +285,17 @@ def test_a_rank_that_computes_stops_when_another_raises_in_parallel() -> None:
 
     def program() -> None:
         if my_rank() == 1:
-            time.sleep(0.05)
+            while not (counts[0] and counts[2]):
+                time.sleep(0.001)
             fail_here()
         while True:
             counts[my_rank()] += 1
 
-    error = quickly_raises(sw.RankError, program, 3, parallel=True).value
+    error = simulation_raises(sw.RankError, program, 3, parallel=True).value
     assert error.rank == 1
     stopped_at = list(counts)
     time.sleep(0.05)
-    assert counts == stopped_at and min(counts[0], counts[2]) > 0
+    assert counts == stopped_at
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -322,7 +323,7 @@ def test_user_code_that_catches_exceptions_does_not_swallow_the_stop() -> None:
                 went_on.append(comm.index)
         went_on.append(comm.index)
 
-    assert quickly_raises(sw.RankError, program, 4).value.rank == 3
+    assert simulation_raises(sw.RankError, program, 4).value.rank == 3
     assert went_on == []
 
 
@@ -336,7 +337,7 @@ def test_user_code_that_catches_everything_is_stopped_again() -> None:
         finally:
             comm.barrier()  # a clean-up that communicates
 
-    assert quickly_raises(sw.RankError, program, 2).value.rank == 1
+    assert simulation_raises(sw.RankError, program, 2).value.rank == 1
 
 
 def test_an_error_of_shardwise_itself_names_its_rank() -> None:
@@ -344,7 +345,7 @@ def test_an_error_of_shardwise_itself_names_its_rank() -> None:
         if my_rank() == 1:
             everybody().broadcast(torch.ones(1), 9)
 
-    error = quickly_raises(sw.RankError, program, 2).value
+    error = simulation_raises(sw.RankError, program, 2).value
     assert isinstance(error.__cause__, sw.CollectiveError)
     assert "rank 1 raised CollectiveError: broadcast(source)" in str(error)
 
@@ -356,25 +357,50 @@ def test_a_rank_that_exits_is_an_error_too(ending: type[BaseException]) -> None:
             raise ending
         everybody().barrier()
 
-    error = quickly_raises(sw.RankError, program, 2).value
+    error = simulation_raises(sw.RankError, program, 2).value
     assert error.rank == 1 and isinstance(error.__cause__, ending)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("blocked", [False, True])
 def test_an_interrupt_of_the_caller_ends_all_ranks(blocked: bool, parallel: bool) -> None:
+    runs = threading.Event()
+
     def program() -> None:
         while True:
+            runs.set()
             if blocked:
                 everybody().all_reduce(torch.ones(1))
 
-    timer = threading.Timer(0.1, _thread.interrupt_main)
-    timer.start()
-    start = time.monotonic()
+    def interrupt() -> None:
+        runs.wait()
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         sw.simulate(program, 3, parallel=parallel)
-    assert time.monotonic() - start < 1.5
-    timer.join()
+    thread.join()
+
+
+def test_an_interrupt_while_the_ranks_start_ends_those_that_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def program() -> None:
+        while True:
+            pass
+
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "rank 1":
+            raise KeyboardInterrupt
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sw.simulate(program, 3)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs alarms")
@@ -414,7 +440,7 @@ def test_a_simulation_inside_a_rank_ends_with_it() -> None:
 
 
 def mismatch(program: Callable[[], Any], world_size: int, parallel: bool = False) -> str:
-    return str(quickly_raises(sw.MismatchError, program, world_size, parallel=parallel).value)
+    return str(simulation_raises(sw.MismatchError, program, world_size, parallel=parallel).value)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -492,8 +518,8 @@ def test_a_difference_is_shown_with_both_values(what: str, parallel: bool) -> No
 
     def program() -> None:
         comm = everybody()
-        if parallel and comm.index == 1:
-            time.sleep(0.01)  # come second, so that the order of the message is known
+        while comm.index == 1 and not world.current()._place._counts:
+            time.sleep(0.001)  # comes second, so that the order of the message is known
         call(comm)
 
     message = mismatch(program, 2, parallel)
@@ -716,7 +742,7 @@ def test_a_result_that_was_never_there_is_not_waited_for_after_the_end(raises: b
             if raises:
                 fail_here()
 
-    quickly_raises(sw.RankError if raises else sw.MismatchError, program, 2)
+    simulation_raises(sw.RankError if raises else sw.MismatchError, program, 2)
     with pytest.raises(sw.CollectiveError, match=ENDED):
         kept[0].wait()
     with pytest.raises(sw.CollectiveError, match=ENDED):
