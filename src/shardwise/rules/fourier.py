@@ -2,7 +2,8 @@
 
 A transform over several dims is one after the other, so a tensor that is split along some of them
 never has to be whole: what lies whole is transformed, then the split changes to it, at the cost of
-one all-to-all, and the rest is transformed.
+one all-to-all, and the rest is transformed. A transform of short times is along windows, so a rank
+gets the few rows beyond its own that its windows look at.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.calls import Function, composed, tensors_in, with_synonyms
-from shardwise.rules.dims import as_dims, replaced, without
-from shardwise.rules.padding import cropped, filled, is_empty
+from shardwise.rules.calls import Function, composed, with_synonyms
+from shardwise.rules.dims import as_dims, given, replaced, without
+from shardwise.rules.halo import Window, exchange
+from shardwise.rules.padding import cropped, filled, is_empty, on_something
 from shardwise.rules.rearranging import roll
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized
@@ -30,17 +32,7 @@ def transformed(input: torch.Tensor, dims: Sequence[int], shape: Sizes, run: Any
 
     def lower(here: Here) -> Callable[..., Any] | None:
         mine = here.outputs[0].local_shape()
-        if not is_empty(mine):
-            return None
-
-        def on_something(*args: Any, **kwargs: Any) -> torch.Tensor:
-            """torch refuses to transform nothing."""
-            (local,) = tensors_in((args, kwargs))
-            rest = [each for each in args if each is not local]
-            kwargs = {name: each for name, each in kwargs.items() if each is not local}
-            return cropped(run(filled(local), *rest, **kwargs), mine)
-
-        return on_something
+        return on_something(run, mine) if is_empty(mine) else None
 
     return Spec([(input, names)], [Out(names, shape)], linear=[(0,)], lower=lower, positions=())
 
@@ -239,3 +231,79 @@ def _shift_rule(function: Any, by: Callable[[int], int]) -> None:
 
 _shift_rule(torch.fft.fftshift, lambda size: size // 2)
 _shift_rule(torch.fft.ifftshift, lambda size: (size + 1) // 2)
+
+
+# ---- of short times
+
+
+@rule(torch._VF.stft)  # type: ignore[attr-defined]
+def stft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Spec:
+    """Along windows of a signal that is padded already."""
+    tensors = [each for each in (input, window) if each is not None]
+    is_complex = any(each.is_complex() for each in tensors)
+    frequencies = n_fft if onesided is False or is_complex else _half(n_fft, None)
+    hop, size = hop_length or n_fft // 4, input.shape[-1]
+    # Windows that may be shorter than a transform are padded, so the time is whole.
+    kernel, time = (win_length or n_fft, None) if align_to_window else (n_fft, "time")
+    windows = Window(size, kernel, hop)
+    if windows.count < 1:
+        raise RuntimeError(f"stft: n_fft {n_fft}, input {tuple(input.shape)}")
+    batch = ("batch",) * (input.dim() - 1)
+    parts = () if return_complex or (is_complex and return_complex is None) else (2,)
+
+    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
+        mine = here.outputs[0].local_shape()
+        if not here.axes(time) and not is_empty(mine):
+            return None
+        at = input.dim() - 1
+        get = exchange(here, "time", at, (size, windows.count), windows.needs)
+
+        def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            signal = filled(get(local) if time else local, [n_fft] * local.dim())
+            return cropped(torch._VF.stft(signal, *args, **kwargs), mine)  # type: ignore[attr-defined]
+
+        return run
+
+    inputs = [(input, (*batch, time)), *((each, (None,)) for each in tensors[1:])]
+    shape = (*input.shape[:-1], frequencies, windows.count, *parts)
+    out = Out((*batch, None, time, *(None for _ in parts)), shape)
+    linear = [(at,) for at in range(len(tensors))]
+    return Spec(inputs, [out], linear=linear, lower=lower, positions=["time"])
+
+
+@rule("istft")
+@with_synonyms
+def istft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Spec:
+    """Each time is divided by the windows at it, of which torch checks all: the time is whole."""
+    whole = n_fft + (hop_length or n_fft // 4) * (input.shape[-1] - 1)
+    size = length or whole - (2 * (n_fft // 2) if center else 0)
+    batch = ("batch",) * (input.dim() - 2)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        mine = here.outputs[0].local_shape()
+        return on_something(torch.istft, mine) if is_empty(mine) else None
+
+    inputs = given((input, (*batch, None, None)), (window, (None,)))
+    out = Out((*batch, None), (*input.shape[:-2], size))
+    return Spec(inputs, [out], linear=[(0,)], lower=lower, positions=())
