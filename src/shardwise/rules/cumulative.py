@@ -1,6 +1,6 @@
-"""Running sums and products along a dim, and differences of neighbours.
+"""Running sums, products and extremes along a dim.
 
-Along a split dim, `cumsum` and `cumprod` are local, plus (times) the totals of the ranks before.
+Along a split dim they are local, combined with the totals of the ranks before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 
 from shardwise.comm import communicator
 from shardwise.rules.calls import input_of, with_synonyms
+from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import stacked
-from shardwise.rules.dims import Inputs, as_dims, replaced, whole_along, without
+from shardwise.rules.dims import as_dims, whole_along, without
+from shardwise.rules.padding import with_a_row
 from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
@@ -38,6 +40,7 @@ def _running(
     """
     names = dims_of(input)
     split = names[as_dims(dim, input.dim())[0]] if input.dim() else None
+    kind = {} if dtype is None else {"dtype": dtype}
 
     def lower(here: Here) -> Callable[..., Any] | None:
         axes = here.axes(split)
@@ -48,8 +51,8 @@ def _running(
         def lowered(*args: Any, **kwargs: Any) -> torch.Tensor:
             local = input_of(args, kwargs)
             # Every rank uses the totals beside its own piece: gradients are contributions.
-            totals = stacked(reduce(local, dim, True, dtype=dtype), here.mesh, axes, is_used=True)
-            return combine(run(local, dim, dtype=dtype), reduce(totals[:before], 0))
+            totals = stacked(reduce(local, dim, True, **kind), here.mesh, axes, is_used=True)
+            return combine(run(local, dim, **kind), reduce(totals[:before], 0))
 
         return lowered
 
@@ -71,68 +74,58 @@ def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> Spec:
     return _running(input, dim, dtype, torch.cumprod, torch.prod, torch.mul)
 
 
-# ---- the dim is whole
-
-
-def _whole(input: torch.Tensor, dim: int, outputs: int) -> Spec:
-    dims = as_dims(dim, input.dim())
-    out = Out(without(dims_of(input), dims, True), tuple(input.shape))
-    return whole_along(input, dims, [out] * outputs)
-
-
-@rule("logcumsumexp")
+@rule("logcumsumexp", inplace=False)
 @with_synonyms
 def logcumsumexp(input: torch.Tensor, dim: int) -> Spec:
-    return _whole(input, dim, 1)
+    if input.is_complex():  # whose logarithms are known up to a turn
+        dims = as_dims(dim, input.dim())
+        out = Out(without(dims_of(input), dims, True), tuple(input.shape))
+        return whole_along(input, dims, [out])
+    return _running(input, dim, None, torch.logcumsumexp, torch.logsumexp, torch.logaddexp)
 
 
-@rule("cummax", "cummin")
-@with_synonyms
-def cummax(input: torch.Tensor, dim: int) -> Spec:
-    return _whole(input, dim, 2)
+# ---- extremes, and where they are
 
 
-@rule("diff")
-@with_synonyms
-def diff(
-    input: torch.Tensor,
-    n: int = 1,
-    dim: int = -1,
-    prepend: torch.Tensor | None = None,
-    append: torch.Tensor | None = None,
-) -> Spec:
-    (along,) = as_dims(dim, input.dim()) or (0,)
-    given = [each for each in (input, prepend, append) if each is not None]
-    dims = replaced(dims_of(input), along, None)
-    size = max(0, sum(each.shape[along] for each in given) - n)
-    shape = replaced(input.shape, along, size)
-    return Spec(
-        [(each, dims) for each in given], [Out(dims, shape)], linear=[tuple(range(len(given)))]
-    )
+def _latest(name: str) -> Callable[..., Spec]:
+    """The rule of a running extreme: of equal ones the last, and NaN from the first NaN on."""
+    run = getattr(torch, name)
+    is_beyond = torch.gt if name == "cummax" else torch.lt
+
+    def made(input: torch.Tensor, dim: int) -> Spec:
+        names = dims_of(input)
+        along = as_dims(dim, input.dim())
+        split = [f"d{each}" for each in along]
+
+        def lower(here: Here) -> Callable[..., Any] | None:
+            axes = here.axes(*split)
+            if not axes:
+                return None
+            (at,) = along
+            shapes = shapes_along(here.inputs[0], axes)[: communicator(here.mesh, axes).index]
+            before = [rank for rank, shape in enumerate(shapes) if shape[at]]
+            start, _ = here.inputs[0].range(at)
+
+            def lowered(*args: Any, **kwargs: Any) -> Any:
+                local = input_of(args, kwargs)
+                values, indices = run(local, at)
+                indices = indices + start
+                last = [with_a_row(each, at).narrow(at, -1, 1) for each in (values, indices)]
+                theirs, places = (stacked(each, here.mesh, axes, is_used=True) for each in last)
+                theirs, which = run(theirs[before or [0]], 0)
+                theirs, places = theirs[-1], places[before or [0]].gather(0, which[-1:])[0]
+                wins = is_beyond(theirs, values) | (theirs.isnan() & ~values.isnan())
+                wins &= bool(before)
+                return kind((theirs.where(wins, values), places.where(wins, indices)))
+
+            return lowered
+
+        out = Out(names, tuple(input.shape))
+        return Spec([(input, names)], [out, out], lower=lower, positions=split)
+
+    kind = getattr(torch.return_types, name)
+    return with_synonyms(made)
 
 
-def _trapezoid(shrinks: Callable[[int], tuple[int, ...]]) -> Callable[..., Spec | None]:
-    """The rule of an integral along a dim, that leaves so much of a size."""
-
-    def made(y: torch.Tensor, x: Any = None, *, dx: Any = None, dim: int = -1) -> Spec | None:
-        (along,) = as_dims(dim, y.dim()) or (0,)
-        dims = replaced(dims_of(y), along, None)
-        inputs: Inputs = [(y, dims)]
-        if isinstance(x, torch.Tensor):
-            over = (1,) * (y.dim() - x.dim()) + tuple(x.shape)
-            fits = zip(over, y.shape, strict=False)
-            if x.dim() > y.dim() or (x.dim() != 1 and any(a not in (1, b) for a, b in fits)):
-                return None  # the result is larger than y
-            shared = [dims[at] if size != 1 else None for at, size in enumerate(over)]
-            inputs.append((x, (None,) if x.dim() == 1 else tuple(shared[y.dim() - x.dim() :])))
-        sizes = shrinks(y.shape[along])
-        kept = bool(sizes)
-        shape = (*y.shape[:along], *sizes, *y.shape[along + 1 :])
-        out = Out(dims if kept else without(dims, (along,)), shape)
-        return Spec(inputs, [out], linear=[(0,)])
-
-    return made
-
-
-rule("trapz", "trapezoid")(_trapezoid(lambda size: ()))
-rule("cumulative_trapezoid")(_trapezoid(lambda size: (max(0, size - 1),)))
+rule("cummax")(_latest("cummax"))
+rule("cummin")(_latest("cummin"))

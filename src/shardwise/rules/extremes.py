@@ -15,7 +15,7 @@ import torch
 
 from shardwise.rules.calls import with_synonyms
 from shardwise.rules.dims import as_dims, whole_along, without
-from shardwise.rules.padding import cropped, filled
+from shardwise.rules.padding import is_empty, on_something
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.reduction import Over, reduced
 from shardwise.rules.registry import rule
@@ -258,20 +258,10 @@ def _quantile(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
             out = Out((*dims_of(q, "q"), *out.dims), (*q.shape, *out.shape))
 
         def lower(here: Here) -> Callable[..., Any] | None:
-            if here.inputs[0].numel == 0 or 0 not in here.outputs[0].local_shape():
+            mine = here.outputs[0].local_shape()
+            if here.inputs[0].numel == 0 or not is_empty(mine):
                 return None
-
-            def nonempty(value: Any) -> Any:
-                return filled(value) if isinstance(value, torch.Tensor) else value
-
-            def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-                # torch refuses an empty piece. What requires grad must on all ranks alike, so the
-                # operator runs on something, of which nothing is kept.
-                keywords = {name: nonempty(value) for name, value in kwargs.items()}
-                found = function(*map(nonempty, args), **keywords)
-                return cropped(found, here.outputs[0].local_shape())
-
-            return run
+            return on_something(function, mine)
 
         return Spec(inputs, [out], lower=lower)
 

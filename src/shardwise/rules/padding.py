@@ -6,7 +6,8 @@ Gradients have their way through all of these, so that all ranks go it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,24 @@ def cropped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         if have != want:
             tensor = tensor.narrow(dim, 0, want)
     return tensor
+
+
+def on_something(
+    function: Callable[..., torch.Tensor], shape: Sequence[int]
+) -> Callable[..., torch.Tensor]:
+    """A function that refuses empty tensors, where its result is to have this shape, and is empty.
+
+    It runs on something, of which nothing is kept: what requires grad must on all ranks alike.
+    """
+
+    def something(value: Any) -> Any:
+        return filled(value) if isinstance(value, torch.Tensor) else value
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        keywords = {name: something(value) for name, value in kwargs.items()}
+        return cropped(function(*map(something, args), **keywords), shape)
+
+    return run
 
 
 def is_empty(shape: Sequence[int]) -> bool:
