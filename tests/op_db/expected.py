@@ -1,0 +1,87 @@
+"""What the sweep must find: what is refused and why, and what must not fall back."""
+
+from __future__ import annotations
+
+REFUSED = {
+    "resize_": "the shape of a DTensor is that of its layout, and is not changed in place",
+    "resize_as_": "the shape of a DTensor is that of its layout, and is not changed in place",
+}
+"""Operators that are refused in some case: why."""
+
+FAMILIES = {
+    "indexing": ["__getitem__", "index_select", "take", "take_along_dim", "gather", "index_fill"],
+    "index_put": ["index_put", "index_add", "index_copy", "put"],
+    "convolution": [
+        *(f"nn.functional.conv{dims}d" for dims in (1, 2, 3)),
+        *(f"nn.functional.conv_transpose{dims}d" for dims in (1, 2, 3)),
+    ],
+    "logsumexp": ["logsumexp", "logaddexp", "logaddexp2"],
+    "dropout": [
+        "nn.functional.dropout",
+        "nn.functional.dropout2d",
+        "nn.functional.dropout3d",
+        "nn.functional.alpha_dropout",
+        "nn.functional.feature_alpha_dropout.with_train",
+        "nn.functional.feature_alpha_dropout.without_train",
+    ],
+    "random": [
+        "bernoulli",
+        "cauchy",
+        "exponential",
+        "geometric",
+        "log_normal",
+        "multinomial",
+        "normal",
+        "normal.in_place",
+        "normal.number_mean",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "uniform",
+    ],
+    "scatter": [
+        "scatter",
+        "scatter_add",
+        *(f"scatter_reduce.{how}" for how in ("sum", "prod", "mean", "amax", "amin")),
+    ],
+    "masks": [
+        "masked_fill",
+        "masked_scatter",
+        "masked_select",
+        "nonzero",
+        "argwhere",
+        "unique",
+        "unique_consecutive",
+    ],
+    "search": ["searchsorted", "bucketize", "isin"],
+    "equality": ["allclose", "equal", "isclose"],
+    "padding": [
+        f"nn.functional.pad.{mode}"
+        for mode in ("constant", "reflect", "replicate", "replicate_negative", "circular")
+    ],
+    "patches": ["nn.functional.unfold", "unfold"],
+    "as_strided": ["as_strided"],
+    "quantiles": ["quantile", "nanquantile", "median", "nanmedian", "mode"],
+    "splitting": ["tensor_split", "split", "chunk", "unbind"],
+    "distances": ["cdist", "dist"],
+    "stft": ["stft", "istft"],
+    "complex": ["complex", "polar", "view_as_real", "view_as_complex"],
+    "order": ["sort", "argsort", "topk", "kthvalue", "msort"],
+    "running": ["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"],
+    "einsum": ["einsum"],
+    "linalg norms": [
+        "linalg.norm",
+        "linalg.norm.subgradients_at_zero",
+        "linalg.matrix_norm",
+        "linalg.vector_norm",
+        "norm",
+        "norm.fro",
+        "norm.nuc",
+        "norm.inf",
+    ],
+    "repeating": ["repeat_interleave", "repeat", "tile"],
+    "one_hot": ["nn.functional.one_hot"],
+    "grid_sample": ["nn.functional.grid_sample", "grid_sampler_2d"],
+    "counting": ["bincount", "histc", "histogram"],
+}
+"""Operators that must be by rule in every case."""
