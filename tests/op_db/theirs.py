@@ -1,74 +1,73 @@
-"""torch's own DTensor through the same cases, to show beside ours."""
+"""A call on torch's own DTensors, and what came of it, to show beside ours.
+
+It is asked for less than ours: views, types of results and random values are not compared.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from their_ranks import Ranks, TooLongError
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils import _pytree as pytree
 
+from op_db.cases import Case, How
+from op_db.entries import Call
+from op_db.reference import SEED, Reference, called, difference, leaves, unambiguous
+from op_db.their_ranks import Ranks, TooLongError
+from shardwise import placement as our
 from shardwise.rules.calls import tensors_in
-from shardwise.testing import Reference, Sample, Tolerance, _loss
+from shardwise.testing import _contribution, loss_of
 
-Place = Literal["R", "P"] | tuple[Literal["S"], int]
-"""How a tensor lies on one axis of a mesh: replicated, contributions, or split on a dim."""
+PASS = "pass"
+_BACKWARD = "backward: "
 
 
-def outcome(
+def outcomes(
+    call: Call,
+    form: str,
     fn: Callable[..., Any],
-    sample: Sample,
     mesh_shape: tuple[int, ...],
-    places: Sequence[Sequence[Place]],
+    cases: Sequence[Case],
     expected: Reference,
-    *,
-    tolerance: Tolerance,
-    random: bool = False,
-    seconds: float = 20.0,
-) -> str:
-    """What torch's DTensor makes of a call: "pass", or in a few words what is wrong.
-
-    Arguments:
-        places: for each tensor of the sample, its place on each axis of the mesh.
-        expected: results and gradients of the call in one process.
-        random: whether the results are random, so that only their shapes and dtypes can be right.
-        seconds: how long it may take.
-    """
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> str:
-        return _on_rank(fn, sample, mesh, places, expected, tolerance, random)
-
-    try:
-        found = _ranks(mesh_shape).run(on_rank, seconds)
-    except TooLongError:
-        del _made[mesh_shape]
-        return "takes too long"
-    except _BackwardError as error:
-        return f"backward: {_said(error.__cause__)}"
-    except Exception as error:
-        return _said(error)
-    return next((each for each in found if each != "pass"), "pass")
+    seconds: float = 30.0,
+) -> list[str]:
+    """What comes of these cases: for each "pass", or in a few words what is wrong."""
+    attempt = _Attempt(call, form, fn, expected)
+    return [attempt.outcome(mesh_shape, case, seconds) for case in cases]
 
 
-def draws(fn: Callable[..., Any], sample: Sample) -> bool:
-    """Whether a call draws random numbers; op_db seeds some, so to call it twice does not tell."""
-    with _Draws() as seen, torch.no_grad(), torch.random.fork_rng(devices=[]):
-        args, kwargs = sample.filled([each.detach().clone() for each in sample.tensors()])
-        fn(*args, **kwargs)
-    return seen.any
+@dataclass
+class Verdict:
+    """What torch's DTensor makes of an operator, over all cases."""
+
+    even: str = ""
+    """The first problem with a value, of cases that split evenly over one axis; or "pass". Empty
+    if there were no such cases. It is what torch's own tests ask for."""
+    all: str = ""
+    """The first problem of any case, gradients included."""
+
+    def add(self, call: Call, mesh_shape: tuple[int, ...], case: Case, outcome: str) -> None:
+        self.all = _first(self.all, outcome)
+        if is_even(call.sample.tensors(), mesh_shape, case):
+            value = PASS if outcome.startswith(_BACKWARD) else outcome
+            self.even = _first(self.even, value)
 
 
-class _Draws(TorchDispatchMode):
-    """Sees whether an operator draws random numbers."""
+def is_even(tensors: Sequence[torch.Tensor], mesh_shape: tuple[int, ...], case: Case) -> bool:
+    """Whether a case is one of one axis, whole or evenly split."""
+    return len(mesh_shape) == 1 and all(
+        not how[0].is_partial()
+        and not (isinstance(how[0], our.Shard) and tensor.shape[how[0].dim] % mesh_shape[0])
+        for tensor, how in zip(tensors, case, strict=True)
+    )
 
-    any = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+def _first(known: str, outcome: str) -> str:
+    return outcome if known in ("", PASS) else known
 
 
 class _BackwardError(Exception):
@@ -84,103 +83,100 @@ def _ranks(mesh_shape: tuple[int, ...]) -> Ranks:
     return _made[mesh_shape]
 
 
-def _on_rank(
-    fn: Callable[..., Any],
-    sample: Sample,
-    mesh: DeviceMesh,
-    places: Sequence[Sequence[Place]],
-    expected: Reference,
-    tolerance: Tolerance,
-    random: bool,
-) -> str:
-    inputs = [
-        _distributed(tensor, mesh, where)
-        for tensor, where in zip(sample.tensors(), places, strict=True)
-    ]
-    args, kwargs = sample.filled(inputs)
-    outputs = [_whole(each) for each in tensors_in(fn(*args, **kwargs))]
-    problem = _problem(outputs, expected.outputs, tolerance, random)
-    if problem or expected.gradients is None:
-        return problem or "pass"
-    try:
-        gradients = _gradients(outputs, [each for each in inputs if each.requires_grad])
-    except Exception as error:
-        raise _BackwardError from error
-    wanted = [torch.zeros_like(got) if want is None else want
-              for got, want in zip(gradients, expected.gradients, strict=True)]  # fmt: skip
-    problem = _problem(gradients, wanted, tolerance, random)
-    return problem.replace("value", "gradient").replace("wrong", "gradient: wrong") or "pass"
+@dataclass(frozen=True)
+class _Attempt:
+    """One call in one form."""
+
+    call: Call
+    form: str
+    fn: Callable[..., Any]
+    expected: Reference
+
+    def outcome(self, mesh_shape: tuple[int, ...], case: Case, seconds: float) -> str:
+        """What comes of one case."""
+        state = torch.get_rng_state()
+        try:
+            problems = _ranks(mesh_shape).run(lambda rank, mesh: self.problem(mesh, case), seconds)
+        except TooLongError:
+            del _made[mesh_shape]
+            return "takes too long"
+        except _BackwardError as error:
+            return _BACKWARD + _said(error.__cause__)
+        except Exception as error:
+            return _said(error)
+        finally:
+            torch.set_rng_state(state)
+        return next(filter(None, problems), PASS)
+
+    def problem(self, mesh: DeviceMesh, case: Case) -> str:
+        """On one rank: what is wrong with a case, or nothing."""
+        expected, plain = self.expected, self.call.sample.tensors()
+        inputs = [_distributed(each, mesh, how) for each, how in zip(plain, case, strict=True)]
+        if self.form != "out":
+            for each, tensor in zip(inputs, plain, strict=True):
+                each.requires_grad_(tensor.requires_grad)
+        torch.manual_seed(SEED)
+        made = _whole(called(self.call.sample, self.fn, inputs))
+        results = list(leaves(unambiguous(self.call, plain, made)))
+        comparable = expected.is_filled and not expected.is_random
+        problem = difference(results, expected.results, comparable)
+        if problem or expected.gradients is None or not comparable:
+            return problem
+        try:
+            graded = [each for each in inputs if each.requires_grad]
+            problem = self.problem_of_gradients(made, graded, expected.gradients)
+        except Exception as error:
+            raise _BackwardError from error
+        return problem and _BACKWARD + problem
+
+    def problem_of_gradients(
+        self, made: Any, inputs: Sequence[DTensor], expected: Sequence[torch.Tensor | None]
+    ) -> str:
+        """The same, of the gradients. One that is missing is zero."""
+        outputs = [each for each in tensors_in(self.call.graded(made)) if each.requires_grad]
+        if not outputs:
+            return "the result requires no gradient"
+        loss_of(outputs).backward()
+        zeros = [torch.zeros(each.shape, dtype=each.dtype) for each in inputs]
+        got = [zero if each.grad is None else _whole(each.grad)
+               for each, zero in zip(inputs, zeros, strict=True)]  # fmt: skip
+        want = [zero if each is None else each for each, zero in zip(expected, zeros, strict=True)]
+        return difference(got, want)
 
 
-def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, places: Sequence[Place]) -> DTensor:
-    """A leaf that lies so, of a tensor that every rank has."""
-    placements: list[Placement] = []
+def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, how: How) -> DTensor:
+    """A tensor that every rank has, as it lies so: in the pieces and contributions of ours."""
     local = tensor.detach()
+    placements: list[Any] = []
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is on the mesh"
-    for place, size, at in zip(places, mesh.shape, coordinate, strict=True):
-        if place == "R":
-            placements.append(Replicate())
-        elif place == "P":  # contributions whose sum is exact
+    for placement, size, at in zip(how, mesh.shape, coordinate, strict=True):
+        if isinstance(placement, our.Shard):
+            dim = placement.dim
+            pieces = local.chunk(size, dim)
+            local = pieces[at] if at < len(pieces) else local.narrow(dim, 0, 0)
+            placements.append(Shard(dim))
+        elif placement.is_partial():
+            local = _contribution(local, at, size)
             placements.append(Partial())
-            local = local * (2, -1)[at] if at < 2 else torch.zeros_like(local)
         else:
-            placements.append(Shard(place[1]))
-            pieces = local.chunk(size, place[1])
-            local = pieces[at] if at < len(pieces) else local.narrow(place[1], 0, 0)
-    result = DTensor.from_local(
-        local.clone(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+            placements.append(Replicate())
+    return DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    return result.requires_grad_(tensor.requires_grad)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradients(
-    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Of every leaf; of one that gets none, zero."""
-    _loss(outputs).backward()  # type: ignore[no-untyped-call]
-    return [
-        torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.grad is None else _whole(leaf.grad)
-        for leaf in leaves
-    ]
-
-
-def _problem(
-    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], tolerance: Tolerance, random: bool
-) -> str:
-    if len(got) != len(want):
-        return "wrong number of results"
-    for have, right in zip(got, want, strict=True):
-        if have.shape != right.shape:
-            return "wrong shape"
-        if have.dtype != right.dtype:
-            return "wrong dtype"
-        loose = 1.0 if right.dtype in (torch.float64, torch.complex128) else 3e3
-        if not random and not torch.allclose(
-            have.detach(),
-            right.detach(),
-            rtol=tolerance.rtol * loose,
-            atol=tolerance.atol * loose,
-            equal_nan=True,
-        ):
-            return "wrong value"
-    return ""
+def _whole(made: Any) -> Any:
+    """A result with every tensor whole."""
+    return pytree.tree_map_only(DTensor, DTensor.full_tensor, made)
 
 
 def _said(error: BaseException | None) -> str:
+    """An error in a few words."""
     text = str(error)
-    if error is not None and "Sharding propagation failed" in text:
-        error = error.__cause__ or error  # said in other words
     if "does not have a sharding strategy registered" in text:
         return "no strategy"
+    if error is not None and "Sharding propagation failed" in text:
+        error = error.__cause__ or error  # which says it with less around it
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"raises {type(error).__name__}: {first[:100]}"
