@@ -115,9 +115,9 @@ def _into_out(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zeros(made: torch.Tensor) -> torch.Tensor:
-    zeros = torch.zeros(made.shape, dtype=made.dtype)
     if not isinstance(made, DTensor):
-        return zeros
+        return torch.zeros_like(made.detach())  # as torch's DTensor lies, if it is one
+    zeros = torch.zeros(made.shape, dtype=made.dtype)
     mesh = made.layout.mesh
     options = ways(zeros, mesh.ndim)
     how = options[zlib.crc32(repr(made.layout).encode()) % len(options)]
