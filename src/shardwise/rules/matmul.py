@@ -241,6 +241,14 @@ def _cdist(
     return VF.cdist(x1, x2, p, mode)  # type: ignore[no-any-return]
 
 
+@rule("pdist")
+def pdist(input: Tensor, p: float = 2.0) -> Spec:
+    """Distances between all pairs of rows, which are on no rank alone."""
+    rows = input.shape[0]
+    out = Out((None,), (rows * (rows - 1) // 2,))
+    return Spec([(input, (None, "k"))], [out], reduces={"k": "sum"} if p in (0, 1) else {})
+
+
 # ---- more operands
 
 

@@ -1,4 +1,4 @@
-"""Variances, norms, logsumexp, and distances made of them.
+"""Variances, norms, logsumexp, distances made of them, and covariances.
 
 Over split dims a variance is merged from those of the ranks, so no mean of squares is ever taken;
 a norm from the norms of the ranks.
@@ -6,7 +6,10 @@ a norm from the norms of the ranks.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -288,3 +291,64 @@ def renorm(input: torch.Tensor, p: float, dim: int, maxnorm: float) -> torch.Ten
     length = torch.linalg.vector_norm(input, p, others, keepdim=True)
     scale: torch.Tensor = torch.where(length > maxnorm, maxnorm / (length + 1e-7), 1.0)
     return (input * scale).to(input.dtype)
+
+
+# ---- covariances
+
+
+@composed("cov")
+def cov(
+    input: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Of variables (rows), over observations (columns): where these are split, a pending sum."""
+    _check_weights(input, fweights, aweights)
+    rows = input if input.dim() == 2 else input.reshape(1, input.numel())
+    given = [each for each in (fweights, aweights) if each is not None]
+    weights = functools.reduce(torch.mul, given) if given else None
+    count: Any = rows.shape[1] if weights is None else weights.sum()
+    if weights is not None and bool(count == 0):
+        raise RuntimeError("cov(): weights sum to zero, can't be normalized")
+    freedom = count - correction
+    if weights is not None and aweights is not None:
+        freedom = count - correction * (weights * aweights).sum() / count
+    if bool(freedom <= 0):
+        warnings.warn(
+            "cov(): degrees of freedom is <= 0. Correction should be strictly less than the "
+            "number of observations.",
+            stacklevel=2,
+        )
+        freedom = freedom * 0
+    mean = (rows if weights is None else rows * weights).sum(1, keepdim=True) / count
+    centered = rows - mean
+    weighed = centered if weights is None else centered * weights
+    found: torch.Tensor = torch.mm(centered, weighed.mH) / freedom
+    return found.squeeze()
+
+
+def _check_weights(input: torch.Tensor, *weights: torch.Tensor | None) -> None:
+    """Let torch refuse what it does."""
+    shapes = [
+        None if each is None else torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for each in (input, *weights)
+    ]
+    with contextlib.suppress(NotImplementedError):
+        torch.cov(shapes[0], fweights=shapes[1], aweights=shapes[2])  # type: ignore[arg-type]
+    for name, each in zip(("fweights", "aweights"), weights, strict=True):
+        if each is not None and bool((each < 0).any()):
+            raise RuntimeError(f"cov(): {name} cannot be negative")
+
+
+@composed("corrcoef")
+def corrcoef(input: torch.Tensor) -> torch.Tensor:
+    found = torch.cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviations = found.diagonal().real.sqrt()
+    found = found / deviations.unsqueeze(1) / deviations
+    if found.is_complex():
+        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    return found.clamp(-1, 1)

@@ -1,0 +1,177 @@
+"""Systems of linear equations: right-hand sides are independent, so these are free as a batch is.
+
+All are linear in the right-hand sides: pending sums of these flow through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.rules.calls import Function, composed, with_synonyms
+from shardwise.rules.linear_algebra import NOTHING, for_empty, linalg, matrices
+from shardwise.rules.padding import cropped, filled
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Out, Spec
+
+Tensor = torch.Tensor
+
+
+def _sides(letter: str, left: bool) -> str:
+    """The dims of right-hand sides: columns of `A X = B`, rows of `X A = B`."""
+    return f"{letter} C" if left else f"R {letter}"
+
+
+# ---- by a factorization that is given
+
+
+@rule(*linalg("solve_triangular"))
+@with_synonyms
+def solve_triangular(input: Tensor, B: Tensor, *, left: bool = True, **flags: bool) -> Spec:
+    return matrices([input, B], f"n n, {_sides('n', left)} -> {_sides('n', left)}", linear=[(1,)])
+
+
+@rule("cholesky_solve")
+@with_synonyms
+def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Spec:
+    return matrices([input, input2], "n C, n n -> n C", linear=[(0,)])
+
+
+@rule("lu_solve")
+@with_synonyms
+def lu_solve(input: Tensor, LU_data: Tensor, LU_pivots: Tensor) -> Spec:
+    return matrices([input, LU_data, LU_pivots], "n C, n n, n -> n C", linear=[(0,)])
+
+
+@rule(*linalg("lu_solve"))  # after torch's own of that name
+def linalg_lu_solve(
+    LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False
+) -> Spec:
+    sides = _sides("n", left)
+    return matrices([LU, pivots, B], f"n n, n, {sides} -> {sides}", linear=[(2,)])
+
+
+@rule(*linalg("ldl_solve"))
+def ldl_solve(LD: Tensor, pivots: Tensor, B: Tensor, *, hermitian: bool = False) -> Spec:
+    return matrices([LD, pivots, B], "n n, n, n C -> n C", linear=[(2,)])
+
+
+@rule("ormqr")
+@with_synonyms
+def ormqr(
+    input: Tensor, input2: Tensor, input3: Tensor, left: bool = True, transpose: bool = False
+) -> Spec:
+    sides = _sides("n", left)
+    return matrices(
+        [input, input2, input3],
+        f"n k, k, {sides} -> {sides}",
+        linear=[(2,)],
+        lower=for_empty(torch.ormqr),
+        positions=(),
+    )
+
+
+@composed("triangular_solve")
+def triangular_solve(
+    input: Tensor,
+    A: Tensor,
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
+) -> Any:
+    """Made of others, as its second result has a gradient and no right-hand sides."""
+    batch = torch.broadcast_shapes(input.shape[:-2], A.shape[:-2])  # type: ignore[no-untyped-call]
+    solution = torch.linalg.solve_triangular(
+        A.mT if transpose else A, input, upper=upper != transpose, unitriangular=unitriangular
+    )
+    coefficients = A.expand(*batch, *A.shape[-2:]).clone()
+    return torch.return_types.triangular_solve((solution, coefficients))
+
+
+# ---- of matrices
+
+
+def _solving(function: Any, results: str, **extra: Any) -> Callable[..., Spec]:
+    """The rule of a function that solves, and returns this beside the solution."""
+
+    @with_synonyms
+    def local(input: Tensor, B: Tensor, **flags: bool) -> Any:
+        return function(input, B.unsqueeze(0), **flags)
+
+    @with_synonyms
+    def made(input: Tensor, B: Tensor, *, left: bool = True, **flags: bool) -> Spec:
+        if B.dim() == 1 or B.shape == input.shape[:-1]:
+            return matrices([input, B], f"n n, n -> n{results}", **extra)
+        sides = _sides("n", left)
+        # Pieces of matrices with fewer batch dims might look like a batch of vectors.
+        lower = (lambda here: local) if B.dim() == input.dim() - 1 else None
+        pattern = f"n n, {sides} -> {sides}{results}"
+        return matrices([input, B], pattern, lower=lower, positions=(), **extra)
+
+    return made
+
+
+rule(*linalg("solve"))(_solving(torch.linalg.solve, "", linear=[(1,)]))
+rule(*linalg("solve_ex"))(_solving(torch.linalg.solve_ex, ", ."))
+
+
+# ---- least squares
+
+
+@composed(*linalg("lstsq"))
+def lstsq(input: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+    driver = driver or ("gelsy" if input.device.type == "cpu" else "gels")
+    solution, residuals, rank, values = _LEAST_SQUARES.dispatched(input, b, rcond, driver)
+    # torch gives residuals only if no matrix of the batch lacks rank, if it knows their ranks.
+    if residuals.numel() and rank.numel() and not bool((rank == input.shape[-1]).all()):
+        residuals = residuals.new_empty((0,))
+    return torch.return_types.linalg_lstsq((solution, residuals, rank, values))  # type: ignore[attr-defined]
+
+
+def _least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Any:
+    batch = torch.broadcast_shapes(input.shape[:-2], b.shape[: input.dim() - 2])  # type: ignore[no-untyped-call]
+    columns = b.shape[input.dim() - 1 :]
+    # Without columns LAPACK may crash, and without matrices torch forgets the gradient.
+    found = torch.linalg.lstsq(filled(input), filled(b), rcond, driver=driver)
+    solution = cropped(found.solution, (*batch, input.shape[-1], *columns))
+    residuals = found.residuals
+    if _has_residuals(input, driver):
+        shape = (*batch, *(columns or (1,)))
+        if not residuals.numel():  # some matrix lacks rank, so nobody will see them
+            residuals = residuals.new_zeros(shape)
+        residuals = cropped(residuals, shape)
+    rank, values = found.rank, found.singular_values
+    if driver != "gels":
+        rank = cropped(rank, input.shape[:-2])
+    if driver in ("gelss", "gelsd"):
+        values = cropped(values, (*input.shape[:-2], min(input.shape[-2:])))
+    return solution, residuals, rank, values
+
+
+def _has_residuals(input: Tensor, driver: str) -> bool:
+    return input.shape[-2] > input.shape[-1] and driver != "gelsy"
+
+
+_LEAST_SQUARES = Function("lstsq", _least_squares)
+
+
+@rule(_LEAST_SQUARES)
+def least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Spec:
+    sides, results = ("m", "n, 1") if b.dim() < input.dim() else ("m C", "n C, C")
+    spec = matrices([input, b], f"m n, {sides} -> {results}")
+    (_, dims), _ = spec.inputs
+    solution, residuals = spec.outputs
+    # Those of the matrices alone do not broadcast.
+    rank = Out(dims[:-2], tuple(input.shape[:-2]))
+    values = Out((*dims[:-2], None), (*input.shape[:-2], min(input.shape[-2:])))
+    return Spec(
+        spec.inputs,
+        [
+            solution,
+            residuals if _has_residuals(input, driver) else NOTHING,
+            NOTHING if driver == "gels" else rank,
+            values if driver in ("gelss", "gelsd") else NOTHING,
+        ],
+    )
