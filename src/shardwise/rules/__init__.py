@@ -7,6 +7,7 @@ from shardwise.rules import (
     batch_norm,
     casts,
     convolution,
+    copies,
     creation,
     cross_entropy,
     cumulative,
@@ -39,6 +40,7 @@ from shardwise.rules import (
     spellings,
     splitting,
     statistics,
+    strides,
     triangles,
     views,
 )
@@ -50,6 +52,7 @@ __all__ = [
     "batch_norm",
     "casts",
     "convolution",
+    "copies",
     "creation",
     "cross_entropy",
     "cumulative",
@@ -82,6 +85,7 @@ __all__ = [
     "spellings",
     "splitting",
     "statistics",
+    "strides",
     "triangles",
     "views",
 ]

@@ -7,13 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from shardwise.rules.calls import composed
 from shardwise.rules.dims import Inputs, unsplit
+from shardwise.rules.keys import static
 from shardwise.rules.matmul import VF
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.rows import exchange
 from shardwise.rules.spec import Here, Out, Spec, normalized
+from shardwise.tensor import DTensor
 
 
 def joined(
@@ -162,3 +166,39 @@ def grid(tensors: Any, indexing: str | None = None) -> Spec:
         dims[:2], shape[:2] = dims[1::-1], shape[1::-1]
     outs = [Out(tuple(dims), tuple(shape))] * len(inputs)
     return Spec(inputs, outs, linear=[tuple(range(len(inputs)))], is_view=True)
+
+
+# ---- made of these
+
+
+@composed(torch.cartesian_prod, VF.cartesian_prod, Aten("cartesian_prod"))
+def cartesian_prod(*tensors: Any) -> torch.Tensor:
+    """A row for each choice of an element of each tensor."""
+    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+        tensors = tuple(tensors[0])
+    if len(tensors) == 1:
+        return tensors[0]  # type: ignore[no-any-return]
+    grids = torch.meshgrid(*tensors, indexing="ij")
+    return torch.stack([each.flatten() for each in grids], 1)
+
+
+@composed("combinations")
+def combinations(input: DTensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    """A row for each choice of `r` elements: which ones, only the length tells."""
+    places = torch.arange(len(input), device=input.device)
+    chosen = torch.combinations(places, r, with_replacement)
+    return input[static(chosen, input._layout.mesh)]
+
+
+@composed("_chunk_cat")
+def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> torch.Tensor:
+    """Each tensor in so many chunks along a dim, the last filled up with zeros; joined chunk by
+    chunk."""
+    at = normalized(dim, tensors[0].dim())
+    parts = []
+    for tensor in tensors:
+        *outer, size = tensor.shape[: at + 1]
+        inner = tensor.dim() - at - 1
+        filled = F.pad(tensor, [0, 0] * inner + [0, -size % num_chunks])
+        parts.append(filled.reshape(*outer, num_chunks, -1))
+    return torch.cat(parts, at + 1)

@@ -133,13 +133,23 @@ def select(input: torch.Tensor, dim: int, index: Any) -> Spec | None:
 
 
 @rule("narrow", inplace=False)
-def narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> Spec | None:
+def narrow(
+    input: torch.Tensor, dim: int, start: Any, length: int
+) -> Spec | Callable[..., Any] | None:
+    if isinstance(start, torch.Tensor):
+        return _narrow_from
     return _narrowed(input, dim, start, length, is_view=True)
 
 
 @rule("narrow_copy", inplace=False)
 def narrow_copy(input: torch.Tensor, dim: int, start: Any, length: int) -> Spec | None:
     return _narrowed(input, dim, start, length, is_view=False)
+
+
+def _narrow_from(input: torch.Tensor, dim: int, start: torch.Tensor, length: int) -> torch.Tensor:
+    if start.dim() or start.is_floating_point() or start.is_complex() or start.dtype == torch.bool:
+        raise RuntimeError("start must be an 0-dim integral Tensor.")
+    return torch.narrow(input, dim, int(start), length)
 
 
 def _narrowed(
@@ -276,9 +286,7 @@ def _chunked(input: torch.Tensor, chunks: int, dim: int, *, is_view: bool) -> Sp
     return parts_of(input, at, parts, "chunk", is_view=is_view)
 
 
-def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec | None:
-    if isinstance(by, torch.Tensor):
-        return None
+def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec:
     size = input.shape[at]
     if isinstance(by, int):
         if by <= 0:
@@ -293,9 +301,21 @@ def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec | No
 @rule("tensor_split", inplace=False)
 def tensor_split(
     input: torch.Tensor, by: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
-) -> Spec | None:
+) -> Spec | Callable[..., Any]:
     by = next(each for each in (by, indices, sections) if each is not None)
+    if isinstance(by, torch.Tensor):
+        return _tensor_split_at
     return _tensor_split(input, by, normalized(dim, input.dim()), "tensor_split")
+
+
+def _tensor_split_at(input: Any, by: Any = None, dim: int = 0, **by_name: Any) -> Any:
+    by = next(iter(by_name.values())) if by is None else by
+    if by.dtype != torch.int64 or by.dim() > 1:
+        raise RuntimeError(
+            "tensor_split expected tensor_indices_or_sections to have dtype of long and at most 1 "
+            f"dim, got {by.dtype} and {by.dim()}"
+        )
+    return torch.tensor_split(input, by.tolist(), dim)
 
 
 def _split_along(name: str, dim_of: Callable[[int], int]) -> None:
