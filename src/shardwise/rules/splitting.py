@@ -182,13 +182,10 @@ def slice_(
 # ---- several parts
 
 
-def parts_of(
-    input: torch.Tensor, dim: int, parts: Sequence[range], name: str, *, is_view: bool = True
-) -> Spec:
+def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -> Spec:
     """The spec of several parts along a dim."""
     dims, shape = dims_of(input), tuple(input.shape)
     lengths = [len(part) for part in parts]
-    take = torch.narrow if is_view else torch.narrow_copy
 
     def lower(here: Here) -> Callable[..., Any] | None:
         axes = here.axes(dims[dim])
@@ -197,7 +194,7 @@ def parts_of(
         if here.inputs[0].cuts[dim] is not None:
             places = pieces_here(here, dim, parts)
             return takes_shards(
-                lambda x, *args, **kwargs: tuple(take(x, dim, *place) for place in places)
+                lambda x, *args, **kwargs: tuple(x.narrow(dim, *place) for place in places)
             )
         rows = [row for part in parts for row in part]
         move = exchange(name, here.mesh, axes, dim, [shape[dim]], lengths, rows)
@@ -205,7 +202,7 @@ def parts_of(
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             found = move(x).split_with_sizes(local, dim)
-            return tuple(severed(each, name) for each in found) if is_view else found
+            return tuple(severed(each, name) for each in found)
 
         return run
 
@@ -217,7 +214,7 @@ def parts_of(
         lower=lower,
         positions=(),
         recut=whole_pieces(dims[dim], parts),
-        is_view=is_view,
+        is_view=True,
     )
 
 
@@ -242,21 +239,11 @@ def _by_length(size: int, length: int) -> list[range]:
     return [range(size)[at : at + length] for at in range(0, size, length or 1)] or [range(0)]
 
 
-@rule("split", "split_with_sizes", inplace=False)
-def split(tensor: torch.Tensor, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec | None:
-    return _split(tensor, sizes, dim, kwargs, is_view=True)
+# The unsafe ones share memory too; only autograd does not know.
 
 
-@rule("unsafe_split", "unsafe_split_with_sizes", inplace=False)
-def unsafe_split(
-    tensor: torch.Tensor, sizes: Any = None, dim: int = 0, **kwargs: Any
-) -> Spec | None:
-    return _split(tensor, sizes, dim, kwargs, is_view=False)
-
-
-def _split(
-    tensor: Any, sizes: Any, dim: int, kwargs: dict[str, Any], *, is_view: bool
-) -> Spec | None:
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", inplace=False)
+def split(tensor: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec | None:
     # torch has four names for the sizes
     sizes = next(iter(kwargs.values())) if sizes is None else sizes
     if not isinstance(tensor, torch.Tensor) or len(kwargs) > 1:
@@ -264,26 +251,17 @@ def _split(
     at = normalized(dim, tensor.dim())
     size = tensor.shape[at]
     by = _by_length(size, sizes) if isinstance(sizes, int) else _by_lengths(size, sizes)
-    return parts_of(tensor, at, by, "split", is_view=is_view)
+    return parts_of(tensor, at, by, "split")
 
 
-@rule("chunk", inplace=False)
+@rule("chunk", "unsafe_chunk", inplace=False)
 def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
-    return _chunked(input, chunks, dim, is_view=True)
-
-
-@rule("unsafe_chunk", inplace=False)
-def unsafe_chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
-    return _chunked(input, chunks, dim, is_view=False)
-
-
-def _chunked(input: torch.Tensor, chunks: int, dim: int, *, is_view: bool) -> Spec:
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
     at = normalized(dim, input.dim())
     size = input.shape[at]
     parts = _by_length(size, -(-size // chunks)) if size else [range(0)] * chunks
-    return parts_of(input, at, parts, "chunk", is_view=is_view)
+    return parts_of(input, at, parts, "chunk")
 
 
 def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec:
