@@ -55,6 +55,8 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     spec = None
     if known is not None and known.rule is not None:
         spec = known.rule(*args, **kwargs)
+    if callable(spec):
+        return AsIs(name, spec)
     if spec is not None:
         return _by_rule(func, known, name, spec, paths, tensors, mesh, args)
     return _whole(func, known, name, paths, tensors, mesh, args, kwargs)

@@ -7,6 +7,7 @@ from shardwise.rules import (
     batch_norm,
     casts,
     convolution,
+    copies,
     creation,
     cross_entropy,
     cumulative,
@@ -43,6 +44,7 @@ from shardwise.rules import (
     spellings,
     splitting,
     statistics,
+    strides,
     triangles,
     views,
 )
@@ -54,6 +56,7 @@ __all__ = [
     "batch_norm",
     "casts",
     "convolution",
+    "copies",
     "creation",
     "cross_entropy",
     "cumulative",
@@ -90,6 +93,7 @@ __all__ = [
     "spellings",
     "splitting",
     "statistics",
+    "strides",
     "triangles",
     "views",
 ]

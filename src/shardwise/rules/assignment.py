@@ -19,7 +19,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.calls import Function, composed
 from shardwise.rules.dims import Inputs, broadcast_dims
-from shardwise.rules.indexing import BASIC, Indices, check_bounds, held, picked, unravelled
+from shardwise.rules.indexing import BASIC, Indices, check_bounds, held, picked, unravelled, within
 from shardwise.rules.keys import (
     ALL,
     Key,
@@ -34,12 +34,12 @@ from shardwise.rules.keys import (
     taken_apart,
     whole,
 )
-from shardwise.rules.registry import Known, Rule, enter, handler
+from shardwise.rules.registry import Known, enter, handler
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor, unwrap, wrap
 
 
-def writer(name: str, run: Callable[..., None]) -> Callable[[Rule], Function]:
+def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]], Function]:
     """Make a function, that dispatch knows to change its first argument, of a rule."""
     function = Function(name, run)
 
@@ -49,10 +49,9 @@ def writer(name: str, run: Callable[..., None]) -> Callable[[Rule], Function]:
         function.dispatched(result, *args)
         return result
 
-    def register(made: Rule) -> Function:
-        def writes(*args: Any, **kwargs: Any) -> Spec | None:
-            spec = made(*args, **kwargs)
-            return None if spec is None else dataclasses.replace(spec, writes=True)
+    def register(made: Callable[..., Spec]) -> Function:
+        def writes(*args: Any, **kwargs: Any) -> Spec:
+            return dataclasses.replace(made(*args, **kwargs), writes=True)
 
         enter(function, Known(name, writes, outplace=aside))
         return function
@@ -282,12 +281,23 @@ def index_put_(
     return input
 
 
-@composed("index_put")
+@composed("index_put", "_unsafe_index_put")
 def index_put(
     input: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
     """`index_put`: on a copy."""
-    return index_put_(_copy(input, mesh_of(input, indices, values)), indices, values, accumulate)
+    return index_put_(copy_of(input, mesh_of(input, indices, values)), indices, values, accumulate)
+
+
+@composed("_unsafe_masked_index_put_accumulate")
+def masked_index_put(
+    input: torch.Tensor, mask: torch.Tensor, indices: Sequence[Any], values: torch.Tensor
+) -> Any:
+    """Added on a copy where a mask is true; elsewhere indices need not be within bounds."""
+    if not input.numel():
+        return copy_of(input, mesh_of(input, mask, indices, values))
+    key = [None if each is ALL else each for each in within(input, indices)]
+    return index_put(input, key, values.masked_fill(mask.logical_not(), 0), accumulate=True)
 
 
 @composed("put_")
@@ -313,10 +323,11 @@ def put(
     input: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
 ) -> Any:
     """`put`: on a copy."""
-    return put_(_copy(input, mesh_of(input, index, source)), index, source, accumulate)
+    return put_(copy_of(input, mesh_of(input, index, source)), index, source, accumulate)
 
 
-def _copy(input: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def copy_of(input: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A copy that can be written to; of a plain tensor, one that is whole."""
     if type(input) is DTensor:
         return wrap(unwrap(input).clone(), input._layout)
     return static(input.clone(), mesh)

@@ -8,7 +8,9 @@ import torch
 
 from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
-from shardwise.rules.registry import handler
+from shardwise.rules.dims import unsplit
+from shardwise.rules.registry import handler, rule
+from shardwise.rules.spec import Spec
 from shardwise.tensor import DTensor, as_local, wrap
 
 
@@ -92,3 +94,9 @@ def contribution(layout: Layout, value: Any) -> Any:
         if op in ("sum", "product") and place[axis] > 0:
             return 0 if op == "sum" else 1
     return value
+
+
+@rule("linspace", "logspace", inplace=False)
+def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
+    """Between ends that are tensors: whole, as each rank knows them."""
+    return unsplit([each for each in (start, end) if isinstance(each, torch.Tensor)], (steps,))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from shardwise.cut import Cut
 from shardwise.layout import Layout
@@ -251,11 +252,30 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return ADVANCED.dispatched(input, parts.indices)
 
 
-@handler(torch.ops.aten.index, torch.ops.aten.index.Tensor)
+@handler(torch.ops.aten.index, torch.ops.aten.index.Tensor, "_unsafe_index")
 def aten_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[key]`, as aten has it: a tensor or None for each dim."""
     input, indices = args
     return getitem(func, (input, tuple(ALL if each is None else each for each in indices)), {})
+
+
+@composed("_unsafe_masked_index")
+def masked_index(
+    input: torch.Tensor, mask: torch.Tensor, indices: Sequence[Any], fill: Any
+) -> torch.Tensor:
+    """`x[indices]` where a mask is true; elsewhere they need not be within bounds."""
+    if input.numel():
+        return input[within(input, indices)].masked_fill(mask.logical_not(), fill)
+    where = picked(input.dim(), indices)
+    return input.new_full(
+        where.arranged([input.shape[dim] for dim in where.rest], where.common), fill
+    )
+
+
+def within(input: torch.Tensor, indices: Sequence[Any]) -> tuple[Any, ...]:
+    """A key of indices, with those that are out of bounds moved to the bounds."""
+    sizes = zip(indices, input.shape, strict=False)
+    return tuple(ALL if each is None else each.clamp(-size, size - 1) for each, size in sizes)
 
 
 # ---- what a mask, or a search for what is not zero, picks
@@ -278,3 +298,10 @@ def nonzero(input: DTensor, as_tuple: bool = False) -> Any:
     if as_tuple:
         return tuple(static(each, mesh) for each in found)
     return static(found, mesh)
+
+
+@composed("nonzero_static")
+def nonzero_static(input: DTensor, *, size: int, fill_value: int = -1) -> Any:
+    """The same, of a length that is given."""
+    found = nonzero(input)
+    return F.pad(found, (0, 0, 0, size - len(found)), value=fill_value)

@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from shardwise.rules.calls import composed
 from shardwise.rules.dims import Inputs, unsplit
+from shardwise.rules.keys import mesh_of, static
 from shardwise.rules.matmul import VF
-from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.rows import exchange
 from shardwise.rules.spec import Here, Out, Spec, normalized
+from shardwise.tensor import DTensor
 
 
 def joined(
@@ -134,31 +137,66 @@ def block_diag(tensors: Any) -> Spec:
     return unsplit(tensors, shape, linear=[tuple(range(len(shapes)))])
 
 
-# ---- broadcast
+# ---- broadcast: each on its own, a view that stays where it is
 
 
-@rule(VF.broadcast_tensors, Aten("broadcast_tensors"), inplace=False)
-def broadcast_tensors(tensors: Any) -> Spec:
-    together = broadcast(list(tensors))
-    return Spec(
-        together.inputs,
-        [*together.outputs] * len(tensors),
-        linear=[tuple(range(len(tensors)))],
-        is_view=True,
+@composed(VF.broadcast_tensors, Aten("broadcast_tensors"))
+def broadcast_tensors(tensors: Any) -> tuple[DTensor, ...]:
+    """Each expanded to the shape of all."""
+    mesh = mesh_of(tensors)
+    shape = torch.broadcast_shapes(*(tuple(each.shape) for each in tensors))  # type: ignore[no-untyped-call]
+    return tuple(static(each.expand(shape), mesh) for each in tensors)
+
+
+@composed(torch.meshgrid, VF.meshgrid, Aten("meshgrid"))
+def meshgrid(*tensors: Any, indexing: str | None = "ij") -> tuple[DTensor, ...]:
+    """Each along a dim of its own."""
+    given = tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
+    mesh = mesh_of(given)
+    like = [torch.empty(each.shape, device="meta") for each in given]
+    shape = torch.meshgrid(*like, indexing=indexing)[0].shape
+    order = list(range(len(given)))
+    if indexing == "xy":
+        order[:2] = order[1::-1]
+    return tuple(
+        static(
+            each.reshape([-1 if dim == at else 1 for dim in range(len(given))]).expand(shape), mesh
+        )
+        for each, at in zip(given, order, strict=True)
     )
 
 
-@rule(torch.meshgrid, inplace=False)
-def meshgrid(*tensors: Any, indexing: str | None = None) -> Spec | None:
-    return grid(tensors, indexing)
+# ---- made of these
 
 
-@rule(VF.meshgrid, Aten("meshgrid"), inplace=False)
-def grid(tensors: Any, indexing: str | None = None) -> Spec:
-    inputs: Inputs = [(tensor, (f"d{at}",) * tensor.dim()) for at, tensor in enumerate(tensors)]
-    dims = [*(dims[0] if dims else None for _, dims in inputs)]
-    shape = [tensor.numel() for tensor in tensors]
-    if indexing == "xy" and len(shape) > 1:
-        dims[:2], shape[:2] = dims[1::-1], shape[1::-1]
-    outs = [Out(tuple(dims), tuple(shape))] * len(inputs)
-    return Spec(inputs, outs, linear=[tuple(range(len(inputs)))], is_view=True)
+@composed(torch.cartesian_prod, VF.cartesian_prod, Aten("cartesian_prod"))
+def cartesian_prod(*tensors: Any) -> torch.Tensor:
+    """A row for each choice of an element of each tensor."""
+    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+        tensors = tuple(tensors[0])
+    if len(tensors) == 1:
+        return tensors[0]  # type: ignore[no-any-return]
+    grids = torch.meshgrid(*tensors, indexing="ij")
+    return torch.stack([each.flatten() for each in grids], 1)
+
+
+@composed("combinations")
+def combinations(input: DTensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    """A row for each choice of `r` elements: which ones, only the length tells."""
+    places = torch.arange(len(input), device=input.device)
+    chosen = torch.combinations(places, r, with_replacement)
+    return input[static(chosen, input._layout.mesh)]
+
+
+@composed("_chunk_cat")
+def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> torch.Tensor:
+    """Each tensor in so many chunks along a dim, the last filled up with zeros; joined chunk by
+    chunk."""
+    at = normalized(dim, tensors[0].dim())
+    parts = []
+    for tensor in tensors:
+        *outer, size = tensor.shape[: at + 1]
+        inner = tensor.dim() - at - 1
+        filled = F.pad(tensor, [0, 0] * inner + [0, -size % num_chunks])
+        parts.append(filled.reshape(*outer, num_chunks, -1))
+    return torch.cat(parts, at + 1)

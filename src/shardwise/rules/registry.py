@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from shardwise.errors import ShardwiseError
 from shardwise.rules.spec import Spec
 
-Rule = Callable[..., Spec | None]
+Rule = Callable[..., Spec | Callable[..., Any] | None]
+RuleType = TypeVar("RuleType", bound=Rule)
 
 
 class RuleError(ShardwiseError, ValueError):
@@ -29,7 +30,8 @@ class Known:
 
     name: str
     rule: Rule | None = None
-    """Says how a call splits; None from it means that it does not know this call."""
+    """Says how a call splits; None from it means that it does not know this call, and a function
+    that the call is made of others: it is run with the call's arguments."""
     handler: Callable[..., Any] | None = None
     """Runs in place of everything: it gets the function, its arguments and its keywords."""
     outplace: Callable[..., Any] | None = None
@@ -113,18 +115,19 @@ def _given(name: Any, what: str) -> tuple[str, list[Any]]:
 
 def rule(
     *names: Any, ignores_numbers: bool = False, inplace: bool = True
-) -> Callable[[Rule], Rule]:
+) -> Callable[[RuleType], RuleType]:
     """Register a rule for functions, given by name or themselves.
 
     The rule is called with the arguments of the function, and names its parameters as torch does.
-    It returns a `Spec`, or None for a call that it does not know.
+    It returns a `Spec`, or None for a call that it does not know, or what to run in its place for
+    one that is made of others (as where the value of a tensor decides).
 
     Arguments:
         ignores_numbers: Python numbers among the arguments have no influence on the split.
         inplace: register the in-place form of each name (`add_` of `add`) too.
     """
 
-    def register(made: Rule) -> Rule:
+    def register(made: RuleType) -> RuleType:
         for name in names:
             text, given = _given(name, "rule")
             for function in given:

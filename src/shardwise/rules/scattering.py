@@ -143,14 +143,37 @@ def index_fill(input: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -
     return _index_write(torch.index_fill, tensors_among(input, index, value), dim)
 
 
-def _index_write(
-    run: Callable[..., Any], tensors: Sequence[torch.Tensor], dim: int, *, adds: bool = False
+@rule("index_reduce")
+def index_reduce(
+    input: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> Spec:
-    """A write of rows to the first tensor, at the indices of the second, of the third (if any)."""
+    """Rows, reduced with what is there."""
+    tensors = [input, index, source]
+    return _index_write(torch.index_reduce, tensors, dim, linear=reduce == "mean")
+
+
+def _index_write(
+    run: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    dim: int,
+    *,
+    adds: bool = False,
+    linear: bool = True,
+) -> Spec:
+    """A write of rows to the first tensor, at the indices of the second, of the third (if any).
+
+    The flags are those of `_scatter`.
+    """
     input, index, *values = tensors
-    linear = [(0, 2)] if values else []
+    flows = [(0, 2)] if values and linear else []
     if input.dim() == 0 or any(value.dim() not in (0, input.dim()) for value in values):
-        return unsplit(tensors, input.shape, linear=linear)
+        return unsplit(tensors, input.shape, linear=flows)
     at = normalized(dim, input.dim())
     names = dims_of(input)
     held = replaced(names, at, "rows")
@@ -173,7 +196,7 @@ def _index_write(
         inputs,
         [Out(held, tuple(input.shape))],
         reduces={"picks": "sum"} if adds else {},
-        linear=linear,
+        linear=flows,
         additive=(0,) if adds else (),
         lower=lower,
     )

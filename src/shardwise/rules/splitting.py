@@ -133,13 +133,23 @@ def select(input: torch.Tensor, dim: int, index: Any) -> Spec | None:
 
 
 @rule("narrow", inplace=False)
-def narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> Spec | None:
+def narrow(
+    input: torch.Tensor, dim: int, start: Any, length: int
+) -> Spec | Callable[..., Any] | None:
+    if isinstance(start, torch.Tensor):
+        return _narrow_from
     return _narrowed(input, dim, start, length, is_view=True)
 
 
 @rule("narrow_copy", inplace=False)
 def narrow_copy(input: torch.Tensor, dim: int, start: Any, length: int) -> Spec | None:
     return _narrowed(input, dim, start, length, is_view=False)
+
+
+def _narrow_from(input: torch.Tensor, dim: int, start: torch.Tensor, length: int) -> torch.Tensor:
+    if start.dim() or start.is_floating_point() or start.is_complex() or start.dtype == torch.bool:
+        raise RuntimeError("start must be an 0-dim integral Tensor.")
+    return torch.narrow(input, dim, int(start), length)
 
 
 def _narrowed(
@@ -172,13 +182,10 @@ def slice_(
 # ---- several parts
 
 
-def parts_of(
-    input: torch.Tensor, dim: int, parts: Sequence[range], name: str, *, is_view: bool = True
-) -> Spec:
+def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -> Spec:
     """The spec of several parts along a dim."""
     dims, shape = dims_of(input), tuple(input.shape)
     lengths = [len(part) for part in parts]
-    take = torch.narrow if is_view else torch.narrow_copy
 
     def lower(here: Here) -> Callable[..., Any] | None:
         axes = here.axes(dims[dim])
@@ -187,7 +194,7 @@ def parts_of(
         if here.inputs[0].cuts[dim] is not None:
             places = pieces_here(here, dim, parts)
             return takes_shards(
-                lambda x, *args, **kwargs: tuple(take(x, dim, *place) for place in places)
+                lambda x, *args, **kwargs: tuple(x.narrow(dim, *place) for place in places)
             )
         rows = [row for part in parts for row in part]
         move = exchange(name, here.mesh, axes, dim, [shape[dim]], lengths, rows)
@@ -195,7 +202,7 @@ def parts_of(
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             found = move(x).split_with_sizes(local, dim)
-            return tuple(severed(each, name) for each in found) if is_view else found
+            return tuple(severed(each, name) for each in found)
 
         return run
 
@@ -207,7 +214,7 @@ def parts_of(
         lower=lower,
         positions=(),
         recut=whole_pieces(dims[dim], parts),
-        is_view=is_view,
+        is_view=True,
     )
 
 
@@ -232,21 +239,11 @@ def _by_length(size: int, length: int) -> list[range]:
     return [range(size)[at : at + length] for at in range(0, size, length or 1)] or [range(0)]
 
 
-@rule("split", "split_with_sizes", inplace=False)
-def split(tensor: torch.Tensor, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec | None:
-    return _split(tensor, sizes, dim, kwargs, is_view=True)
+# The unsafe ones share memory too; only autograd does not know.
 
 
-@rule("unsafe_split", "unsafe_split_with_sizes", inplace=False)
-def unsafe_split(
-    tensor: torch.Tensor, sizes: Any = None, dim: int = 0, **kwargs: Any
-) -> Spec | None:
-    return _split(tensor, sizes, dim, kwargs, is_view=False)
-
-
-def _split(
-    tensor: Any, sizes: Any, dim: int, kwargs: dict[str, Any], *, is_view: bool
-) -> Spec | None:
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", inplace=False)
+def split(tensor: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec | None:
     # torch has four names for the sizes
     sizes = next(iter(kwargs.values())) if sizes is None else sizes
     if not isinstance(tensor, torch.Tensor) or len(kwargs) > 1:
@@ -254,31 +251,20 @@ def _split(
     at = normalized(dim, tensor.dim())
     size = tensor.shape[at]
     by = _by_length(size, sizes) if isinstance(sizes, int) else _by_lengths(size, sizes)
-    return parts_of(tensor, at, by, "split", is_view=is_view)
+    return parts_of(tensor, at, by, "split")
 
 
-@rule("chunk", inplace=False)
+@rule("chunk", "unsafe_chunk", inplace=False)
 def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
-    return _chunked(input, chunks, dim, is_view=True)
-
-
-@rule("unsafe_chunk", inplace=False)
-def unsafe_chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
-    return _chunked(input, chunks, dim, is_view=False)
-
-
-def _chunked(input: torch.Tensor, chunks: int, dim: int, *, is_view: bool) -> Spec:
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
     at = normalized(dim, input.dim())
     size = input.shape[at]
     parts = _by_length(size, -(-size // chunks)) if size else [range(0)] * chunks
-    return parts_of(input, at, parts, "chunk", is_view=is_view)
+    return parts_of(input, at, parts, "chunk")
 
 
-def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec | None:
-    if isinstance(by, torch.Tensor):
-        return None
+def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec:
     size = input.shape[at]
     if isinstance(by, int):
         if by <= 0:
@@ -293,9 +279,21 @@ def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec | No
 @rule("tensor_split", inplace=False)
 def tensor_split(
     input: torch.Tensor, by: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
-) -> Spec | None:
+) -> Spec | Callable[..., Any]:
     by = next(each for each in (by, indices, sections) if each is not None)
+    if isinstance(by, torch.Tensor):
+        return _tensor_split_at
     return _tensor_split(input, by, normalized(dim, input.dim()), "tensor_split")
+
+
+def _tensor_split_at(input: Any, by: Any = None, dim: int = 0, **by_name: Any) -> Any:
+    by = next(iter(by_name.values())) if by is None else by
+    if by.dtype != torch.int64 or by.dim() > 1:
+        raise RuntimeError(
+            "tensor_split expected tensor_indices_or_sections to have dtype of long and at most 1 "
+            f"dim, got {by.dtype} and {by.dim()}"
+        )
+    return torch.tensor_split(input, by.tolist(), dim)
 
 
 def _split_along(name: str, dim_of: Callable[[int], int]) -> None:

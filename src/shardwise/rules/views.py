@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import LayoutError
+from shardwise.rules.calls import composed
 from shardwise.rules.dims import as_dims, as_sizes
 from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.rows import owned_part, severed
@@ -224,6 +225,12 @@ def diag_embed(input: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int =
         tuple(size if dim is None else input.shape[dim] for dim in order),
     )
     return Spec([(input, dims)], [out], linear=[(0,)])
+
+
+@composed("diagflat")
+def diagflat(input: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """All elements on a diagonal."""
+    return input.flatten().diag_embed(offset)
 
 
 @rule(torch.Tensor.unfold, Aten("unfold"), inplace=False)

@@ -1,0 +1,216 @@
+"""Views by strides: as_strided, as_strided_scatter.
+
+Strides and offset are those of the global tensor. Of one that every rank has whole, they are about
+its memory, as torch's; of any other, about a contiguous tensor, beginning with its first element.
+Then they are understood by dims: an element's place along each dim is where the dim of the result
+that goes along it is. A dim that the result has unchanged may be split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.entry import DispatchError
+from shardwise.layout import Layout
+from shardwise.rules.calls import Function, composed
+from shardwise.rules.keys import mesh_of, static, whole
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.tensor import DTensor, as_local, wrap
+
+Sizes = tuple[int, ...]
+
+# ---- strides, by dims
+
+
+def _contiguous(shape: Sequence[int]) -> Sizes:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+class _Places:
+    """Where the elements of a view of a contiguous tensor are, dim by dim."""
+
+    def __init__(self, shape: Sizes, size: Sizes, stride: Sizes, offset: int) -> None:
+        self.shape = shape
+        strides = _contiguous(shape)
+        self.starts = [offset // step % count for step, count in zip(strides, shape, strict=True)]
+        """For each dim of the tensor, the index of the first element."""
+        self.steps: list[tuple[int, int] | None] = []
+        """For each dim of the view, the tensor's dim that it goes along, and by how much; None for
+        one that stays where it is."""
+        for count, step in zip(size, stride, strict=True):
+            along = (dim for dim, each in enumerate(strides) if shape[dim] > 1 and step % each == 0)
+            dim = next(along) if count > 1 and step else None
+            self.steps.append(None if dim is None else (dim, step // strides[dim]))
+        last = list(self.starts)
+        for count, way in zip(size, self.steps, strict=True):
+            if way is not None:
+                last[way[0]] += (count - 1) * way[1]
+        self.is_known = all(at < count for at, count in zip(last, shape, strict=True))
+        """Whether no dim of the view goes over the end of the one that it goes along."""
+
+    def factors(self, size: Sizes) -> tuple[Dims, Dims]:
+        """Those of the tensor and of the view: dims that the view has unchanged."""
+        before: list[str | None] = [None] * len(self.shape)
+        after: list[str | None] = [None] * len(size)
+        for dim, count in enumerate(self.shape):
+            ways = [at for at, way in enumerate(self.steps) if way is not None and way[0] == dim]
+            if len(ways) == 1 and size[ways[0]] == count and count > 1:
+                before[dim] = after[ways[0]] = f"d{dim}"
+        return tuple(before), tuple(after)
+
+    def local(self, x: torch.Tensor) -> tuple[Sizes, int]:
+        """The strides and the offset in this rank's piece, which may be stored otherwise."""
+        stride = tuple(0 if way is None else way[1] * x.stride(way[0]) for way in self.steps)
+        offset = sum(at * step for at, step in zip(self.starts, x.stride(), strict=True) if at)
+        return stride, int(x.storage_offset()) + offset
+
+
+def _places(input: torch.Tensor, size: Sizes, stride: Sizes, offset: int) -> _Places | None:
+    if 0 in input.shape or 0 in size:
+        return None
+    places = _Places(tuple(input.shape), size, stride, offset)
+    return places if places.is_known else None
+
+
+def _factors(input: torch.Tensor, size: Sizes, places: _Places | None) -> tuple[Dims, Dims]:
+    if places is None:
+        return (None,) * input.dim(), (None,) * len(size)
+    return places.factors(size)
+
+
+def _local(
+    x: torch.Tensor, places: _Places | None, stride: Sizes, offset: int
+) -> tuple[torch.Tensor, Sizes, int]:
+    """The tensor that they are about, the strides and the offset."""
+    if places is None:
+        x = x.contiguous()
+        return x, stride, int(x.storage_offset()) + offset
+    return x, *places.local(x)
+
+
+STRIDED = Function("as_strided", lambda input, size, stride, offset: None)
+
+
+@rule(STRIDED)
+def strided(input: torch.Tensor, size: Sizes, stride: Sizes, offset: int) -> Spec:
+    """A view of a contiguous tensor."""
+    places = _places(input, size, stride, offset)
+    before, after = _factors(input, size, places)
+
+    def lower(here: Here) -> Callable[..., Any]:
+        sizes = here.outputs[0].local_shape()
+
+        def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+            x, steps, first = _local(x, places, stride, offset)
+            return x.as_strided(sizes, steps, first)
+
+        return run
+
+    out = Out(after, size)
+    return Spec([(input, before)], [out], linear=[(0,)], lower=lower, positions=(), is_view=True)
+
+
+SCATTER = Function("as_strided_scatter", lambda input, src, size, stride, offset: None)
+
+
+@rule(SCATTER)
+def scatter(
+    input: torch.Tensor, src: torch.Tensor, size: Sizes, stride: Sizes, offset: int
+) -> Spec:
+    """A copy of a contiguous tensor, with such a view overwritten."""
+    places = _places(input, size, stride, offset)
+    before, after = _factors(input, size, places)
+
+    def lower(here: Here) -> Callable[..., Any]:
+        sizes = here.inputs[1].local_shape()
+
+        def run(x: torch.Tensor, src: torch.Tensor, *args: Any) -> torch.Tensor:
+            x, steps, first = _local(x, places, stride, offset)
+            return x.as_strided_scatter(src, sizes, steps, first)
+
+        return run
+
+    return Spec(
+        [(input, before), (src, after)],
+        [Out(before, tuple(input.shape))],
+        linear=[(0, 1)],
+        lower=lower,
+        positions=(),
+    )
+
+
+# ---- what users call
+
+
+@composed("as_strided")
+def as_strided(
+    input: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> DTensor:
+    """A view by strides."""
+    layout = input._layout
+    if layout.is_replicated:
+        with as_local():
+            result = torch.as_strided(input, size, stride, storage_offset)
+            return wrap(result.as_subclass(torch.Tensor), Layout(layout.mesh, tuple(result.shape)))
+    return STRIDED.dispatched(  # type: ignore[no-any-return]
+        input, *_of_contiguous("as_strided", input, size, stride, storage_offset)
+    )
+
+
+@composed("as_strided_scatter")
+def as_strided_scatter(
+    input: torch.Tensor,
+    src: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> DTensor:
+    """A copy, with such a view overwritten."""
+    name = "as_strided_scatter"
+    mesh = mesh_of(input, src)
+    target = static(input, mesh)
+    if target._layout.is_replicated:
+        values = whole(src, name)
+        with as_local():
+            result = torch.as_strided_scatter(target, values, size, stride, storage_offset)
+            return wrap(result.as_subclass(torch.Tensor), Layout(mesh, tuple(result.shape)))
+    given = _of_contiguous(name, target, size, stride, storage_offset)
+    if tuple(src.shape) != given[0]:
+        raise RuntimeError(
+            "expected src to have a size equal to the slice of self. "
+            f"src size = {list(src.shape)}, slice size = {list(given[0])}"
+        )
+    return SCATTER.dispatched(target, src, *given)  # type: ignore[no-any-return]
+
+
+def _of_contiguous(
+    name: str, input: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> tuple[Sizes, Sizes, int]:
+    """The arguments, if they are about the elements of a tensor whose memory ranks share."""
+    with as_local():
+        is_contiguous = input.is_contiguous()
+        base: Any = input._base
+    is_part = isinstance(base, DTensor) and base._layout.numel != input._layout.numel
+    if not is_contiguous or (is_part and offset is not None):
+        raise DispatchError(
+            f"{name}: ranks share {input._layout!r}, so expected a contiguous tensor, and no "
+            "storage_offset for a part of another one; take it of x.contiguous(), or of that"
+        )
+    sizes, strides, first = tuple(size), tuple(stride), offset or 0
+    if len(sizes) != len(strides) or first < 0 or min((*sizes, *strides), default=0) < 0:
+        raise RuntimeError(
+            f"{name}: expected as many sizes as strides, and none below 0, got {sizes}, {strides} "
+            f"and the offset {first}"
+        )
+    last = first + sum((count - 1) * step for count, step in zip(sizes, strides, strict=True))
+    if 0 not in sizes and last >= input._layout.numel:
+        raise RuntimeError(
+            f"{name}: sizes {list(sizes)}, strides {list(strides)}, storage offset {first} are out "
+            f"of bounds for a tensor of {input._layout.numel} elements"
+        )
+    return sizes, strides, first
