@@ -15,7 +15,7 @@ import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.comm import trace as _trace
 from shardwise.comm.cause import is_running, running
-from shardwise.dispatch import functions, gradients, refused, values  # noqa: F401 (register themselves)
+from shardwise.dispatch import functions, gradients, masked, refused, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.arguments import by_torchs_names, tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get
 from shardwise.dispatch.planning import on_meta, plan
