@@ -170,7 +170,7 @@ def _part(arg: Any, ignores_numbers: bool) -> Any:
     if arg is None:
         return None
     if isinstance(arg, _Tensor):
-        return _Plain, tuple(arg.shape)
+        return _Plain, tuple(arg.shape), arg.layout
     if kind is slice:
         return slice, arg.start, arg.stop, arg.step
     return arg
