@@ -16,6 +16,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.optimizers import note_replaced
+from shardwise.pieces import check_dense
 from shardwise.placement import Partial, Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.tensor import DTensor, wrap
@@ -47,6 +48,7 @@ def distribute_tensor(
     mesh = as_mesh(device_mesh)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    check_dense("tensor", tensor)
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.from_placements(mesh, tensor.shape, placements, shard_order)
     if isinstance(tensor, DTensor):

@@ -97,6 +97,13 @@ def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], t
     return found
 
 
+def check_dense(argument: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is sparse or nested: it has no pieces that a layout could tell of."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"one with layout {tensor.layout}"
+        raise LayoutError(f"{argument}: expected a dense tensor, got {kind}; to_dense() it first")
+
+
 def check_piece(local: torch.Tensor, layout: Layout) -> None:
     """Refuse a tensor that is not the piece this rank would hold."""
     place = layout.mesh.get_coordinate()

@@ -18,7 +18,7 @@ from shardwise.box import Box
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh, unpickled
-from shardwise.pieces import check_piece, check_replicas, found_layout
+from shardwise.pieces import check_dense, check_piece, check_replicas, found_layout
 from shardwise.placement import Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.redistribute.plan import dual
@@ -113,6 +113,7 @@ class DTensor(torch.Tensor):
                 f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
                 + (": it is one already" if isinstance(local_tensor, DTensor) else "")
             )
+        check_dense("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if shape is None:
             layout = found_layout(local_tensor, mesh, placements)

@@ -22,6 +22,7 @@ from shardwise.comm import Event, listen
 from shardwise.dispatch.state import fallback
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, init_device_mesh
+from shardwise.pieces import check_dense
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.policy import PolicyError
 from shardwise.rules.calls import tensors_in
@@ -164,6 +165,7 @@ def _contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
 
 def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
     """A leaf in this layout, of a tensor that every rank has."""
+    check_dense("tensor", tensor)
     result = wrap(piece(tensor.detach(), layout), layout)
     result.requires_grad = tensor.requires_grad
     return result

@@ -261,7 +261,7 @@ def test_shapes_change_in_place():
     def run(mesh):
         x = rows(mesh, 4, 1, 3, split=0)
         local = x.to_local().data_ptr()
-        x.transpose_(0, 2).squeeze_().unsqueeze_(0)
+        x.transpose_(0, 2).squeeze_().unsqueeze_(0).squeeze_(())
         x.squeeze_(0).t_()
         return repr(x.layout), x.to_local().data_ptr() == local, x.full_tensor().tolist()
 

@@ -15,7 +15,7 @@ import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.comm import trace as _trace
 from shardwise.comm.cause import is_running, running
-from shardwise.dispatch import functions, gradients, refused, values  # noqa: F401 (register themselves)
+from shardwise.dispatch import functions, gradients, masked, refused, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.arguments import by_torchs_names, tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get
 from shardwise.dispatch.planning import on_meta, plan
@@ -170,7 +170,7 @@ def _part(arg: Any, ignores_numbers: bool) -> Any:
     if arg is None:
         return None
     if isinstance(arg, _Tensor):
-        return _Plain, tuple(arg.shape)
+        return _Plain, tuple(arg.shape), arg.layout
     if kind is slice:
         return slice, arg.start, arg.stop, arg.step
     return arg

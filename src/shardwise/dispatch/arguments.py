@@ -74,6 +74,16 @@ def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
     return mesh
 
 
+def check_dense(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse plain tensors that are sparse: no layout can tell of their pieces."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise DispatchError(
+                f"{name}: got a plain tensor with layout {tensor.layout} beside a DTensor, which "
+                "is dense; to_dense() it, or run the operator on pieces with sw.local_map"
+            )
+
+
 def check_plain(name: str, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
     """Refuse plain tensors, or those that differ between ranks, if that is the policy."""
     if state.plain_tensors == "error":

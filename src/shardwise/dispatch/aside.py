@@ -39,9 +39,9 @@ def computed_aside(name: str, outplace: Callable[..., Any], keeps: Layout | None
             args = (target.clone(), *args[1:])  # its gradient may need what is overwritten
         result = outplace(*args, **kwargs)
         if result.shape != keeps.size:
-            raise RuntimeError(
-                f"output with shape {list(keeps.shape)} doesn't match the broadcast shape "
-                f"{list(result.shape)}"
+            raise DispatchError(
+                f"{name}: output with shape {list(keeps.shape)} doesn't match the broadcast shape "
+                f"{list(result.shape)}; a DTensor is not resized in place"
             )
         if not torch.can_cast(result.dtype, target.dtype):
             raise RuntimeError(
@@ -98,6 +98,11 @@ def copy_into(name: str, made: Any, target: Any) -> None:
         raise DispatchError(
             f"{name}(out=): expected a DTensor, as the inputs are; got a plain tensor. "
             "Give out= a DTensor, or use to_local() or full_tensor() of the result"
+        )
+    if torch.is_grad_enabled() and (made.requires_grad or target.requires_grad):
+        raise DispatchError(
+            f"{name}(out=): expected tensors that require no grad, as out= has no gradient in "
+            "torch either; use the result, or torch.no_grad()"
         )
     if target.shape != made.shape:
         raise DispatchError(

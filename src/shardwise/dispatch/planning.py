@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch.arguments import (
+    check_dense,
     check_plain,
     check_target,
     common_mesh,
@@ -51,6 +52,7 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     paths = list(tensor_paths(args, kwargs))
     tensors = [get(args, kwargs, path) for path in paths]
     mesh = common_mesh(name, tensors)
+    check_dense(name, tensors)
     check_plain(name, tensors, mesh)
     spec = None
     if known is not None and known.rule is not None:

@@ -1,4 +1,4 @@
-"""What has no meaning on a DTensor: to change its shape or its memory in place."""
+"""What has no meaning on a DTensor: to change its shape or its memory in place, to be sparse."""
 
 from __future__ import annotations
 
@@ -8,18 +8,41 @@ from shardwise.dispatch.entry import DispatchError
 from shardwise.rules.registry import handler, name_of
 from shardwise.tensor import DTensor
 
-_REMEDIES = {
+_RESHAPED = {
     "resize_": "take x.view(...), x.reshape(...) or a part of it, x[...]",
     "resize_as_": "take x.view_as(other), or make a new tensor with torch.empty_like(other)",
+    "as_strided_": "say x = x.as_strided(...)",
 }
+_SPARSE = (
+    "to_sparse",
+    "to_sparse_csr",
+    "to_sparse_csc",
+    "to_sparse_bsr",
+    "to_sparse_bsc",
+    "to_mkldnn",
+    "sparse_mask",
+)
 
 
-@handler(*_REMEDIES)
-def refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+@handler(*_RESHAPED)
+def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Say what to do instead."""
     name = name_of(func)
-    layouts = ", ".join(repr(each._layout) for each in args if isinstance(each, DTensor))
     raise DispatchError(
-        f"{name}: the shape and the memory of a DTensor are those of its layout ({layouts}) and "
-        f"cannot be changed in place; {_REMEDIES[name]}"
+        f"{name}: the shape and the memory of a DTensor are those of its layout "
+        f"({_layouts(args)}) and cannot be changed in place; {_RESHAPED[name]}"
     )
+
+
+@handler(*_SPARSE)
+def sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Say what to do instead."""
+    name = name_of(func)
+    raise DispatchError(
+        f"{name}: a DTensor ({_layouts(args)}) is dense on every rank; make the whole tensor "
+        f"sparse, x.full_tensor().{name}(...), or this rank's piece, x.to_local().{name}(...)"
+    )
+
+
+def _layouts(args: tuple[Any, ...]) -> str:
+    return ", ".join(repr(each._layout) for each in args if isinstance(each, DTensor))

@@ -100,6 +100,12 @@ def type_as(input: torch.Tensor, other: torch.Tensor) -> Any:
     return input.to(other.device, other.dtype)
 
 
+@composed("to_dense")
+def to_dense(input: Any, dtype: Any = None, *, masked_grad: Any = None) -> Any:
+    """Nothing to do, but for the dtype."""
+    return input if dtype is None else input.to(dtype)
+
+
 @handler("type")
 def type_(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.entry import DispatchError, check_writable
 from shardwise.layout import Layout
 from shardwise.rules.dims import unsplit
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Spec
 from shardwise.tensor import DTensor, as_local, wrap
 
@@ -27,6 +27,14 @@ def _number(value: Any) -> Any:
     return value
 
 
+def check_layout(name: str, layout: torch.layout | None) -> None:
+    """Refuse to make what is sparse."""
+    if layout not in (None, torch.strided):
+        raise DispatchError(
+            f"{name}(layout): expected torch.strided, as a DTensor is dense; got {layout}"
+        )
+
+
 @handler("zeros_like", "ones_like", "full_like", "empty_like")
 def like(func: Any, args: Any, kwargs: Any) -> Any:
     """Laid out as the model; whole where that has a pending sum, as each rank knows the values."""
@@ -35,6 +43,7 @@ def like(func: Any, args: Any, kwargs: Any) -> Any:
     keywords = {
         name: each if name == "input" else _numbers([each])[0] for name, each in kwargs.items()
     }
+    check_layout(name_of(func), keywords.get("layout"))
     if not isinstance(model, DTensor):
         return func(*([model] if args else []), *rest, **keywords)
     layout = model._layout
@@ -49,6 +58,7 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
     model, *rest = args
     rest = _numbers(rest)
     keywords = dict(zip(kwargs, _numbers(kwargs.values()), strict=True))
+    check_layout(name_of(func), keywords.get("layout"))
     with as_local():
         local = func(model, *rest, **keywords)
     if not isinstance(model, DTensor):

@@ -22,6 +22,7 @@ from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.rules.calls import Function, composed
+from shardwise.rules.creation import check_layout
 from shardwise.rules.dims import unsplit
 from shardwise.rules.pointwise import tensors_among
 from shardwise.rules.precision import keeps_sums
@@ -183,6 +184,7 @@ for _name in _FILLS:
 def like(sampler: Sampler, func: Any, args: Any, kwargs: Any) -> Any:
     """Laid out as the model; whole where that has a pending sum."""
     options = dict(kwargs)
+    check_layout(name_of(func), options.get("layout"))
     model, *numbers = args or (options.pop("input"),)
     numbers = [_number(each) for each in numbers]
     if sampler is random.integers:

@@ -134,8 +134,8 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
         return _vector(input, 2, dim, keepdim, dtype)
     dims, names = (rows, columns), dims_of(input)
     out = Out(without(names, dims, keepdim, None), without(input.shape, dims, keepdim, 1))
-    if order not in (1, -1, math.inf, -math.inf):
-        return whole_along(input, dims, [out])  # of singular values
+    if order not in (1, -1, math.inf, -math.inf) or 0 in (input.shape[rows], input.shape[columns]):
+        return whole_along(input, dims, [out])  # of singular values; or torch says what it is
     summed, other = (rows, columns) if abs(order) == 1 else (columns, rows)
 
     def lower(here: Here) -> Callable[..., Any] | None:

@@ -79,10 +79,15 @@ def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
 # ---- dims of size 1
 
 
+def _squeezed(input: torch.Tensor, dim: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims that are to go, and those of them that do. No dims are none, where None is all."""
+    wanted = () if dim in ((), []) else as_dims(dim, input.dim())
+    return wanted, tuple(at for at in wanted if input.shape[at] == 1)
+
+
 @rule("squeeze", inplace=False)
 def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
-    wanted = () if dim in ((), []) else as_dims(dim, input.dim())
-    gone = tuple(at for at in wanted if input.shape[at] == 1)
+    wanted, gone = _squeezed(input, dim)
     dims = tuple(None if at in gone else f"d{at}" for at in range(input.dim()))
     kept = [at for at in range(input.dim()) if at not in gone]
 
@@ -118,11 +123,9 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{name}_: it would have to move {target._layout!r}, and so cannot be done in place; "
             f"use x = x.{name}(...)"
         )
+    _, gone = _squeezed(target, next(iter((*args[1:], *kwargs.values())), None))
     with as_local():
         if name == "squeeze":
-            given = next(iter((*args[1:], *kwargs.values())), None)
-            wanted = as_dims(given, target.dim())
-            gone = tuple(dim for dim in wanted if target._layout.shape[dim] == 1)
             torch.Tensor.squeeze_(target, gone)
         else:
             func(*args, **kwargs)
