@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.layout import Layout
 from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.collectives import total, used
 from shardwise.rules.dims import given
@@ -20,7 +21,7 @@ from shardwise.rules.normalization import beside_space, channels, moments, scale
 from shardwise.rules.precision import widened
 from shardwise.rules.registry import functions, handler, rule
 from shardwise.rules.spec import Here, Out, Spec
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, unwrap, wrap
 
 Optional = torch.Tensor | None
 
@@ -101,6 +102,60 @@ def _normalized(
     return result
 
 
+# ---- torch's own operators, which return what their backward needs
+
+
+@composed("native_batch_norm", "_native_batch_norm_legit")
+def native_batch_norm(
+    input: torch.Tensor, weight: Optional, bias: Optional, *rest: Any, **kwargs: Any
+) -> Any:
+    """Also the mean and the reciprocal deviation; nothing for these if they are given."""
+    # The overload without running statistics has no place for them.
+    has_statistics = len(rest) + len(kwargs) == 5
+    return _native(input, weight, bias, *(() if has_statistics else (None, None)), *rest, **kwargs)
+
+
+@composed("_batch_norm_with_update")
+def batch_norm_with_update(*args: Any) -> Any:
+    """And a reserve for cudnn, which is empty without it."""
+    return _with_reserve(*args[:5], True, *args[5:])
+
+
+@composed("_batch_norm_no_update")
+def batch_norm_no_update(*args: Any) -> Any:
+    return _with_reserve(*args[:5], False, *args[5:])
+
+
+def _with_reserve(*args: Any) -> tuple[Any, ...]:
+    made = _native(*args)
+    return (*made, _nothing(made[0], torch.uint8))
+
+
+def _native(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    running_mean: Optional,
+    running_var: Optional,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any]:
+    if not training:
+        made = dispatched(by_statistics, input, weight, bias, running_mean, running_var, eps)
+        return made, _nothing(made), _nothing(made)
+    result, mean, variance, scale = dispatched(by_batch_saving, input, weight, bias, eps)
+    with torch.no_grad():
+        _update(running_mean, mean, momentum)
+        _update(running_var, variance, momentum)
+    return result, mean, scale
+
+
+def _nothing(like: DTensor, dtype: torch.dtype | None = None) -> DTensor:
+    local = unwrap(like).new_empty(0, dtype=dtype)
+    return wrap(local, Layout(like._layout.mesh, (0,)))
+
+
 def _update(running: Optional, value: DTensor, momentum: float) -> None:
     if running is None:
         return
@@ -155,6 +210,23 @@ def by_batch(
     return _by_torch(torch.batch_norm, input, weight, bias, eps, tracks)
 
 
+def by_batch_saving(
+    input: torch.Tensor, weight: Optional, bias: Optional, eps: float
+) -> tuple[torch.Tensor, ...]:
+    """Normalize by the mean and variance of each channel.
+
+    Returns:
+        The result, the mean, the unbiased variance, and the reciprocal deviation.
+    """
+    mean, variance = (input.new_zeros(input.shape[1]) for _ in range(2))
+    if not input.numel():
+        return _affine(input, weight, bias, input), mean, variance, torch.zeros_like(mean)
+    result, mean, scale = torch.native_batch_norm(
+        input, weight, bias, mean, variance, True, 1.0, eps
+    )
+    return result, mean, variance, scale
+
+
 def by_instance(
     input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
 ) -> Any:
@@ -192,11 +264,12 @@ def _spec(
     bias: Optional,
     tracks: bool,
     lower: Callable[[Here], Callable[..., Any] | None],
+    statistics: int = 2,
 ) -> Spec:
     names, shape = channels(input), tuple(input.shape)
     outputs = [Out(names, shape)]
     if tracks:
-        outputs += [Out(("c",), shape[1:2])] * 2
+        outputs += [Out(("c",), shape[1:2])] * statistics
     inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
     return Spec(inputs, outputs, lower=lower, positions=())
 
@@ -205,27 +278,51 @@ def _spec(
 def batch_rule(
     input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
 ) -> Spec:
-    names, shape = channels(input), tuple(input.shape)
-    averaged = [0, *range(2, len(shape))]
-    count = math.prod(shape[dim] for dim in averaged)
-
     def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(*(names[dim] for dim in averaged))
-        if not axes:
+        saving = _split_batch_norm(here, tuple(input.shape))
+        if saving is None:
             return None
 
         def run(
             input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
         ) -> Any:
-            result, mean, variance = _normal(input, averaged, count, here, axes, eps)
-            result = _affine(result, weight, bias, input)
-            if not tracks:
-                return result
-            return result, mean.detach().flatten(), _unbiased(variance, count).flatten()
+            result, mean, variance, _ = saving(input, weight, bias, eps)
+            return (result, mean, variance) if tracks else result
 
         return run
 
     return _spec(input, weight, bias, tracks, lower)
+
+
+@rule(by_batch_saving)
+def saving_rule(input: torch.Tensor, weight: Optional, bias: Optional, eps: float) -> Spec:
+    def lower(here: Here) -> Callable[..., Any] | None:
+        return _split_batch_norm(here, tuple(input.shape))
+
+    return _spec(input, weight, bias, True, lower, statistics=3)
+
+
+def _split_batch_norm(
+    here: Here, shape: tuple[int, ...]
+) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+    """What `by_batch_saving` is where the dims that are averaged over are split; None if they are
+    not."""
+    averaged = [0, *range(2, len(shape))]
+    count = math.prod(shape[dim] for dim in averaged)
+    axes = here.axes("n", *(f"s{at}" for at in range(len(shape) - 2)))
+    if not axes:
+        return None
+
+    def run(
+        input: torch.Tensor, weight: Optional, bias: Optional, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        normal, mean, variance = _normal(input, averaged, count, here, axes, eps)
+        scale = (variance.detach() + eps).rsqrt()
+        statistics = (mean.detach(), _unbiased(variance, count), scale)
+        result = _affine(normal, weight, bias, input)
+        return result, *(each.flatten() for each in statistics)
+
+    return run
 
 
 @rule(by_instance)

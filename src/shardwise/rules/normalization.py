@@ -172,7 +172,7 @@ def rms_norm(
 
 def channels(input: torch.Tensor) -> Dims:
     """The factors of a batch of channels: n, c, and the dims of space."""
-    return ("n", "c", *(f"s{at}" for at in range(input.dim() - 2)))
+    return ("n", "c", *(f"s{at}" for at in range(input.dim() - 2)))[: input.dim()]
 
 
 def beside_space(tensor: Optional, ndim: int) -> Optional:
@@ -205,10 +205,50 @@ def group_norm(
             if pieces == 1:
                 return torch.group_norm
             return _fewer_groups(num_groups // pieces)
-        return _split_group_norm(here, names, shape, num_groups, pieces if whole_groups else 1)
+        split = _split_group_norm(here, names, shape, num_groups, pieces if whole_groups else 1)
+
+        def run(
+            input: torch.Tensor,
+            num_groups: int,
+            weight: Optional = None,
+            bias: Optional = None,
+            eps: float = 1e-5,
+            cudnn_enabled: bool = True,
+        ) -> torch.Tensor:
+            return split(input, weight, bias, eps)[0]
+
+        return run
 
     inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
     return Spec(inputs, [Out(names, shape)], lower=lower, positions=("c",))
+
+
+@rule("native_group_norm")
+def native_group_norm(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> Spec:
+    """Statistics are returned too, and whole in the groups even where these are on one rank."""
+    names, shape = channels(input), tuple(input.shape)
+
+    def lower(here: Here) -> Callable[..., Any]:
+        if here.axes(*names[1:]):
+            split = _split_group_norm(here, names, shape, group, 1)
+            return lambda input, weight, bias, *sizes: split(input, weight, bias, eps)
+        rows = here.inputs[0].local_shape()[0]
+        return lambda input, weight, bias, *sizes: torch.native_group_norm(
+            input, weight, bias, rows, *sizes[1:]
+        )
+
+    inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
+    outputs = [Out(names, shape), *[Out(("n", None), (N, group))] * 2]
+    return Spec(inputs, outputs, lower=lower, positions=("c",))
 
 
 @rule(F.group_norm)
@@ -237,8 +277,9 @@ def _fewer_groups(here: int) -> Callable[..., torch.Tensor]:
 
 def _split_group_norm(
     here: Here, names: Dims, shape: tuple[int, ...], num_groups: int, pieces: int
-) -> Callable[..., torch.Tensor]:
-    """Sums per channel are added up to sums per group, then over the ranks.
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Result, mean and reciprocal deviation: sums per channel are added up to sums per group, then
+    over the ranks.
 
     Arguments:
         pieces: over how many ranks the groups are split, each with whole ones.
@@ -250,13 +291,8 @@ def _split_group_norm(
     start, _ = here.inputs[0].range(1)
 
     def run(
-        input: torch.Tensor,
-        num_groups: int,
-        weight: Optional = None,
-        bias: Optional = None,
-        eps: float = 1e-5,
-        cudnn_enabled: bool = True,
-    ) -> torch.Tensor:
+        input: torch.Tensor, weight: Optional, bias: Optional, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = widened(input)
         wide = wide.flatten(2) if wide.dim() > 2 else wide.unsqueeze(2)
         first = start // per_group if pieces > 1 else 0
@@ -269,10 +305,12 @@ def _split_group_norm(
         def spread(statistic: torch.Tensor) -> torch.Tensor:
             return used(statistic, here.mesh, axes)[:, group].unsqueeze(2)
 
-        centered = wide - spread(average(wide))
+        mean = average(wide)
+        centered = wide - spread(mean)
         scale = (average(centered.square()) + eps).rsqrt()
         result = (centered * spread(scale)).reshape(input.shape)
         weight, bias = (beside_space(each, input.dim()) for each in (weight, bias))
-        return scaled(result, weight, bias).to(input.dtype)
+        result = scaled(result, weight, bias)
+        return result.to(input.dtype), mean.to(input.dtype), scale.to(input.dtype)
 
     return run

@@ -225,7 +225,7 @@ def glu(input: Any, dim: int = -1) -> Spec:
 @rule(
     "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward",
     "logit_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward",
-    "softplus_backward", ignores_numbers=True, inplace=False,
+    "softplus_backward", "native_dropout_backward", ignores_numbers=True, inplace=False,
 )  # fmt: skip
 def backward_of_unary(grad_output: Any, saved: Any, *args: Any, **kwargs: Any) -> Spec:
     return broadcast([grad_output, saved], [(0,)])

@@ -1,5 +1,5 @@
 """Softmax and its logarithm: every other dim is free; along a split dim only what is reduced over
-it travels, a maximum and a sum."""
+it travels, a maximum and a sum; for their backward, as operators of their own, a sum."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 """The sum along a split dim over all ranks, with size 1 there."""
 Split = Callable[[torch.Tensor, Total], torch.Tensor]
 """The result, of the input less its global maximum."""
+Backward = Callable[[torch.Tensor, torch.Tensor, Total], torch.Tensor]
+"""The gradient of the input, of that of the result and the result."""
 
 
 def shifted(
@@ -31,7 +33,8 @@ def shifted(
     """
     largest = _largest(input.detach(), dim)
     largest = extreme(largest, mesh, axes, "max")
-    return input - largest, largest
+    # Where everything is -inf, what is left is too, and no nan: exp makes 0 of it.
+    return input - largest.clamp_min(torch.finfo(largest.dtype).min), largest
 
 
 def _largest(local: torch.Tensor, dim: int) -> torch.Tensor:
@@ -59,8 +62,7 @@ def _spec(
         if not axes:
             return whole
 
-        def total_of(local: torch.Tensor) -> torch.Tensor:
-            return total_used(local.sum(at, keepdim=True), here.mesh, axes)
+        total_of = _total(at, here.mesh, axes)
 
         def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             dtype = _dtype(args, kwargs) or input.dtype
@@ -70,6 +72,10 @@ def _spec(
         return run
 
     return Spec([(input, names)], [Out(names, tuple(input.shape))], lower=lower, positions=())
+
+
+def _total(dim: int, mesh: DeviceMesh, axes: Sequence[int]) -> Total:
+    return lambda local: total_used(local.sum(dim, keepdim=True), mesh, axes)
 
 
 def _dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -92,7 +98,7 @@ def _builtin(function: Lowering) -> Lowering:
 # ---- the rules
 
 
-@rule("softmax")
+@rule("softmax", "_softmax")
 def softmax(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
     return _spec(input, dim, _split_softmax)
 
@@ -102,7 +108,7 @@ def softmax_of_f(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any
     return _spec(input, dim, _split_softmax, _builtin(torch.softmax))
 
 
-@rule("log_softmax")
+@rule("log_softmax", "_log_softmax")
 def log_softmax(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
     return _spec(input, dim, _split_log_softmax)
 
@@ -114,6 +120,11 @@ def log_softmax_of_f(
     return _spec(input, dim, _split_log_softmax, _builtin(torch.log_softmax))
 
 
+@rule("_safe_softmax", inplace=False)
+def safe_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Spec | None:
+    return _spec(input, dim, _split_safe_softmax)
+
+
 def _split_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
     exps = above.exp()
     return exps / total_of(exps)
@@ -121,3 +132,58 @@ def _split_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
 
 def _split_log_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
     return above - total_of(above.exp()).log()
+
+
+def _split_safe_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
+    """0 where everything along the dim is -inf."""
+    exps = above.exp()
+    total = total_of(exps)
+    return exps / torch.where(total == 0, 1, total)
+
+
+# ---- their backward
+
+
+@rule("_softmax_backward_data", inplace=False)
+def softmax_backward(grad_output: torch.Tensor, output: torch.Tensor, dim: int, *_: Any) -> Spec:
+    return _backward(grad_output, output, dim, _split_softmax_backward)
+
+
+@rule("_log_softmax_backward_data", inplace=False)
+def log_softmax_backward(
+    grad_output: torch.Tensor, output: torch.Tensor, dim: int, *_: Any
+) -> Spec:
+    return _backward(grad_output, output, dim, _split_log_softmax_backward)
+
+
+def _backward(grad: torch.Tensor, output: torch.Tensor, dim: int, split: Backward) -> Spec:
+    at = normalized(dim, output.dim())
+    names = dims_of(output)
+
+    def lower(here: Here) -> Lowering | None:
+        axes = here.axes(names[at]) if names else ()
+        if not axes:
+            return None
+        total_of = _total(at, here.mesh, axes)
+
+        def run(grad: torch.Tensor, output: torch.Tensor, _: int, dtype: Any) -> torch.Tensor:
+            return split(widened(grad), widened(output), total_of).to(dtype)
+
+        return run
+
+    inputs = [(grad, names), (output, names)]
+    outputs = [Out(names, tuple(output.shape))]
+    return Spec(inputs, outputs, linear=[(0,)], lower=lower, positions=())
+
+
+def _split_softmax_backward(
+    grad: torch.Tensor, output: torch.Tensor, total_of: Total
+) -> torch.Tensor:
+    weighted = grad * output
+    return weighted - output * total_of(weighted)
+
+
+def _split_log_softmax_backward(
+    grad: torch.Tensor, output: torch.Tensor, total_of: Total
+) -> torch.Tensor:
+    return grad - output.exp() * total_of(grad)
