@@ -32,9 +32,9 @@ lint: $(STAMP) ## Check format, lint and types
 bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ONLY)
 
-sweep: $(STAMP) ## Run the long tests of tests/sweep
-	@if [ -d tests/sweep ]; then $(PYTEST) tests/sweep $(ARGS); \
-	else echo "sweep: nothing yet, there is no tests/sweep"; fi
+sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage.md
+	$(PYTEST) tests/sweep $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m op_db --page
 
 docs: $(STAMP) ## Build the documentation
 	@echo "docs: nothing yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from op_db.cases import cases, shown, ways
 from op_db.entries import entries
 from op_db.outcomes import PART, Effort, Row, row_of
+from op_db.page import PAGE, written
 
 from shardwise.comm import communicator
 from shardwise.dispatch.entry import DispatchError
@@ -187,3 +189,33 @@ def test_samples_are_the_same_every_time():
     assert [each.number for each in once] == [each.number for each in again]
     for first, second in zip(once, again, strict=True):
         assert all(map(torch.equal, first.sample.tensors(), second.sample.tensors()))
+
+
+def test_the_page_says_all_that_was_found():
+    rows = [
+        Row("add", {"rule": 3}, [], ["[4] of 32 B: 0"], ["function"], {"pass": 3}, "pass"),
+        Row("b|c", {"rule": 3, "fallback": 1}, theirs={"pass": 1, "wrong value": 2, "x": 1}),
+        Row("arange"),
+    ]
+    text = written(rows)
+    assert "| by rule | 1 |" in text
+    assert "| fall back in some case: right, but every rank computes all | 1 |" in text
+    assert "| wrong | 0 |" in text
+    assert "it passes all cases of 1 of 2\noperators, and 4 of 7 cases" in text
+    assert "it passes 1 of 1 operators" in text
+    assert "| `add` | rule | [4] of 32 B: 0 | all |" in text
+    assert "| `b\\|c` | fallback |  | 1 of 4; wrong value |" in text
+    assert "| `arange` | nothing to split |  |  |" in text
+
+
+def test_the_page_in_docs_has_every_operator_and_nothing_wrong():
+    text = PAGE.read_text()
+    listed = {
+        line.split("`")[1]: line.split(" | ")[1]
+        for line in text.splitlines()[20:]
+        if " | " in line and line.startswith("| `")
+    }
+    outcomes = Counter(listed[name] for name in entries())
+    assert outcomes["wrong"] == 0
+    assert outcomes["refused"] <= 10
+    assert outcomes["rule"] >= 0.75 * len(entries())

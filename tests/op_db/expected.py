@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from op_db.outcomes import Row
+
 REFUSED = {
     "resize_": "the shape of a DTensor is that of its layout, and is not changed in place",
     "resize_as_": "the shape of a DTensor is that of its layout, and is not changed in place",
@@ -85,3 +87,12 @@ FAMILIES = {
     "counting": ["bincount", "histc", "histogram"],
 }
 """Operators that must be by rule in every case."""
+
+
+def check(row: Row) -> None:
+    """Complain of what must not be."""
+    shown = "\n".join([f"{row.name}: {row.outcome} {row.counts}", *row.texts])
+    assert row.outcome != "wrong", shown
+    assert row.outcome != "refused" or row.name in REFUSED, f"refused, for no known reason: {shown}"
+    must = any(row.name in names for names in FAMILIES.values())
+    assert not must or row.outcome == "rule", f"must be by rule: {shown}"

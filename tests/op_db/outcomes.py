@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from op_db import ours
 from op_db.cases import MESHES, Case, cases, single_splits
@@ -33,6 +35,10 @@ SWEEP = Effort(samples=8, meshes=3, cases=10, variations=2, cases_of_variations=
 PART = Effort(samples=2, meshes=1, cases=4, variations=1, cases_of_variations=2)
 
 
+NOTHING = "nothing to split"
+"""The outcome of an operator without tensors among its arguments, or that no CPU runs."""
+
+
 @dataclass
 class Row:
     """One operator: what is said of it."""
@@ -46,11 +52,16 @@ class Row:
     """For each tensor of a sample: which dims may be split, and what that costs."""
     forms: list[str] = field(default_factory=list)
     """The forms that were tried."""
+    theirs: dict[str, int] = field(default_factory=dict)
+    """How many of the same cases came out so with torch's DTensor: "pass", or what is wrong."""
+    theirs_when_even: str = ""
+    """"pass" if torch's DTensor gets the values of all cases that are whole or evenly split over
+    one axis, as torch's own tests ask; else the first problem; empty if there were none."""
 
     @property
     def outcome(self) -> str:
-        """The worst of all cases; "no tensors" if there were none."""
-        return next((each for each in ours.ORDER if self.counts.get(each)), "no tensors")
+        """The worst of all cases."""
+        return next((each for each in ours.ORDER if self.counts.get(each)), NOTHING)
 
     def add(self, outcome: Outcome) -> None:
         self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
@@ -98,8 +109,8 @@ def attempts(entry: Entry, effort: Effort) -> Iterator[Attempt]:
                     yield Attempt(call, form, mesh, tried)
 
 
-def row_of(name: str, effort: Effort) -> Row:
-    """Try an operator."""
+def row_of(name: str, effort: Effort, beside_torch: bool = False) -> Row:
+    """Try an operator, with torch's DTensor beside ours if asked to."""
     entry = entries()[name]
     row = Row(name)
     with warnings.catch_warnings():
@@ -117,8 +128,23 @@ def row_of(name: str, effort: Effort) -> Row:
                 row.add(outcome)
             if form not in row.forms:
                 row.forms.append(form)
+            if beside_torch and form == "function":
+                _try_theirs(row, attempt, fn, known)
         row.splits = splits(entry, expected)
     return row
+
+
+def _try_theirs(row: Row, attempt: Attempt, fn: Callable[..., Any], known: Reference) -> None:
+    from op_db import theirs  # initialises torch.distributed, which only the sweep needs
+
+    call, form, mesh, tried = attempt
+    verdict = theirs.Verdict(even=row.theirs_when_even)
+    found = theirs.outcomes(call, form, fn, mesh, tried, known)
+    for case, outcome in zip(tried, found, strict=True):
+        verdict.add(call, mesh, case, outcome)
+        kind = theirs.kind(outcome)
+        row.theirs[kind] = row.theirs.get(kind, 0) + 1
+    row.theirs_when_even = verdict.even
 
 
 def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> list[str]:
@@ -139,22 +165,25 @@ def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> 
     words: dict[int, list[str]] = {}
     for (at, dim, _), outcome in zip(found, made, strict=True):
         words.setdefault(at, []).append(f"{dim}{_cost(outcome)}")
+    tensors = call.sample.tensors()
     return [
-        f"{list(each.shape)}: {' '.join(words[at])}"
-        for at, each in enumerate(call.sample.tensors())
-        if at in words
+        f"{_shown(each)}: {', '.join(words[at])}" for at, each in enumerate(tensors) if at in words
     ]
 
 
-def _dims(tensor) -> int:
+def _dims(tensor: torch.Tensor) -> int:
     return tensor.dim()
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.nbytes} B"
 
 
 def _cost(outcome: Outcome) -> str:
     """What a split costs: nothing, or what is communicated, in bytes to one of two ranks."""
     if outcome.kind not in ("rule", "fallback"):
         return f" ({outcome.kind})"
-    parts = [f"{kind} {size}" for kind, size in outcome.collectives]
+    parts = [f"{kind} {size} B" for kind, size in outcome.collectives]
     if outcome.kind == "fallback":
         parts = ["whole", *parts]
     return f" ({', '.join(parts)})" if parts else ""

@@ -57,6 +57,15 @@ class Verdict:
             self.even = _first(self.even, value)
 
 
+def kind(outcome: str) -> str:
+    """An outcome without the details: "wrong value", "backward: raises RuntimeError", ..."""
+    backward = outcome.startswith(_BACKWARD)
+    first, _, _ = outcome.removeprefix(_BACKWARD).partition(": ")
+    if first.startswith("result "):  # of several
+        first = outcome.split(": ")[1 + backward]
+    return _BACKWARD * backward + first
+
+
 def is_even(tensors: Sequence[torch.Tensor], mesh_shape: tuple[int, ...], case: Case) -> bool:
     """Whether a case is one of one axis, whole or evenly split."""
     return len(mesh_shape) == 1 and all(
