@@ -78,7 +78,8 @@ def _free(letters: Sequence[str]) -> Dims:
 
 
 def for_empty(function: Any) -> Callable[[Here], Callable[..., Any] | None]:
-    """The lowering of an operator through which gradients have no way if its piece is empty."""
+    """The lowering of an operator that answers an empty piece in a way of its own: without a way
+    for gradients, or in another shape."""
 
     def lower(here: Here) -> Callable[..., Any] | None:
         if not any(is_empty(each.local_shape()) for each in here.inputs):
@@ -213,9 +214,10 @@ def lu_unpack(
 # ---- with tolerances, which broadcast against the batch
 
 
-def _tolerant(input: Tensor, tolerances: Sequence[Any], result: str) -> Spec:
+def _tolerant(function: Any, input: Tensor, tolerances: Sequence[Any], result: str) -> Spec:
     given = tensors_among(*tolerances)
-    return matrices([input, *given], f"m n{', .' * len(given)} -> {result}")
+    pattern = f"m n{', .' * len(given)} -> {result}"
+    return matrices([input, *given], pattern, lower=for_empty(function), positions=())
 
 
 @rule(*linalg("pinv"))
@@ -223,7 +225,7 @@ def _tolerant(input: Tensor, tolerances: Sequence[Any], result: str) -> Spec:
 def pinv(
     input: Tensor, rcond: Any = None, hermitian: bool = False, *, atol: Any = None, rtol: Any = None
 ) -> Spec:
-    return _tolerant(input, (rcond, atol, rtol), "n m")
+    return _tolerant(torch.linalg.pinv, input, (rcond, atol, rtol), "n m")
 
 
 @rule(*linalg("matrix_rank"))
@@ -231,7 +233,7 @@ def pinv(
 def matrix_rank(
     input: Tensor, tol: Any = None, hermitian: bool = False, *, atol: Any = None, rtol: Any = None
 ) -> Spec:
-    return _tolerant(input, (tol, atol, rtol), ".")
+    return _tolerant(torch.linalg.matrix_rank, input, (tol, atol, rtol), ".")
 
 
 # ---- all dims make one matrix
