@@ -166,3 +166,12 @@ def test_sizes_that_do_not_fit_give_the_error_of_torch():
             x.view(5, 3)
 
     on((2,), run)
+
+
+def test_each_row_as_often_as_is_said_for_it():
+    samples = [
+        Sample(leaf(5, 3), torch.tensor([1, 0, 2, 3, 1]), 0),
+        Sample(leaf(2, 2), torch.tensor([2])),
+        Sample(torch.tensor([1, 2, 0]), output_size=3),
+    ]
+    check_rule(torch.repeat_interleave, samples, most=8, allow_missing=True)

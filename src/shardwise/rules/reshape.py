@@ -16,9 +16,11 @@ import torch
 from shardwise import cut as cuts_of
 from shardwise.cut import Cut
 from shardwise.layout import Layout
+from shardwise.rules.calls import Function, composed
 from shardwise.rules.dims import as_sizes, replaced
 from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
+from shardwise.tensor import DTensor, wrap
 
 _MOST_PIECES = 256
 """A dim that is split within another is cut in as many pieces as that is long; no more than so
@@ -305,12 +307,45 @@ def scaled(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]
     )
 
 
-@rule("repeat_interleave", inplace=False)
+_repeated = Function("repeat_interleave", torch.repeat_interleave)
+
+
+@composed("repeat_interleave")
 def repeat_interleave(
-    input: torch.Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any = None
-) -> Spec | None:
-    if not isinstance(repeats, int):
-        return None
+    input: torch.Tensor,
+    repeats: Any = None,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+) -> Any:
+    """With a number for each row the rows are picked; every rank needs all the numbers."""
+    if isinstance(repeats, int):
+        result = _repeated.dispatched(input, repeats, dim)
+        if output_size not in (None, result.shape[dim or 0]):
+            raise RuntimeError("allocated size does not match required size")
+        return result
+    if repeats is None:
+        return _rows(input, output_size)
+    if dim is None:
+        input, dim = input.flatten(), 0
+    size = input.shape[normalized(dim, input.dim())]
+    if repeats.dim() == 0 or (repeats.shape[0] == 1 and size != 1):
+        repeats = repeats.expand(size)
+    if repeats.shape != (size,):
+        raise RuntimeError("repeats must have the same size as input along dim")
+    return torch.index_select(input, dim, _rows(repeats, output_size))
+
+
+def _rows(repeats: torch.Tensor, output_size: int | None) -> torch.Tensor:
+    """Each index as often as is said for it."""
+    if not isinstance(repeats, DTensor):
+        return torch.repeat_interleave(repeats, output_size=output_size)
+    rows = torch.repeat_interleave(repeats.full_tensor(), output_size=output_size)
+    return wrap(rows, Layout(repeats._layout.mesh, rows.shape))
+
+
+@rule(_repeated)
+def repeated_alike(input: torch.Tensor, repeats: int, dim: int | None) -> Spec:
     if dim is None:
         # of the dims only the first that is longer than 1 can stay split
         first = next((at for at, size in enumerate(input.shape) if size != 1), 0)
@@ -321,20 +356,7 @@ def repeat_interleave(
         at = normalized(dim, input.dim())
         before = after = dims_of(input)
         target = replaced(input.shape, at, input.shape[at] * repeats)
-
-    def lower(here: Here) -> Callable[..., Any] | None:
-        if output_size is None or not here.splits:
-            return None
-        return lambda x, *args, **kwargs: x.repeat_interleave(repeats, dim)
-
-    return Spec(
-        [(input, before)],
-        [Out(after, target)],
-        linear=[(0,)],
-        lower=lower,
-        positions=(),
-        scales=True,
-    )
+    return Spec([(input, before)], [Out(after, target)], linear=[(0,)], scales=True)
 
 
 @rule("pixel_shuffle", inplace=False)

@@ -1,4 +1,4 @@
-"""Order and counting: sort, topk, histograms; and whether two tensors are equal.
+"""Order and counting: sort, topk, bincount; and whether two tensors are equal.
 
 Along a split dim `topk` gathers the candidates of each rank, a few, and picks among them; a sort
 needs the dim whole.
@@ -17,10 +17,9 @@ from shardwise.redistribute.moves import redistribute_local
 from shardwise.rules.calls import composed, input_of, with_synonyms
 from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import extreme, stacked
-from shardwise.rules.dims import as_dims, unsplit, whole_along, without
+from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.padding import padded
-from shardwise.rules.pointwise import tensors_among
-from shardwise.rules.reduction import Over, over_dims, split_as
+from shardwise.rules.reduction import split_as
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
@@ -99,45 +98,6 @@ def topk(
 
 
 # ---- counting
-
-
-@rule("histc")
-@with_synonyms
-def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Spec:
-    names = dims_of(input)
-
-    def lower(here: Here) -> Callable[..., Any] | None:
-        over = over_dims(here, names, tuple(range(input.dim())), False)
-        if not over.axes:
-            return None
-
-        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            local = input_of(args, kwargs).detach()
-            low, high = (min, max) if min != max else _range(local, over)
-            return torch.histc(local, bins, low, high)
-
-        return run
-
-    ways = split_as(names, range(input.dim()), "sum")
-    return Spec([(input, names)], [Out((None,), (bins,))], ways, lower=lower, positions=())
-
-
-def _range(local: torch.Tensor, over: Over) -> tuple[float, float]:
-    """The smallest and the largest element of all ranks."""
-    worst = (float("inf"), float("inf"))
-    low, high = (local.min().item(), -local.max().item()) if local.numel() else worst
-    ends = torch.tensor([low, high], dtype=torch.float64, device=local.device)
-    low, high = over.extreme(ends, "min").tolist()
-    return (low, -high) if over.layout.numel else (0.0, 0.0)
-
-
-@rule("histogram")
-@with_synonyms
-def histogram(
-    input: torch.Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False
-) -> Spec:
-    count = bins.shape[0] - 1 if isinstance(bins, torch.Tensor) else bins
-    return unsplit(tensors_among(input, bins, weight), (count,), (count + 1,))
 
 
 @composed("bincount")
