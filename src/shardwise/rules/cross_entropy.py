@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from shardwise.dispatch.aside import decomposed
+from shardwise.rules.calls import dispatched
 from shardwise.rules.collectives import total
-from shardwise.rules.dims import given
+from shardwise.rules.dims import Inputs, given
 from shardwise.rules.losses import Loss, Values, losses, reduced
 from shardwise.rules.precision import autocast_wider, widened
+from shardwise.rules.registry import handler
 from shardwise.rules.softmax import shifted
 from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -217,3 +222,71 @@ def _soft_cross_entropies(
     exps, shares, terms = total(torch.stack(parts), here.mesh, axes).unbind()
     tensors = [input, target] if weight is None else [input, target, weight]
     return (shares * exps.log() - terms).to(autocast_wider(*tensors))
+
+
+# ---- of a product that is never made as a whole
+
+
+@handler(F.linear_cross_entropy)
+def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By chunks of rows if the options ask for it and the matrix is whole; where that is split, by
+    its parts: each rank then has only its share of the product anyway."""
+    values = {**dict(zip(("input", "linear_weight", "target"), args, strict=False)), **kwargs}
+    matrix = [values["linear_weight"], values.get("linear_bias")]
+    is_split = any(isinstance(each, DTensor) and not each._layout.is_replicated for each in matrix)
+    if values.get("options") is None or is_split:
+        by_parts = decomposed(func)
+        assert by_parts is not None, "torch wrote it in Python"
+        return by_parts(**{**values, "options": None})
+    return dispatched(chunked_cross_entropy, **values)
+
+
+def chunked_cross_entropy(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    linear_bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> torch.Tensor:
+    """F.linear_cross_entropy, with parameters that are not only keywords."""
+    return F.linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        options=options,
+    )
+
+
+@losses(chunked_cross_entropy)
+def chunked_rule(loss: Loss, values: Values) -> Spec:
+    """The rows are free; all else is whole."""
+    input, matrix, target = values["input"], values["linear_weight"], values["target"]
+    rows: Dims = ("n",) * (input.dim() - 1)
+    shape = (*input.shape[:-1], *matrix.shape[1:-1])
+    is_index = target.shape != (*input.shape[:-1], *matrix.shape[:-1])
+
+    def count(here: Here, values: Values) -> torch.Tensor:
+        """The sum of the weights of the targets that are not ignored."""
+        target, weight, ignored = values["target"], values["weight"], values["ignore_index"]
+        is_valid = target != (-100 if ignored is None else ignored)
+        if weight is not None:
+            is_valid = torch.where(is_valid, widened(weight)[torch.where(is_valid, target, 0)], 0)
+        return total(is_valid.sum(), here.mesh, here.axes("n"))
+
+    inputs: Inputs = [
+        (input, (*rows, None)),
+        (target, (*rows, *[None] * (target.dim() - len(rows)))),
+    ]
+    whole = (matrix, values["linear_bias"], values["weight"])
+    inputs += [(each, (None,) * each.dim()) for each in whole if each is not None]
+    spec = Spec(inputs, [Out((*rows, *[None] * (len(shape) - len(rows))), shape)])
+    return reduced(loss, values, spec, count if is_index else math.prod(shape))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import _reduction
 
-from shardwise.rules.calls import dispatched
+from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.collectives import total, total_used
 from shardwise.rules.dims import Inputs
 from shardwise.rules.pointwise import broadcast, tensors_among
@@ -243,6 +243,63 @@ def margin_loss(loss: Loss, values: Values) -> Spec:
             inputs.append((tensor, (*lead, *[None] * (tensor.dim() - len(lead)))))
     shape = tuple(values["input"].shape[:-1])
     return reduced(loss, values, Spec(inputs, [Out(rows, shape)]), math.prod(shape))
+
+
+@losses(F.ctc_loss)
+def ctc_loss(loss: Loss, values: Values) -> Spec:
+    """A sequence for each row. Targets of one dim are those of all rows, one after the other: they
+    are whole, as are the lengths that say where each row's begin."""
+    log_probs, targets = values["log_probs"], values["targets"]
+    rows: Dims = ("n",) * (log_probs.dim() - 2)
+    is_joined = targets.dim() == 1
+    shape = tuple(log_probs.shape[1:-1])
+    inputs: Inputs = [
+        (log_probs, (None, *rows, None)),
+        (targets, (None,) if is_joined else (*rows, None)),
+    ]
+    for name in ("input_lengths", "target_lengths"):
+        if isinstance(values[name], torch.Tensor):
+            inputs.append((values[name], (None,) if is_joined and rows else rows))
+
+    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
+        first, end = here.inputs[0].range(1) if rows else (0, 1)
+        reduction = loss.reduction(values)
+
+        def compute(values: Values) -> torch.Tensor:
+            if first == end:  # which torch refuses
+                return torch.sum(values["log_probs"], (0, 2))
+            mine = dict(values)
+            for name in ("input_lengths", "target_lengths"):
+                if is_joined or not isinstance(values[name], torch.Tensor):
+                    mine[name] = values[name][first:end]
+            if is_joined:
+                lengths = torch.as_tensor(values["target_lengths"]).tolist()
+                begin = sum(lengths[:first])
+                mine["targets"] = values["targets"][begin : begin + sum(lengths[first:end])]
+            found = loss.each(mine)
+            if reduction == "mean":  # each by its length, before the mean over the rows
+                long = torch.as_tensor(mine["target_lengths"], device=found.device)
+                found = found / long.clamp_min(1).to(found.dtype)
+            return found
+
+        return compute
+
+    spec = Spec(inputs, [Out(rows, shape)], positions=["n"])
+    return reduced(loss, values, spec, math.prod(shape), each)
+
+
+@composed(torch.ctc_loss, Aten("ctc_loss"))
+def builtin_ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:
+    name = _REDUCTIONS[reduction]
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, name, zero_infinity)
 
 
 @losses("cosine_embedding_loss")

@@ -299,6 +299,30 @@ def _unpool_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec
     return max_unpool
 
 
+def _max_backward_rule(space: int) -> Callable[..., Spec]:
+    def max_pool_backward(
+        grad_output: torch.Tensor,
+        self: torch.Tensor,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        indices: torch.Tensor,
+    ) -> Spec:
+        operator = getattr(torch.ops.aten, f"max_pool{space}d_with_indices_backward")
+        windows = kernel_size, stride, padding, dilation, ceil_mode
+        return planes(
+            [grad_output, self, indices],
+            [tuple(self.shape)],
+            space,
+            lambda grad, input, indices: operator(grad, input, *windows, indices),
+            linear=[(0,)],
+        )
+
+    return max_pool_backward
+
+
 # ---- windows that chance decides
 
 
@@ -339,6 +363,7 @@ for _space in (1, 2, 3):
     rule(f"avg_pool{_space}d", inplace=False)(_average_rule(_space))
 for _space in (2, 3):
     _unpool = getattr(torch._C._nn, f"max_unpool{_space}d")
+    rule(f"max_pool{_space}d_with_indices_backward")(_max_backward_rule(_space))
     rule(_unpool, Aten(f"max_unpool{_space}d"))(_unpool_rule(_space, _unpool))
     _fractional = getattr(torch._C._nn, f"fractional_max_pool{_space}d")
     rule(_fractional, Aten(f"fractional_max_pool{_space}d"))(_fractional_rule(_space, _fractional))

@@ -19,7 +19,7 @@ from shardwise.mesh import DeviceMesh
 from shardwise.rules.calls import composed, input_of, with_synonyms
 from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import extreme, stacked, total
-from shardwise.rules.dims import as_dims, as_sizes, without
+from shardwise.rules.dims import as_dims, as_sizes, replaced, without
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.precision import autocast_wider, keeps_sums, wider
 from shardwise.rules.registry import rule
@@ -243,3 +243,43 @@ def sum_to_size(input: torch.Tensor, *sizes: Any, size: Any = None) -> torch.Ten
     kept = [extra + at for at, wanted in enumerate(size) if wanted != input.shape[extra + at]]
     result: torch.Tensor = input.sum(kept, keepdim=True) if kept else input
     return result.sum(tuple(range(extra))) if extra else result
+
+
+# ---- neither sums nor extremes
+
+
+@rule("hash_tensor")
+@with_synonyms
+def hash_tensor(input: torch.Tensor, dim: Any = (), keepdim: bool = False, mode: int = 0) -> Spec:
+    """The bits of all elements, as of float64 or int64, by exclusive or."""
+
+    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+        if 0 in local.shape:
+            hashes = local.new_zeros(without(local.shape, over.dims, over.keepdim, 1)).long()
+        else:
+            hashes = torch.hash_tensor(local, over.dims, keepdim=over.keepdim, mode=mode)
+        return torch.hash_tensor(over.stacked(hashes.view(torch.int64)), 0, mode=mode)
+
+    return reduced(input, dim, keepdim, "whole", body)
+
+
+@rule("segment_reduce")
+def segment_reduce(
+    data: torch.Tensor,
+    reduce: str,
+    *,
+    lengths: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: Any = None,
+) -> Spec | None:
+    """Along one dim, which is whole; dims before it are those of the lengths or offsets too."""
+    borders = lengths if lengths is not None else offsets
+    if borders is None or axis != borders.dim() - 1:
+        return None  # torch says why not
+    count = borders.shape[axis] - (0 if borders is lengths else 1)
+    names = replaced(dims_of(data), axis, None)
+    inputs = [(data, names), (borders, names[: axis + 1])]
+    return Spec(inputs, [Out(names, replaced(data.shape, axis, count))])
