@@ -83,6 +83,8 @@ def _on_one_rank(
 ) -> tuple[list[Any], list[torch.Tensor | None] | None]:
     mesh = init_device_mesh("cpu", (1,))
     inputs = [distributed(each, Layout(mesh, tuple(each.shape))) for each in call.sample.tensors()]
+    if form == "out":
+        inputs = [each.detach() for each in inputs]
     torch.manual_seed(SEED)
     made = called(call.sample, fn, inputs)
     results = [whole_of(each).detach() if isinstance(each, torch.Tensor) else each

@@ -29,6 +29,12 @@ CASTS = {
 }
 
 
+def test_numbers_between_tensors_are_between_global_ones():
+    ends = Sample(torch.tensor(1.0), torch.tensor(2.5))
+    check_rule(lambda a, b: torch.linspace(a, b, 4), [ends], allow_missing=True)
+    check_rule(lambda a, b: torch.logspace(a, end=b, steps=3, base=2), [ends], allow_missing=True)
+
+
 @pytest.mark.parametrize("name", CASTS)
 def test_casts(name):
     check_rule(CASTS[name], [Sample(leaf(5, 4))], most=12)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from shardwise import random
 from shardwise.layout import Layout
+from shardwise.rules.calls import composed
 from shardwise.rules.random_ops import noise
 from shardwise.rules.registry import handler, name_of
 from shardwise.tensor import DTensor, as_local
@@ -50,6 +51,20 @@ def dropout(func: Any, args: Any, kwargs: Any) -> Any:
         return input * (mask * scale) + shift
 
     return applied(*args, **kwargs)
+
+
+@composed("native_dropout")
+def native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
+    """The result, and the mask as bools."""
+    if train is False or p == 0 or input.numel() == 0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    mask = _kept(input, p, is_feature=False, scaled=True)
+    return input * mask, mask != 0
+
+
+@composed("native_dropout_backward")
+def native_dropout_backward(grad_output: Any, mask: Any, scale: float) -> Any:
+    return grad_output * (mask.to(grad_output.dtype) * scale)
 
 
 def _kept(input: DTensor, p: float, *, is_feature: bool, scaled: bool) -> DTensor:

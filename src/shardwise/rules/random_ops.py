@@ -324,9 +324,11 @@ def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torc
     return run
 
 
-@rule("poisson", inplace=False)
-def poisson(input: torch.Tensor, generator: Any = None) -> Spec:
-    return unsplit([input], input.shape, lower=partial(_seeded, torch.poisson))
+for _whole in (torch.poisson, torch._standard_gamma, torch._sample_dirichlet):
+
+    @rule(_whole.__name__, inplace=False)
+    def sampled(input: torch.Tensor, generator: Any = None, *, _of: Any = _whole) -> Spec:
+        return unsplit([input], input.shape, lower=partial(_seeded, _of))
 
 
 @rule("binomial", inplace=False)
