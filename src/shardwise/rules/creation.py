@@ -110,9 +110,3 @@ def contribution(layout: Layout, value: Any) -> Any:
         if op in ("sum", "product") and place[axis] > 0:
             return 0 if op == "sum" else 1
     return value
-
-
-@rule("linspace", "logspace", inplace=False)
-def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
-    """Between ends that are tensors: whole, as each rank knows them."""
-    return unsplit([each for each in (start, end) if isinstance(each, torch.Tensor)], (steps,))
