@@ -164,8 +164,8 @@ def test_a_refusal_of_some_ranks_is_wrong(with_rule):
 
 
 def test_numbers_that_depend_on_the_layout_are_seen(with_rule):
-    rule = unary(lambda here: lambda x, **_: torch.rand(x.shape).to(x))
-    row = with_rule("rand_like", rule, PART._replace(samples=6))
+    rule = unary(lambda here: lambda x, **_: torch.randn(x.shape).to(x))
+    row = with_rule("randn_like", rule, PART._replace(samples=6))
     assert row.outcome == "wrong"
     assert "wrong value" in row.texts[0]
 
