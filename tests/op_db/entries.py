@@ -48,6 +48,7 @@ class Entry:
         grad = self.info.supports_autograd and dtype in (torch.float64, torch.complex128)
         made = list(self.info.sample_inputs("cpu", dtype, requires_grad=grad))
         calls = [_as_call(self, dtype, at, each) for at, each in enumerate(made)]
+        calls = [each for each in calls if each.sample.tensors()]
         small = [each for each in calls if each.numbers <= MOST_NUMBERS] or calls[:1]
         if len(small) <= most:
             return small
