@@ -476,6 +476,19 @@ def test_torchs_own_errors_are_about_global_shapes():
     ranks(run)
 
 
+def test_what_a_rule_stumbles_over_is_torchs_own_error_too():
+    def run(mesh):
+        x = split(torch.ones(3, 3, 4), mesh, Shard(0))
+        with pytest.raises(RuntimeError, match="stride must be greater than zero"):
+            torch.max_pool1d(x, 1, 0)
+        with pytest.raises(RuntimeError, match="shifts and dimensions must align"):
+            x.roll((2, 1), 0)
+        with pytest.raises(RuntimeError, match="output_size must be 2"):
+            torch.nn.functional.adaptive_avg_pool2d(x, ())
+
+    ranks(run)
+
+
 def test_nothing_is_communicated_when_layouts_fit():
     events = []
 

@@ -21,8 +21,8 @@ from shardwise.dispatch.entry import Entry, check_writable, get
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember
 from shardwise.dispatch.state import state as _state
-from shardwise.errors import ShardwiseError
-from shardwise.rules.registry import Known, lookup, name_of
+from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.rules.registry import Known, RuleError, lookup, name_of
 from shardwise.tensor import DTensor, as_local, locally
 
 _Tensor = torch.Tensor
@@ -180,9 +180,10 @@ def _planned(func: Any, known: Known | None, args: Any, kwargs: Any, key: Any) -
     _state.misses += 1
     try:
         entry = plan(func, known, args, kwargs)
-    except ShardwiseError:
-        raise
     except Exception as error:
+        # What a rule did not expect, and stumbles over, torch may refuse in its own words.
+        if not isinstance(error, ShardwiseError) or isinstance(error, LayoutError | RuleError):
+            error = _theirs(error, Exception, func, args, kwargs)
         raise _clearer(error, func, args, kwargs) from None
     # Values that are to be compared on every call are compared where calls are planned.
     if key and not (_state.plain_tensors == "check" and _has_plain(args, kwargs)):
@@ -199,7 +200,7 @@ def _clearer(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
     """The error that torch itself has for the global shapes, if it has one, and for what call."""
     if isinstance(error, ShardwiseError):
         return error
-    error = _theirs(error, func, args, kwargs)
+    error = _theirs(error, type(error), func, args, kwargs)
     if not getattr(error, "__notes__", None):  # the innermost call says it
         error.add_note(_call_shown(func, args, kwargs))
     return error
@@ -228,11 +229,15 @@ def _call_shown(func: Any, args: Any, kwargs: Any) -> str:
     return text + "]"
 
 
-def _theirs(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
+def _theirs(
+    error: Exception, kind: type[Exception], func: Any, args: Any, kwargs: Any
+) -> Exception:
+    """The error of this kind that torch has for the global shapes; else the one that there is."""
     try:
         on_meta(func, args, kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError) as theirs:
-        if isinstance(theirs, type(error)) and not isinstance(theirs, NotImplementedError):
+        of_meta = isinstance(theirs, NotImplementedError) or "meta tensor" in str(theirs)
+        if isinstance(theirs, kind) and not of_meta:
             return theirs.with_traceback(None)
     except Exception:
         return error

@@ -116,6 +116,8 @@ def gradient(
     given = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     dims = [normalized(each, input.dim()) for each in given]
     names = dims_of(input)
+    if len(set(dims)) < len(dims) or len(_spacings(spacing, len(dims))) != len(dims):
+        raise RuntimeError(f"torch.gradient: spacing {spacing}, dim {dim}")
 
     def lower(here: Here) -> Callable[..., Any] | None:
         if not here.axes(*(names[each] for each in dims)):

@@ -84,6 +84,8 @@ def _dims_and_sizes(
 ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """The dims that are transformed, in their order, and the length that is asked for of each."""
     s = (s,) if isinstance(s, int) else s
+    if dim is not None and not input.dim():
+        raise IndexError("Dimension specified but tensor has no dimensions")
     if dim is None:
         dim = range(input.dim()) if s is None else range(input.dim() - len(s), input.dim())
     dims = tuple(

@@ -200,6 +200,10 @@ def searchsorted(
 @rule("bucketize", inplace=False)
 def bucketize(input: Any, boundaries: torch.Tensor, **kwargs: Any) -> Spec:
     """As searchsorted."""
+    if boundaries.dim() != 1:
+        raise RuntimeError(
+            f"boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})"
+        )
     found = dims_of(input) if isinstance(input, torch.Tensor) else ()
     shape = tuple(input.shape) if isinstance(input, torch.Tensor) else ()
     inputs: Inputs = [(input, found)] if isinstance(input, torch.Tensor) else []

@@ -211,6 +211,8 @@ def gaussian_nll_loss(loss: Loss, values: Values) -> Spec:
     (out,) = spec.outputs
     inputs = list(spec.inputs)
     if isinstance(var, torch.Tensor):  # it may lack the last dim
+        if var.shape not in (input.shape, input.shape[:-1], (*input.shape[:-1], 1)):
+            raise ValueError("var is of incorrect size")
         dims = tuple(
             name if size == whole else None
             for name, size, whole in zip(out.dims, var.shape, out.shape, strict=False)

@@ -124,7 +124,8 @@ def _pool(
         if ceil_mode and (count - 1) * step >= size + before:
             count -= 1  # the last one would start behind the input
         most = (kernel if space == 1 else reach) // 2  # as torch has it
-        if count < 1 or before > most or len(sizes) not in (space + 1, space + 2):
+        ranks = space + 1, space + 2
+        if count < 1 or not 0 <= before <= most or len(sizes) not in ranks or 0 in sizes[~space:]:
             raise RuntimeError(f"pooling: input {sizes}, kernel {kernels}, padding {padding}")
         after = (count - 1) * step + reach - size - before
         windows.append(Window(size, kernel, step, before, after, apart))

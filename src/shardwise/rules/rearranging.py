@@ -104,6 +104,8 @@ def flipud(input: torch.Tensor) -> Spec:
 @rule("rot90", inplace=False)
 def rot90(input: torch.Tensor, k: int = 1, dims: Any = (0, 1)) -> Spec:
     first, second = (normalized(dim, input.dim()) for dim in dims)
+    if first == second:
+        raise RuntimeError("expected rotation dims to be different")
     flips = ([], [second], [first, second], [first])[k % 4]
     return flipped("rot90", input, flips, (first, second) if k % 2 else None)
 

@@ -286,6 +286,8 @@ def dist(input: torch.Tensor, other: torch.Tensor, p: float = 2) -> torch.Tensor
 
 @composed("renorm")
 def renorm(input: torch.Tensor, p: float, dim: int, maxnorm: float) -> torch.Tensor:
+    if input.dim() < 2:
+        raise RuntimeError("renorm: input needs at least 2 dimensions")
     (kept,) = as_dims(dim, input.dim())
     others = tuple(each for each in range(input.dim()) if each != kept)
     length = torch.linalg.vector_norm(input, p, others, keepdim=True)
