@@ -11,7 +11,6 @@ from shardwise.tensor import DTensor
 _RESHAPED = {
     "resize_": "take x.view(...), x.reshape(...) or a part of it, x[...]",
     "resize_as_": "take x.view_as(other), or make a new tensor with torch.empty_like(other)",
-    "as_strided_": "say x = x.as_strided(...)",
 }
 _SPARSE = (
     "to_sparse",

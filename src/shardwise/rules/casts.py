@@ -14,11 +14,11 @@ from shardwise.dispatch.arguments import check_plain, check_target
 from shardwise.dispatch.entry import check_writable
 from shardwise.dispatch.moving import moved, transfer
 from shardwise.layout import Layout
-from shardwise.rules.calls import composed, dispatched
+from shardwise.rules.calls import Function, composed, dispatched
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import handler, name_of, rule
-from shardwise.rules.spec import Spec, takes_shards
+from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
 from shardwise.tensor import DTensor, as_local, severed_by
 
 FLOATS = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
@@ -115,6 +115,25 @@ def type_(func: Any, args: Any, kwargs: Any) -> Any:
             return tensor.type()
         like = torch.empty(0, device=tensor.device).type(wanted)
     return tensor.to(like.device, like.dtype)
+
+
+# ---- the same memory as another dtype
+
+REINTERPRETED = Function("view", lambda input, dtype, last: input.view(dtype))
+
+
+@rule(REINTERPRETED)
+def reinterpreted(input: torch.Tensor, dtype: torch.dtype, last: int) -> Spec:
+    """The last dim, of which so many are left, is longer or shorter by what the dtypes differ."""
+    dims = dims_of(input)
+    shape = (*input.shape[:-1], last) if dims else ()
+    return Spec([(input, dims)], [Out(dims, shape)], scales=True, positions=(), is_view=True)
+
+
+def viewed_as(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.view(dtype)`."""
+    like = torch.empty(input.shape, dtype=input.dtype, device="meta").view(dtype)
+    return REINTERPRETED.dispatched(input, dtype, like.shape[-1] if like.dim() else 1)  # type: ignore[no-any-return]
 
 
 # ---- in place

@@ -297,6 +297,11 @@ def _item(item: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(item, torch.Tensor):
         if hasattr(item, "__index__") and not getattr(item, "shape", ()):
             return operator.index(item)
+        if isinstance(item, str | bytes) or not hasattr(item, "__iter__"):
+            raise IndexError(
+                "only integers, slices (`:`), ellipsis (`...`), None and long or byte Variables "
+                f"are valid indices (got {type(item).__name__})"
+            )
         made = torch.as_tensor(item if hasattr(item, "dtype") else list(item))
         item = static(made if made.numel() else made.to(torch.int64), mesh)
     if item.dtype not in (torch.int64, torch.int32, *_MASKS):

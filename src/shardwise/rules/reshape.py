@@ -17,6 +17,7 @@ from shardwise import cut as cuts_of
 from shardwise.cut import Cut
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed
+from shardwise.rules.casts import viewed_as
 from shardwise.rules.dims import as_sizes, replaced
 from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
@@ -208,10 +209,14 @@ def inferred(numel: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 @rule("view", Aten("_unsafe_view"), inplace=False)
-def view(input: torch.Tensor, *sizes: Any, size: Any = (), dtype: Any = None) -> Spec | None:
+def view(
+    input: torch.Tensor, *sizes: Any, size: Any = (), dtype: Any = None
+) -> Spec | Callable[..., Any] | None:
     sizes = as_sizes(sizes or (size,))
-    if dtype is not None or not all(isinstance(each, int) for each in sizes):
-        return None  # as another dtype: the shape depends on the dtype it has
+    if dtype is not None or any(isinstance(each, torch.dtype) for each in sizes):
+        return viewed_as
+    if not all(isinstance(each, int) for each in sizes):
+        return None
     return reshaped(input, inferred(input.numel(), sizes), sizes)
 
 

@@ -52,8 +52,8 @@ def scatter_reduce(
     include_self: bool = True,
 ) -> Spec:
     """The same, reduced with what is there."""
-    is_linear = reduce in ("sum", "mean")
-    return _scatter(torch.scatter_reduce, [input, index, src], dim, linear=is_linear)
+    # A mean of integers is rounded, which a mean of contributions must not be.
+    return _scatter(torch.scatter_reduce, [input, index, src], dim, linear=reduce == "sum")
 
 
 def _scatter(
@@ -154,8 +154,7 @@ def index_reduce(
     include_self: bool = True,
 ) -> Spec:
     """Rows, reduced with what is there."""
-    tensors = [input, index, source]
-    return _index_write(torch.index_reduce, tensors, dim, linear=reduce == "mean")
+    return _index_write(torch.index_reduce, [input, index, source], dim, linear=False)
 
 
 def _index_write(

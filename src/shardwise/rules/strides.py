@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from shardwise.dispatch.entry import DispatchError
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed
 from shardwise.rules.keys import mesh_of, static, whole
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
 from shardwise.tensor import DTensor, as_local, wrap
 
@@ -130,6 +131,9 @@ def scatter(
         sizes = here.inputs[1].local_shape()
 
         def run(x: torch.Tensor, src: torch.Tensor, *args: Any) -> torch.Tensor:
+            # torch's gradient takes memory for one that begins with the tensor.
+            x = x.contiguous()
+            x = x.clone() if x.storage_offset() else x
             x, steps, first = _local(x, places, stride, offset)
             return x.as_strided_scatter(src, sizes, steps, first)
 
@@ -160,6 +164,22 @@ def as_strided(
     return STRIDED.dispatched(  # type: ignore[no-any-return]
         input, *_of_contiguous("as_strided", input, size, stride, storage_offset)
     )
+
+
+@handler("as_strided_")
+def as_strided_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same in place: the tensor gets another layout, its memory stays."""
+    target = args[0]
+    view = as_strided(target.detach(), *args[1:], **kwargs)
+    if getattr(view, "_severed", None):
+        raise LayoutError(
+            f"as_strided_: it would have to move {target._layout!r}, and so cannot be done in "
+            "place; use x = x.as_strided(...)"
+        )
+    with as_local():
+        func(target, view.size(), view.stride(), view.storage_offset())
+    target._layout = view._layout
+    return target
 
 
 @composed("as_strided_scatter")
