@@ -25,7 +25,7 @@ import shardwise as sw
 
 OPS = ("sum", "avg", "max", "min", "product")
 HALF = (torch.bfloat16, torch.float16)
-COMPLEX = (torch.complex64, torch.complex128)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 DTYPES = (
     *HALF,
@@ -40,7 +40,7 @@ DTYPES = (
     torch.bool,
     *COMPLEX,
 )
-MOVED_ONLY = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32)
+MOVED_ONLY = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOVED = (*DTYPES, *MOVED_ONLY)
 
 
@@ -142,7 +142,7 @@ def laid_out(x: torch.Tensor, form: str) -> torch.Tensor:
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """`torch.equal`, also for dtypes that it does not know."""
-    if x.dtype in MOVED_ONLY:
+    if x.dtype in (*MOVED_ONLY, torch.complex32):
         return x.shape == y.shape and torch.equal(bits(x), bits(y))
     return torch.equal(x, y)
 
@@ -196,7 +196,7 @@ def reduced(contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
         return stacked.amax(0)
     if op == "min":
         return stacked.amin(0)
-    wide = stacked.float() if dtype in HALF else stacked
+    wide = widened(stacked)
     total = reduce(torch.mul if op == "product" else torch.add, wide)
     return (total / len(stacked) if op == "avg" else total).to(dtype)
 
@@ -220,11 +220,19 @@ def check_reduced(
     if dtype in HALF:
         assert ulps_apart(result, expected) <= 1, f"{op} {dtype}: {result} != {expected}"
         return None
-    stacked = torch.stack(list(contributions)).abs()
+    stacked = widened(torch.stack(list(contributions))).abs()
     scale = stacked.prod(0) if op == "product" else stacked.sum(0)
     bound = 4 * len(contributions) * torch.finfo(dtype).eps * scale
-    assert ((result - expected).abs() <= bound).all(), f"{op} {dtype}: {result} != {expected}"
+    apart = (widened(result) - widened(expected)).abs()
+    assert (apart <= bound).all(), f"{op} {dtype}: {result} != {expected}"
     return None
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Half types in what they are reduced in."""
+    if x.dtype is torch.complex32:
+        return x.to(torch.complex64)
+    return x.float() if x.dtype in HALF else x
 
 
 def ulps_apart(x: torch.Tensor, y: torch.Tensor) -> int:

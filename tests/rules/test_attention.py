@@ -368,3 +368,9 @@ def test_dropout_in_a_multihead_attention_is_the_same_on_every_layout():
                 torch.testing.assert_close(found[0], other)
 
     simulate(run, 2)
+
+
+def test_empty_shards_of_operands_that_are_broadcast():
+    query, memory = values(4, 3, 8), values(4, 4, 6, 8)
+    sample = Sample(query, memory, memory.detach().clone().requires_grad_())
+    check_rule(F.scaled_dot_product_attention, [sample], mesh_shapes=((3,),), allow_missing=True)

@@ -1,5 +1,6 @@
 """cross_entropy and nll_loss: split batches, split space, split classes."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -189,3 +190,30 @@ def test_rows_of_an_uneven_batch_stay_where_they_are(reduction):
         torch.testing.assert_close(loss.full_tensor(), expected)
 
     sw.simulate(run, 3)
+
+
+def test_a_chunked_linear_cross_entropy_gathers_neither_split_rows_nor_split_classes() -> None:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2, allow_retain_graph=True)
+    input, matrix, target = values(5, 3), values(4, 3), targets(5, classes=4, ignored=-100)
+    for reduction in REDUCTIONS:
+        given = {"weight": weights(4), "reduction": reduction, "options": options}
+        sample = Sample(input, matrix, target, linear_bias=values(4), **given)
+        check_rule(
+            F.linear_cross_entropy, [sample], mesh_shapes=((3,),), most=10, allow_missing=True
+        )
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        rows, classes = sw.Shard(0), sw.Replicate()
+        kinds = []
+        for _ in range(2):
+            tensors = [
+                in_layout(each.detach(), mesh, how)
+                for each, how in ((input, rows), (matrix, classes), (target, rows))
+            ]
+            events, _ = heard(mesh, functools.partial(F.linear_cross_entropy, *tensors,
+                              reduction="sum", options=options))  # fmt: skip
+            kinds.append({event.kind for event in events})
+            rows, classes = classes, rows
+        assert kinds == [set(), {"all_reduce"}]
+
+    ranks(run)

@@ -159,3 +159,23 @@ def test_half_types_neither_overflow_nor_change_the_dtype(
                     torch.testing.assert_close(got.full_tensor(), want, rtol=1e-2, atol=1e-2)
 
     sw.simulate(run, 2)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_ctc_loss_of_split_sequences(reduction: str) -> None:
+    log_probs = values(7, 5, 4).detach().log_softmax(-1).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    padded = torch.randint(1, 4, (5, 3), generator=generator)
+    lengths = torch.tensor([7, 6, 7, 5, 7]), torch.tensor([2, 1, 3, 2, 0])
+    numbers = [each.tolist() for each in lengths]
+    joined = torch.cat([row[:length] for row, length in zip(padded, numbers[1], strict=True)])
+    samples = [
+        Sample(log_probs, padded, *lengths, reduction=reduction),
+        Sample(log_probs, padded, *numbers, reduction=reduction),
+        Sample(log_probs, joined, *lengths, reduction=reduction),
+        Sample(log_probs, joined, *numbers, reduction=reduction),
+    ]
+    check_rule(F.ctc_loss, samples, mesh_shapes=((3,),), most=8, allow_missing=True)
+    number = ["none", "mean", "sum"].index(reduction)
+    sample = Sample(log_probs, padded, *lengths, 0, number)
+    check_rule(torch.ctc_loss, [sample], mesh_shapes=((2,),), most=4, allow_missing=True)

@@ -249,3 +249,44 @@ def test_errors_are_torchs_own_about_global_shapes() -> None:
         F.batch_norm(x, None, None, training=True)  # one value per rank is enough
 
     sw.simulate(run, 2)
+
+
+def test_native_group_norm_returns_its_statistics() -> None:
+    sample = Sample(values(2, 6, 3), values(6), values(6, seed=1), 2, 6, 3, 2, 1e-5)
+    check_rule(torch.native_group_norm, [sample], mesh_shapes=((3,), (2, 2)), most=15)
+
+
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0)])
+def test_native_batch_norms_update_and_return_statistics(placement: sw.Placement) -> None:
+    x, weight = values(5, 3, 2), values(3)
+    aten = torch.ops.aten
+
+    def results(x: Any, weight: Any, mean: Any, variance: Any) -> list[Any]:
+        running = mean, variance
+        return [
+            *torch.native_batch_norm(x, weight, None, *running, True, 0.3, 1e-5),
+            *torch.native_batch_norm(x, weight, None, *running, False, 0.3, 1e-5),
+            *aten._native_batch_norm_legit.no_stats(x, weight, None, True, 0.3, 1e-5),
+            *aten._batch_norm_with_update(x, weight, None, *running, 0.3, 1e-5),
+            *aten._batch_norm_no_update(x, weight, None, *running, 0.3, 1e-5),
+            *running,
+        ]
+
+    want = results(x, weight, torch.zeros(3).double(), torch.ones(3).double())
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        for dim in range(3):
+            inputs = [in_layout(x, mesh, sw.Shard(dim)), in_layout(weight, mesh, placement)]
+            running = torch.zeros(3).double(), torch.ones(3).double()
+            found = results(*inputs, *(in_layout(each, mesh, placement) for each in running))
+            for got, expected in zip(found, want, strict=True):
+                torch.testing.assert_close(got.full_tensor(), expected)
+
+    sw.simulate(run, 2)
+
+
+def test_an_input_without_channels_is_let_through_if_it_is_empty() -> None:
+    for training in (True, False):
+        sample = Sample(values(0), values(0, grad=False), values(0, grad=False), training=training)
+        check_rule(F.batch_norm, [sample], mesh_shapes=((2,),), allow_missing=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import values
+from rule_cases import heard, in_layout, ranks, values
 
-from shardwise import DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
+from shardwise import DeviceMesh, DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
@@ -161,3 +161,26 @@ def test_double_backward_of_a_split_product():
 
     for got in simulate(run, 3):
         torch.testing.assert_close(got, expected)
+
+
+def test_a_hash_over_split_dims_is_made_of_the_ranks_own() -> None:
+    samples = [Sample(values(5, 4, grad=False)), Sample(torch.arange(20).reshape(5, 4), dim=0)]
+    check_rule(torch.hash_tensor, samples, gradients=False, allow_missing=True)
+
+    def run(mesh: DeviceMesh) -> None:
+        x = in_layout(values(6, 4), mesh, Shard(0))
+        events, _ = heard(mesh, lambda: torch.hash_tensor(x, dim=0))
+        assert [(event.kind, event.shape) for event in events] == [("all_gather", (1, 4))]
+
+    ranks(run)
+
+
+def test_segments_are_free_in_every_other_dim() -> None:
+    lengths = torch.tensor([[1, 2, 3], [2, 4, 0], [6, 0, 0]])
+    for how in ("sum", "max"):
+        samples = [
+            Sample(values(6, 2), how, lengths=lengths[0], axis=0),
+            Sample(values(3, 6, 2), how, lengths=lengths, axis=1, initial=1.0),
+        ]
+        # Its kernel does not survive lengths that do not fit, so splits are not tried by hand.
+        check_rule(torch.segment_reduce, samples, mesh_shapes=((3,),), most=20, allow_missing=True)

@@ -95,3 +95,33 @@ def test_softmax_can_be_differentiated_twice_along_a_split_dim() -> None:
         torch.testing.assert_close(got.full_tensor(), want)
 
     sw.simulate(run, 3)
+
+
+def test_the_safe_one_gives_zeros_where_all_is_masked_and_others_nan() -> None:
+    x = torch.tensor([[1.0, -torch.inf, 2.0], [-torch.inf] * 3], dtype=torch.float64)
+    want = torch.tensor([[1.0, 0.0, torch.e], [0.0, 0.0, 0.0]], dtype=torch.float64) / (1 + torch.e)
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        for dim in (0, 1):
+            here = in_layout(x, mesh, sw.Shard(dim))
+            safe = torch.ops.aten._safe_softmax.default(here, 1)
+            torch.testing.assert_close(safe.full_tensor(), want)
+            assert torch.softmax(here, 1).full_tensor()[1].isnan().all()
+
+    ranks(run)
+
+
+@pytest.mark.parametrize("name", ["_softmax_backward_data", "_log_softmax_backward_data"])
+def test_of_a_backward_along_a_split_dim_one_sum_travels(name: str) -> None:
+    backward = getattr(torch.ops.aten, name)
+    saved = values(5, 4, grad=False).softmax(1).requires_grad_()
+    sample = Sample(values(5, 4, seed=1), saved, 1, torch.float64)
+    check_rule(backward, [sample], mesh_shapes=MESHES, most=12)
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        grad, output = (in_layout(each, mesh, sw.Shard(1)) for each in (values(5, 4), saved))
+        with torch.no_grad():
+            events, _ = heard(mesh, lambda: backward(grad, output, 1, torch.float64))
+        assert [(event.kind, event.shape) for event in events] == [("all_reduce", (5, 1))]
+
+    ranks(run)

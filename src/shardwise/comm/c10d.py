@@ -109,7 +109,7 @@ class C10dCommunicator(Communicator):
             if ordered:
                 result = _negatives_reversed(result).view(wide)
             if x.is_complex():
-                return torch.view_as_complex(result)
+                return torch.view_as_complex(result).to(x.dtype)
             return result.view(torch.bool) if x.dtype is torch.bool else result.to(x.dtype)
 
         return self._pending("all_reduce", work, finish, x)

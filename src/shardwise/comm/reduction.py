@@ -19,13 +19,18 @@ BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 """What to compute in, where torch lacks the kernels. Sums and products wrap to the same bits."""
 
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, **UNSIGNED}
+_WIDER = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.complex32: torch.complex64,
+    **UNSIGNED,
+}
 _REDUCED = {
     torch.bool,
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128),
+    *(torch.complex32, torch.complex64, torch.complex128),
 }
 _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.Tensor.add_,

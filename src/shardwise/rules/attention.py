@@ -5,7 +5,8 @@ maximum and a sum for each query travel, and its share of the result is pending 
 product. Attention is linear in the values.
 
 torch's own kernel runs wherever it can. What it cannot do is done by parts here: split keys,
-dropout by global position, and the gradient of a mask on an empty shard.
+dropout by global position, and empty shards, where it forgets the mask's gradient, and dims that
+are broadcast.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def attention(
         weights = Layout(here.mesh, whole, order, {}, (*here.outputs[0].cuts[:-1], None))
         local = Local(weights, here.axes("s"), heads, is_shared)
         is_empty = 0 in here.outputs[0].local_shape()
-        if dropout_p > 0 or here.axes("s") or (is_empty and attn_mask is not None):
+        if dropout_p > 0 or here.axes("s") or is_empty:
             return local.by_parts
         is_offset = is_causal and here.axes("l")
         is_regrouped = heads is not None and not is_shared and here.axes("h")
