@@ -66,6 +66,12 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(local, Layout(model._layout.mesh, tuple(local.shape)))
 
 
+@rule("linspace", "logspace", inplace=False)
+def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
+    """Between numbers that are tensors: whole on every rank, as these are."""
+    return unsplit([each for each in (start, end) if isinstance(each, torch.Tensor)], (steps,))
+
+
 @handler("zero_")
 def zero_(func: Any, args: Any, kwargs: Any) -> Any:
     check_writable("zero_", args[0])
