@@ -225,8 +225,20 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "randint below": lambda **how: factories.randint(9, (5, 7), **how),
     "randperm": lambda **how: factories.randperm(7, **how),
     "zeros": lambda **how: factories.zeros(5, 7, **how),
+    "arange": lambda **how: factories.arange(2, 9.5, 0.7, **how),
+    "linspace": lambda **how: factories.linspace(-1, 2, 7, **how),
+    "eye": lambda **how: factories.eye(5, 7, **how),
     "ones": lambda **how: factories.ones([5, 7], dtype=torch.int32, **how),
     "full": lambda **how: factories.full((5, 7), 2.5, **how),
+}
+
+
+TORCHS = {
+    "ones": torch.ones(5, 7, dtype=torch.int32),
+    "full": torch.full((5, 7), 2.5),
+    "arange": torch.arange(2, 9.5, 0.7),
+    "linspace": torch.linspace(-1, 2, 7),
+    "eye": torch.eye(5, 7),
 }
 
 
@@ -248,8 +260,8 @@ def test_a_new_tensor_is_the_same_on_every_layout(name: str) -> None:
         return found
 
     expected, after = on_ranks(run, (1,))[0][0]
-    if name in ("ones", "full"):
-        assert (expected == (1 if name == "ones" else 2.5)).all()
+    if name in TORCHS:
+        assert torch.equal(expected, TORCHS[name]) and expected.dtype == TORCHS[name].dtype
     for mesh_shape in MESHES:
         for rank in on_ranks(run, mesh_shape):
             for values, state in rank:
@@ -266,6 +278,10 @@ def test_factories_take_what_torch_takes() -> None:
     assert made.requires_grad and made.dtype == torch.float64
     assert made.placements == (sw.Replicate(), sw.Replicate())
     assert factories.full((2,), 3, device_mesh=mesh).dtype == torch.int64
+    rows = {"device_mesh": mesh, "placements": [sw.Shard(0), sw.Partial()]}
+    assert factories.arange(5, **rows).dtype == torch.int64
+    for made in (factories.arange(5, **rows), factories.eye(5, 4, **rows)):
+        assert made.is_meta and made.to_local().shape[0] == 3
     with pytest.raises(sw.MeshError, match=r"rand\(device_mesh\): expected a DeviceMesh, got None"):
         factories.rand(3)
     with pytest.raises(sw.LayoutError, match=r"zeros\(layout\): expected torch.strided"):

@@ -25,7 +25,19 @@ from shardwise.errors import (
     RankError,
     ShardwiseError,
 )
-from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
+from shardwise.factories import (
+    arange,
+    empty,
+    eye,
+    full,
+    linspace,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
 from shardwise.launch import Workers, launch
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
@@ -90,6 +102,7 @@ __all__ = [
     "Shard",
     "ShardwiseError",
     "Workers",
+    "arange",
     "cache_clear",
     "cache_info",
     "calibrate",
@@ -99,6 +112,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explicit",
+    "eye",
     "fallback",
     "fallback_counts",
     "fsdp",
@@ -106,6 +120,7 @@ __all__ = [
     "init_device_mesh",
     "interop",
     "launch",
+    "linspace",
     "listen",
     "local_map",
     "ones",

@@ -96,6 +96,68 @@ def full(
     return _filled(how, fill_value, dtype, requires_grad)
 
 
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """The numbers from start to before end, or from 0 to before `start` alone. See `empty`.
+
+    Every rank makes all of them and keeps its shard: they are torch's own, to the last bit.
+
+    Example:
+        >>> sw.arange(8, device_mesh=mesh, placements=[Shard(0)])
+        >>> sw.arange(1, 2, 0.25, device_mesh=mesh, placements=[Shard(0)])
+    """
+    first, last = (0, start) if end is None else (start, end)
+    made = torch.arange(first, last, step, dtype=dtype, device="cpu")
+    how = _laid("arange", tuple(made.shape), layout, device_mesh, placements)
+    return _kept(how, made, requires_grad)
+
+
+def linspace(
+    start: float,
+    end: float,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """So many numbers, evenly from start to end. See `arange`."""
+    made = torch.linspace(start, end, steps, dtype=dtype, device="cpu")
+    how = _laid("linspace", tuple(made.shape), layout, device_mesh, placements)
+    return _kept(how, made, requires_grad)
+
+
+def eye(
+    n: int,
+    m: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A matrix of n rows and m (or n) columns with ones on its diagonal. See `empty`."""
+    how = _laid("eye", (n, n if m is None else m), layout, device_mesh, placements)
+    rows, columns = (
+        torch.cat([torch.arange(*each, device=_device(how)) for each in how.ranges(dim)])
+        for dim in range(2)
+    )
+    ones = (rows[:, None] == columns).to(dtype or torch.get_default_dtype())
+    return _pending(how, ones, requires_grad)
+
+
 def rand(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -241,10 +303,20 @@ def _random(
     device = _device(how)
     if device.type == "meta":
         return _made(how, dtype, requires_grad, torch.empty)
-    whole = how.relaid(partial={})
     key = random.draw_key(how.mesh, generator)
-    local = sampler(key, whole, dtype=dtype, device=device)
-    result = wrap(redistribute_local(local, whole, how), how)
+    local = sampler(key, how.relaid(partial={}), dtype=dtype, device=device)
+    return _pending(how, local, requires_grad)
+
+
+def _kept(how: Layout, made: torch.Tensor, requires_grad: bool) -> DTensor:
+    """This rank's piece of what every rank has made."""
+    return _pending(how, how.piece_of(made).to(_device(how), copy=True), requires_grad)
+
+
+def _pending(how: Layout, local: torch.Tensor, requires_grad: bool) -> DTensor:
+    """A piece of values that every rank knows, which count once where a reduction is pending."""
+    with as_local():
+        result = wrap(redistribute_local(local, how.relaid(partial={}), how), how)
     result.requires_grad = requires_grad
     return result
 

@@ -22,6 +22,7 @@ CASTS = {
     "float": lambda x: x.float(),
     "long": lambda x: (x * 3).long(),
     "bool": lambda x: x.bool(),
+    "a float that is not summed": lambda x: x.to(torch.float8_e5m2).double(),
     "clone": lambda x: x.clone(memory_format=torch.contiguous_format) * 2,
     "detach": lambda x: x.detach() * x,
     "contiguous": lambda x: x.contiguous() + x,

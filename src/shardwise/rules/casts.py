@@ -16,7 +16,7 @@ from shardwise.dispatch.moving import moved, transfer
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed, dispatched
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.precision import keeps_sums
+from shardwise.rules.precision import is_summed, keeps_sums
 from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
 from shardwise.tensor import DTensor, as_local, severed_by
@@ -74,7 +74,7 @@ cast = _Cast()
 @rule(cast, "_to_copy", inplace=False)
 def cast_rule(input: Any, *args: Any, **kwargs: Any) -> Spec:
     dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
-    is_linear = all(map(keeps_sums, dtypes))
+    is_linear = all(map(is_summed, dtypes))
     return broadcast([input], [(0,)] if is_linear else ())
 
 

@@ -62,11 +62,6 @@ def native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
     return input * mask, mask != 0
 
 
-@composed("native_dropout_backward")
-def native_dropout_backward(grad_output: Any, mask: Any, scale: float) -> Any:
-    return grad_output * (mask.to(grad_output.dtype) * scale)
-
-
 def _kept(input: DTensor, p: float, *, is_feature: bool, scaled: bool) -> DTensor:
     """The mask; with the scale that keeps the mean, if `scaled`."""
     layout = input._layout

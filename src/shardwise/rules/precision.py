@@ -25,6 +25,11 @@ def keeps_sums(dtype: torch.dtype | None) -> bool:
     return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
+def is_summed(dtype: torch.dtype) -> bool:
+    """Whether contributions may be cast to it: sums are not computed in floats of 8 bits."""
+    return keeps_sums(dtype) and dtype.itemsize > 1
+
+
 # ---- within autocast
 
 

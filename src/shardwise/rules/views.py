@@ -47,7 +47,7 @@ def swapaxes(input: torch.Tensor, axis0: int, axis1: int) -> Spec:
 
 
 @rule("t", "adjoint", _TENSOR.mT.__get__, _TENSOR.mH.__get__, _TENSOR.H.__get__,
-      Aten("matrix_H"), inplace=False)  # fmt: skip
+      Aten("matrix_H"), Aten("mT"), Aten("mH"), inplace=False)  # fmt: skip
 def matrix_transpose(input: torch.Tensor) -> Spec:
     return swapped(input, -2, -1) if input.dim() > 1 else permuted(input, range(input.dim()))
 
