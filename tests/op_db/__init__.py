@@ -5,6 +5,7 @@ cases.py       which layouts of a sample's tensors are tried
 reference.py   what a call gives in one process
 ours.py        the call on our DTensors, and what came of it
 theirs.py      the same on torch's DTensors
+their_ranks.py the ranks these run on
 outcomes.py    what came of an operator, over all its cases
 page.py        docs/op-coverage.md
 """

@@ -31,6 +31,8 @@ logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advi
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 2.0
+_SLOWEST = 20.0
+"""How much longer a run may take by the clock than by the time of this process."""
 
 Task = Callable[[int, DeviceMesh], Any]
 """What a rank runs: with its number and its mesh."""
@@ -102,28 +104,38 @@ class Ranks:
     def run(self, task: Task, seconds: float) -> list[Any]:
         """What each rank returns. Raises the error of the first rank that has one.
 
+        Arguments:
+            seconds: how long it may take, of this process's time: the machine may be busy.
+
         After a `TooLongError` these ranks may be stuck: make new ones.
         """
         self.meetings.clear()
         self.ready, self.unfinished = set(range(self.size)), set(range(self.size))
         self.turn, self.failed = 0, False
-        end = time.monotonic() + seconds
         with _groups_of_threads(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for tasks in self.tasks:
                 tasks.put(task)
-            try:
-                ended = [self.results.get(timeout=max(0.0, end - time.monotonic()))
-                         for _ in self.threads]  # fmt: skip
-            except queue.Empty:
-                self._abandon()
-                raise TooLongError(f"more than {seconds} seconds") from None
+            ended = self._ends(seconds)
         for _, _, error in ended:
             if error is not None and not isinstance(error, _Stopped):
                 raise error
         if self.failed:
             raise DisagreementError("some ranks wait for others that do not come")
         return [result for _, result, _ in sorted(ended, key=lambda each: each[0])]
+
+    def _ends(self, seconds: float) -> list[tuple[int, Any, BaseException | None]]:
+        """How the ranks end, in the order in which they do."""
+        start, ended = time.process_time(), []
+        latest = time.monotonic() + _SLOWEST * seconds
+        while len(ended) < self.size:
+            try:
+                ended.append(self.results.get(timeout=0.2))
+            except queue.Empty:
+                if time.process_time() - start > seconds or time.monotonic() > latest:
+                    self._abandon()
+                    raise TooLongError(f"more than {seconds} seconds") from None
+        return ended
 
     # ---- called on the threads of the ranks
 
