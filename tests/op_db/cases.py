@@ -22,8 +22,8 @@ Case = tuple[How, ...]
 def ways(tensor: torch.Tensor, axes: int) -> list[How]:
     """Every way a tensor can lie on a mesh of so many axes."""
     per_axis: list[Placement] = [Replicate(), *map(Shard, range(tensor.dim()))]
-    if tensor.dtype != torch.bool:
-        per_axis.append(Partial())
+    if tensor.dtype != torch.bool and not (tensor.is_floating_point() and tensor.itemsize == 1):
+        per_axis.append(Partial())  # bools and floats of 8 bits do not add up
     return list(itertools.product(per_axis, repeat=axes))
 
 
