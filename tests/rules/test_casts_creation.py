@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import leaf
+from rule_cases import leaf, ranks
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -28,6 +28,14 @@ CASTS = {
     "contiguous": lambda x: x.contiguous() + x,
     "cpu": lambda x: x.cpu(),
 }
+
+
+def test_pending_integers_that_stay_integers_stay_pending():
+    def run(mesh):
+        x = DTensor.from_local(torch.arange(4), mesh, [Partial()])
+        return x.to(torch.int64) is x, x.long() is x, x.int().placements == (Replicate(),)
+
+    assert ranks(run)[0] == (True, True, True)
 
 
 def test_numbers_between_tensors_are_between_global_ones():

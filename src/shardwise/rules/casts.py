@@ -22,7 +22,14 @@ from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
 from shardwise.tensor import DTensor, as_local, severed_by
 
 FLOATS = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
-INTEGERS = ["int", "long", "short", "char", "byte", "bool"]
+INTEGERS = {
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+}
 
 
 @rule("clone", "contiguous", "cpu", "cuda", "pin_memory", *FLOATS, inplace=False)
@@ -49,11 +56,6 @@ def _detached(input: Any) -> torch.Tensor:
     return result
 
 
-@rule(*INTEGERS, inplace=False)
-def rounded(input: Any, *args: Any, **kwargs: Any) -> Spec:
-    return broadcast([input])
-
-
 # ---- to, type, type_as: how they are called decides what they are
 
 
@@ -69,6 +71,13 @@ class _Cast:
 
 _to: Any = torch.Tensor.to
 cast = _Cast()
+kept_dtype = _Cast()
+"""The same where the dtype stays, which is not known to a rule: sums of integers flow too."""
+
+
+@rule(kept_dtype)
+def kept_rule(input: Any, *args: Any, **kwargs: Any) -> Spec:
+    return broadcast([input], [(0,)])
 
 
 @rule(cast, "_to_copy", inplace=False)
@@ -92,7 +101,13 @@ def to(func: Any, args: Any, kwargs: Any) -> Any:
         args = (tensor, other.device, other.dtype)
     if not isinstance(tensor, DTensor):
         return tensor.to(*args[1:], **kwargs)
-    return dispatched(cast, *args, **kwargs)
+    stays = any(each is tensor.dtype for each in (*args[1:], *kwargs.values()))
+    return dispatched(kept_dtype if stays else cast, *args, **kwargs)
+
+
+@handler(*INTEGERS)
+def rounded(func: Any, args: Any, kwargs: Any) -> Any:
+    return to(func, (args[0], INTEGERS[name_of(func)], *args[1:]), kwargs)
 
 
 @composed("type_as")
