@@ -5,9 +5,17 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import leaf
+from rule_cases import heard, in_layout, leaf, ranks, values
 
-from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
+from shardwise import (
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    simulate,
+)
 from shardwise.comm import listen
 from shardwise.testing import Sample, check_rule
 
@@ -257,3 +265,28 @@ def test_second_derivatives_of_a_split_product(placements):
         torch.testing.assert_close(second.full_tensor(), expected)
 
     simulate(run, 3)
+
+
+def test_scaled_float8_matrices_split_in_whole_units() -> None:
+    """Rows, columns, and what is summed over if the result can be summed; not below 16."""
+    first = values(6, 64, grad=False).to(torch.float8_e4m3fn)
+    second = values(32, 64, grad=False).to(torch.float8_e4m3fn).t()
+    scales = torch.full((6, 1), 0.5), torch.full((1, 32), 1.5)
+    want = torch._scaled_mm(first, second, *scales, out_dtype=torch.bfloat16)
+
+    def run(mesh: DeviceMesh) -> dict[str, list[str]]:
+        found = {}
+        splits = {"m": (0, None, 0, None), "n": (None, 1, None, 1), "k": (1, 0, None, None)}
+        for name, dims in splits.items():
+            placed = [
+                in_layout(each, mesh, Replicate() if dim is None else Shard(dim))
+                for each, dim in zip((first, second, *scales), dims, strict=True)
+            ]
+            call = functools.partial(torch._scaled_mm, *placed, out_dtype=torch.bfloat16)
+            events, result = heard(mesh, call)
+            found[name] = [event.kind for event in events]
+            torch.testing.assert_close(result.full_tensor(), want, rtol=2e-2, atol=0.1)
+        return found
+
+    assert ranks(run)[0] == {"m": [], "n": [], "k": []}
+    assert ranks(run, 4)[0]["n"] == ["all_gather", "all_gather"]  # 8 columns are too few
