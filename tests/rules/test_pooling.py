@@ -191,3 +191,15 @@ def test_what_torch_refuses_is_torchs_error() -> None:
             F.max_pool1d(x, 5)
 
     sw.simulate(run, 2)
+
+
+def test_an_average_of_integers_is_rounded_once_and_planned_apart_from_that_of_floats():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2,))
+        found = []
+        for x in (torch.tensor([[1.0, 2, 3, 4]]), torch.tensor([[1, 0, 1, 2]])):
+            mine = sw.DTensor.from_local(x * (mesh.get_rank() + 1), mesh, [sw.Partial()])
+            found.append(F.avg_pool1d(mine, 2).full_tensor().tolist())
+        return found
+
+    assert sw.simulate(run, 2) == [[[[4.5, 10.5]], [[1, 4]]]] * 2

@@ -133,6 +133,8 @@ def _found(func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[s
     for name, arg in kwargs.items():
         parts.append(name)
         parts.append(_part(arg, ignores_numbers))
+    if known is not None and known.by_dtype:
+        parts += [get(args, kwargs, path).dtype for path in tensor_paths(args, kwargs)]
     key = tuple(parts)
     try:
         entry: Entry | None = _state.entries.get(key)

@@ -17,6 +17,7 @@ from shardwise.box import Range
 from shardwise.rules.halo import exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty
 from shardwise.rules.pooling import planes
+from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 
@@ -77,7 +78,7 @@ def _adaptive(
         return run
 
     out = Out(free, (*shape[:first], *sizes))
-    linear = [(0,)] if is_average else []
+    linear = [(0,)] if is_average and keeps_sums(input.dtype) else []
     return Spec([(input, given)], [out], reduces=reduces, linear=linear, lower=lower)
 
 
@@ -120,7 +121,7 @@ def _max_and_where_rule(space: int) -> Callable[..., Spec]:
 
 for _space in (1, 2, 3):
     _builtin: Any = torch if _space == 1 else torch._C._nn
-    rule(f"adaptive_avg_pool{_space}d", inplace=False)(_average_rule(_space))
+    rule(f"adaptive_avg_pool{_space}d", inplace=False, by_dtype=True)(_average_rule(_space))
     rule(getattr(F, f"adaptive_max_pool{_space}d"))(_max_rule(_space))
     rule(
         getattr(F, f"adaptive_max_pool{_space}d_with_indices"),

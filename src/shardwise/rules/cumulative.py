@@ -74,7 +74,7 @@ def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> Spec:
     return _running(input, dim, dtype, torch.cumprod, torch.prod, torch.mul)
 
 
-@rule("logcumsumexp", inplace=False)
+@rule("logcumsumexp", by_dtype=True)
 @with_synonyms
 def logcumsumexp(input: torch.Tensor, dim: int) -> Spec:
     if input.is_complex():  # whose logarithms are known up to a turn

@@ -238,7 +238,7 @@ _shift_rule(torch.fft.ifftshift, lambda size: (size + 1) // 2)
 # ---- of short times
 
 
-@rule(torch._VF.stft)  # type: ignore[attr-defined]
+@rule(torch._VF.stft, by_dtype=True)  # type: ignore[attr-defined]
 def stft(
     input: torch.Tensor,
     n_fft: int,

@@ -15,7 +15,9 @@ from shardwise.rules.calls import input_of, with_synonyms
 from shardwise.rules.dims import Inputs, given
 from shardwise.rules.reduction import Over, over_dims, split_as
 from shardwise.rules.registry import rule
+from shardwise.rules.rows import severed
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.tensor import DTensor
 
 
 def _ends(columns: torch.Tensor, over: Over) -> list[float]:
@@ -82,10 +84,15 @@ def _histogram(
 
     def lower(here: Here) -> Callable[..., Any] | None:
         over = over_dims(here, dims, counted, False)
-        return with_synonyms(run(over)) if over.axes else None
+        return with_synonyms(run(over)) if over.axes or any(map(_moves, edges)) else None
 
     outs = [Out((None,) * len(counts), counts), *(Out((None,), (each + 1,)) for each in counts)]
     return Spec(inputs, outs, split_as(dims, counted, "whole"), lower=lower, positions=())
+
+
+def _moves(edges: Any) -> bool:
+    """Whether given edges are made whole first, so that those of the result are others."""
+    return isinstance(edges, DTensor) and not edges._layout.is_replicated
 
 
 def _counts(
@@ -110,7 +117,8 @@ def histogram(
         def local(input: torch.Tensor, bins: Any, *, weight: Any = None, **_: Any) -> Any:
             column = input.reshape(-1, 1)
             counts, edges = _counts(column, [bins], range, weight, density, over)
-            return torch.return_types.histogram((counts, edges[0]))
+            # Given edges are a copy for torch here, and themselves for several dims.
+            return torch.return_types.histogram((counts, edges[0].clone()))
 
         return local
 
@@ -137,8 +145,12 @@ def histogramdd(
             **__: Any,
         ) -> Any:
             given = [*bins] if isinstance(bins, list | tuple) else each
-            made = _counts(input.reshape(-1, size), given, range, weight, density, over)
-            return torch.return_types.histogramdd(made)
+            counts, edges = _counts(input.reshape(-1, size), given, range, weight, density, over)
+            edges = tuple(
+                severed(mine.clone(), "histogramdd") if _moves(given) else mine
+                for mine, given in zip(edges, each, strict=True)
+            )
+            return torch.return_types.histogramdd((counts, edges))
 
         return local
 

@@ -17,6 +17,7 @@ from shardwise.box import Range
 from shardwise.rules.chunks import clipped
 from shardwise.rules.halo import exchange
 from shardwise.rules.padding import cropped, filled, is_empty, padded
+from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
@@ -131,13 +132,14 @@ def _resize_rule(name: str, halo: int) -> Callable[..., Spec | None]:
             *(name if how.factor(at) else None for at, name in enumerate(names[2:])),
         )
         out = Out(dims, (*input.shape[:2], *sizes))
-        return Spec([(input, dims)], [out], linear=[(0,)], lower=how.lower)
+        linear = [(0,)] if keeps_sums(input.dtype) else ()  # integers are rounded
+        return Spec([(input, dims)], [out], linear=linear, lower=how.lower)
 
     return resize
 
 
 for _name, _halo in _HALOS.items():
-    rule(_name, inplace=False)(_resize_rule(_name, _halo))
+    rule(_name, inplace=False, by_dtype=True)(_resize_rule(_name, _halo))
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", inplace=False)

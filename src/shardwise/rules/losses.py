@@ -22,7 +22,7 @@ from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.collectives import total, total_used
 from shardwise.rules.dims import Inputs
 from shardwise.rules.pointwise import broadcast, tensors_among
-from shardwise.rules.precision import autocast_wider, widened
+from shardwise.rules.precision import autocast_wider, keeps_sums, widened
 from shardwise.rules.registry import Aten, functions, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
 
@@ -336,4 +336,6 @@ def _cosine_losses(values: Values, here: Here, axes: Sequence[int]) -> torch.Ten
     target = values["target"]
     alike = torch.where(target == 1, 1 - cosine, 0)
     unlike = torch.where(target == -1, (cosine - values["margin"]).clamp_min(0), 0)
-    return (alike + unlike).to(autocast_wider(values["input1"], values["input2"]))
+    kind = autocast_wider(values["input1"], values["input2"])
+    found = alike + unlike
+    return found.to(kind) if keeps_sums(kind) else found  # of integers it is none

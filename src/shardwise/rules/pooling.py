@@ -15,6 +15,7 @@ from shardwise.rules.calls import composed
 from shardwise.rules.halo import Exchange, Window, exchange, expanded
 from shardwise.rules.padding import cropped, filled, is_empty, padded
 from shardwise.rules.pointwise import tensors_among
+from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
@@ -275,7 +276,7 @@ def _average_rule(space: int) -> Callable[..., Spec]:
         return pool.spec(
             input,
             lambda here: _average(pool, here, count_include_pad, divisor_override),
-            linear=[(0,)],
+            linear=[(0,)] if keeps_sums(input.dtype) else (),
         )
 
     return avg_pool
@@ -361,7 +362,7 @@ def fractional_max_pool3d(*args: Any, **kwargs: Any) -> Any:
 for _space in (1, 2, 3):
     rule(f"max_pool{_space}d", inplace=False)(_max_rule(_space))
     rule(f"max_pool{_space}d_with_indices", inplace=False)(_max_and_where_rule(_space))
-    rule(f"avg_pool{_space}d", inplace=False)(_average_rule(_space))
+    rule(f"avg_pool{_space}d", inplace=False, by_dtype=True)(_average_rule(_space))
 for _space in (2, 3):
     _unpool = getattr(torch._C._nn, f"max_unpool{_space}d")
     rule(f"max_pool{_space}d_with_indices_backward")(_max_backward_rule(_space))

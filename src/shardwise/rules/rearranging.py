@@ -198,7 +198,9 @@ def padded(input: torch.Tensor, pad: Any, mode: str, value: Any) -> Spec:
         if not any(left):
             return x
         # Some modes refuse empty tensors, of which all make the same.
-        return F.pad(x, left, mode if x.numel() else "constant", value)
+        if mode == "constant" or not x.numel():
+            return torch.constant_pad_nd(x, left, value or 0)
+        return F.pad(x, left, mode)
 
     rows = {
         dim: partial(_padded_rows, input.shape[dim], *both, mode) for dim, both in around.items()

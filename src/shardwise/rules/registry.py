@@ -6,7 +6,7 @@ A torch function, its Tensor method, its in-place form and its aten overloads sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -38,6 +38,8 @@ class Known:
     """Of an in-place function: the one that returns a new tensor."""
     ignores_numbers: bool = False
     """Whether Python numbers among the arguments have no influence on how a call splits."""
+    by_dtype: bool = False
+    """Whether the dtypes of its tensors have an influence."""
 
 
 _table: dict[Any, Known] = {}
@@ -114,7 +116,7 @@ def _given(name: Any, what: str) -> tuple[str, list[Any]]:
 
 
 def rule(
-    *names: Any, ignores_numbers: bool = False, inplace: bool = True
+    *names: Any, ignores_numbers: bool = False, by_dtype: bool = False, inplace: bool = True
 ) -> Callable[[RuleType], RuleType]:
     """Register a rule for functions, given by name or themselves.
 
@@ -124,6 +126,7 @@ def rule(
 
     Arguments:
         ignores_numbers: Python numbers among the arguments have no influence on the split.
+        by_dtype: the rule looks at the dtypes of tensors; what is planned is kept for each.
         inplace: register the in-place form of each name (`add_` of `add`) too.
     """
 
@@ -131,22 +134,22 @@ def rule(
         for name in names:
             text, given = _given(name, "rule")
             for function in given:
-                enter(function, Known(text, made, ignores_numbers=ignores_numbers))
+                known = Known(text, made, ignores_numbers=ignores_numbers, by_dtype=by_dtype)
+                enter(function, known)
             if inplace and isinstance(name, str):
-                _register_inplace(name, made, ignores_numbers)
+                _register_inplace(name, known)
         return made
 
     return register
 
 
-def _register_inplace(name: str, made: Rule, ignores_numbers: bool) -> None:
+def _register_inplace(name: str, known: Known) -> None:
     found = (getattr(module, name, None) for module in (torch.Tensor, torch, F))
     outplace: Any = next(filter(None, found), None)
     if outplace is None:
         return
     for function in functions(name + "_"):
-        known = Known(name + "_", made, outplace=outplace, ignores_numbers=ignores_numbers)
-        enter(function, known)
+        enter(function, replace(known, name=name + "_", outplace=outplace))
 
 
 def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -35,7 +35,7 @@ class Spec:
     """One call of an operator, in factors. A rule returns it.
 
     A rule may look at shapes and layouts and at arguments that are no tensors, and at nothing else:
-    what it says is remembered for calls that agree in these.
+    what it says is remembered for calls that agree in these. (At dtypes if it is registered so.)
     """
 
     inputs: Sequence[tuple[torch.Tensor, Dims]]
