@@ -11,6 +11,13 @@ from rule_cases import full, ranks, split
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.comm import listen
+from shardwise.rules import registry
+
+
+@pytest.fixture
+def inv_has_no_rule(monkeypatch):
+    monkeypatch.delitem(registry._table, torch.linalg.inv)
+
 
 # ---- the cache
 
@@ -86,6 +93,7 @@ def test_arguments_may_all_be_keywords():
 # ---- policies
 
 
+@pytest.mark.usefixtures("inv_has_no_rule")
 def test_a_missing_rule_makes_inputs_whole_and_says_so_once_for_each_place():
     def run(mesh):
         x = split(torch.eye(4) * 2, mesh, Shard(0))
@@ -104,6 +112,7 @@ def test_a_missing_rule_makes_inputs_whole_and_says_so_once_for_each_place():
     assert "register_rule" in messages[0] and files[0].endswith("test_dispatch.py")
 
 
+@pytest.mark.usefixtures("inv_has_no_rule")
 def test_a_missing_rule_can_be_an_error_or_silent():
     def run(mesh):
         x = split(torch.eye(4) * 2, mesh, Shard(0))
@@ -122,6 +131,22 @@ def test_a_missing_rule_can_be_an_error_or_silent():
     ranks(run)
 
 
+@pytest.mark.usefixtures("inv_has_no_rule")
+def test_fallbacks_are_counted_by_operator():
+    def run(mesh):
+        sw.cache_clear()
+        x = split(torch.eye(4) * 2, mesh, Shard(0))
+        with sw.fallback("replicate"):
+            torch.linalg.inv(torch.linalg.inv(x))  # the second is of a whole tensor
+            torch.linalg.inv(x)
+        assert sw.fallback_counts() == {"linalg_inv": 2}
+        sw.cache_clear()
+        assert sw.fallback_counts() == {}
+
+    ranks(run)
+
+
+@pytest.mark.usefixtures("inv_has_no_rule")
 def test_the_policy_error_holds_for_calls_that_were_planned_before():
     def run(mesh):
         x = split(torch.eye(4) * 2, mesh, Shard(0))
@@ -133,6 +158,7 @@ def test_the_policy_error_holds_for_calls_that_were_planned_before():
     ranks(run)
 
 
+@pytest.mark.usefixtures("inv_has_no_rule")
 def test_gradients_of_a_fallback_are_right():
     def run(mesh):
         plain = (torch.eye(3) * 2 + 0.1).requires_grad_()
@@ -280,6 +306,7 @@ def test_writing_to_what_should_be_a_view_but_is_a_copy_is_refused():
     ranks(run)
 
 
+@pytest.mark.usefixtures("inv_has_no_rule")
 def test_a_view_of_such_a_copy_is_not_written_to_either():
     def run(mesh):
         x = split(full(4, 4), mesh, Shard(0))
