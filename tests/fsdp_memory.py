@@ -2,6 +2,7 @@
 that Python knows."""
 
 import gc
+from contextlib import suppress
 
 import torch
 from fsdp_models import Net
@@ -21,8 +22,9 @@ def live_bytes():
     with as_local():
         for each in gc.get_objects():
             if issubclass(type(each), torch.Tensor):
-                storage = each.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
+                with suppress(NotImplementedError):  # a sparse one, that other tests keep
+                    storage = each.untyped_storage()
+                    found[storage._cdata] = storage.nbytes()
     return sum(found.values())
 
 
