@@ -235,8 +235,10 @@ def test_ctrl_c_ends_every_process_without_a_traceback(tmp_path):
     try:
         for process in started:
             assert "language model" in process.stdout.readline()
+        patience = time.monotonic() + PATIENCE
         while not all(map(training, folders)):
             assert all(process.poll() is None for process in started)
+            assert time.monotonic() < patience, "they never begin to train"
             time.sleep(0.05)
         os.killpg(started[0].pid, signal.SIGINT)
         os.kill(started[1].pid, signal.SIGINT)
