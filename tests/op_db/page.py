@@ -58,9 +58,9 @@ view, are compared with the same call in one process.
 | nothing to split: no tensors among the arguments, or not for CPUs | {nothing} |
 
 torch's DTensor in the same run, with the same harness: it passes all cases of {always} of {tried}
-operators, and {passed} of {their_cases} cases. It is asked for less: only the function itself, and
-neither views nor random numbers are compared. With tensors whole or evenly split over one axis, and
-values alone, it passes {simple} of {simple_tried} operators.
+operators, and {passed} of {their_cases} cases. It is asked for less: only some of the cases, all of
+the function itself with one dtype, and neither views nor random numbers are compared. With tensors
+whole or evenly split over one axis, and values alone, it passes {simple} of {simple_tried} operators.
 """
 
 _ALL = """
@@ -68,7 +68,7 @@ _ALL = """
 
 *Splits*: of one sample, for each tensor its shape and size, and the dims that may be split; in
 brackets what one of two ranks receives in the call if only this dim is split. *torch*: how many of
-the same cases torch's DTensor passes, and what is most often wrong with the others.
+some of the cases torch's DTensor passes, and what is most often wrong with the others.
 
 | operator | outcome | splits | torch |
 |---|---|---|---|
