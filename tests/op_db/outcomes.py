@@ -56,7 +56,7 @@ class Row:
     forms: list[str] = field(default_factory=list)
     """The forms that were tried."""
     theirs: dict[str, int] = field(default_factory=dict)
-    """How many of some of these cases came out so with torch's DTensor: "pass", or what is wrong."""
+    """Of some of these cases with torch's DTensor, how many came out so: "pass", or the problem."""
     theirs_when_even: str = ""
     """"pass" if torch's DTensor gets the values of all cases that are whole or evenly split over
     one axis, as torch's own tests ask; else the first problem; empty if there were none."""

@@ -60,7 +60,8 @@ view, are compared with the same call in one process.
 torch's DTensor in the same run, with the same harness: it passes all cases of {always} of {tried}
 operators, and {passed} of {their_cases} cases. It is asked for less: only some of the cases, all of
 the function itself with one dtype, and neither views nor random numbers are compared. With tensors
-whole or evenly split over one axis, and values alone, it passes {simple} of {simple_tried} operators.
+whole or evenly split over one axis, and values alone, it passes {simple} of {simple_tried}
+operators.
 """
 
 _ALL = """
