@@ -29,13 +29,15 @@ class Effort(NamedTuple):
     variations: int
     """Samples of each other dtype and form."""
     cases_of_variations: int
+    splits: bool
+    """Whether to find out what it costs to split each dim alone."""
 
 
 THEIR_CASES = 4
 """The cases of a mesh that torch's DTensor is tried with: one takes it as long as ours three."""
 
-SWEEP = Effort(samples=8, meshes=3, cases=10, variations=2, cases_of_variations=5)
-PART = Effort(samples=2, meshes=1, cases=4, variations=1, cases_of_variations=2)
+SWEEP = Effort(samples=8, meshes=3, cases=10, variations=2, cases_of_variations=5, splits=True)
+PART = Effort(samples=2, meshes=1, cases=4, variations=1, cases_of_variations=2, splits=False)
 
 
 NOTHING = "nothing to split"
@@ -133,7 +135,8 @@ def row_of(name: str, effort: Effort, beside_torch: bool = False) -> Row:
                 row.forms.append(form)
             if beside_torch and form == "function" and call.dtype == entry.kinds()[0]:
                 _try_theirs(row, attempt, fn, known)
-        row.splits = splits(entry, expected)
+        if effort.splits:
+            row.splits = splits(entry, expected)
     return row
 
 
