@@ -37,7 +37,7 @@ THEIR_CASES = 4
 """The cases of a mesh that torch's DTensor is tried with: one takes it as long as ours three."""
 
 SWEEP = Effort(samples=8, meshes=3, cases=10, variations=2, cases_of_variations=5, splits=True)
-PART = Effort(samples=2, meshes=1, cases=4, variations=1, cases_of_variations=2, splits=False)
+PART = Effort(samples=3, meshes=1, cases=5, variations=1, cases_of_variations=2, splits=False)
 
 
 NOTHING = "nothing to split"
@@ -99,8 +99,8 @@ def attempts(entry: Entry, effort: Effort) -> Iterator[Attempt]:
         for form in entry.forms()
         if form != "function"
     ]
-    if effort is PART and len(plans) > 2:  # the variations take turns, from entry to entry
-        plans = [plans[0], plans[1 + turn % (len(plans) - 1)]]
+    if effort is PART and len(plans) > 3:  # the variations take turns, from entry to entry
+        plans = [plans[0], *(plans[1 + (turn + more) % (len(plans) - 1)] for more in range(2))]
     for dtype, form, samples, meshes, most in plans:
         for at, call in enumerate(entry.samples(dtype, samples)):
             if form == "in place" and call.broadcasts:
