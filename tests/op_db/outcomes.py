@@ -159,10 +159,11 @@ def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> 
     calls = [
         call for (call, form), known in expected.items() if form == "function" and known is not None
     ]
-    calls = [each for each in calls if each.numbers > 1]
     if not calls:
         return []
-    call = max(calls, key=lambda each: (max(map(_dims, each.sample.tensors())), -each.number))
+    call = max(
+        calls, key=lambda each: (each.numbers > 0, len(single_splits(each.sample.tensors())))
+    )
     known = expected[call, "function"]
     assert known is not None
     found = single_splits(call.sample.tensors())
@@ -178,10 +179,6 @@ def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> 
     ]
 
 
-def _dims(tensor: torch.Tensor) -> int:
-    return tensor.dim()
-
-
 def _shown(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} of {tensor.nbytes} B"
 
@@ -190,7 +187,10 @@ def _cost(outcome: Outcome) -> str:
     """What a split costs: nothing, or what is communicated, in bytes to one of two ranks."""
     if outcome.kind not in ("rule", "fallback"):
         return f" ({outcome.kind})"
-    parts = [f"{kind} {size} B" for kind, size in outcome.collectives]
+    parts = []
+    for kind in dict.fromkeys(kind for kind, _ in outcome.collectives):
+        sizes = [size for each, size in outcome.collectives if each == kind]
+        parts.append(f"{f'{len(sizes)} ' if len(sizes) > 1 else ''}{kind} {sum(sizes)} B")
     if outcome.kind == "fallback":
         parts = ["whole", *parts]
     return f" ({', '.join(parts)})" if parts else ""

@@ -68,8 +68,8 @@ _ALL = """
 ## All
 
 *Splits*: of one sample, for each tensor its shape and size, and the dims that may be split; in
-brackets what one of two ranks receives in the call if only this dim is split. *torch*: how many of
-some of the cases torch's DTensor passes, and what is most often wrong with the others.
+brackets what one of two ranks receives in the forward if only this dim is split. *torch*: how many
+of some of the cases torch's DTensor passes, and what is most often wrong with the others.
 
 | operator | outcome | splits | torch |
 |---|---|---|---|
