@@ -89,7 +89,10 @@ def _dims_and_sizes(
     )
     sizes = (None,) * len(dims) if s is None else tuple(s)
     if len(set(dims)) < len(dims) or len(sizes) != len(dims) or not (dims and input.dim()):
-        raise RuntimeError(f"fft: dims {dims}, sizes {s}")
+        raise RuntimeError(
+            "fft: expected dims that differ, at least one, and as many sizes (s), "
+            f"got dims {dims} and s={s}"
+        )
     return dims, sizes
 
 
@@ -255,7 +258,9 @@ def stft(
     kernel, time = (win_length or n_fft, None) if align_to_window else (n_fft, "time")
     windows = Window(size, kernel, hop)
     if windows.count < 1:
-        raise RuntimeError(f"stft: n_fft {n_fft}, input {tuple(input.shape)}")
+        raise RuntimeError(
+            f"stft: expected n_fft of at most {size}, the signal's length, got {n_fft}"
+        )
     batch = ("batch",) * (input.dim() - 1)
     parts = () if return_complex or (is_complex and return_complex is None) else (2,)
 

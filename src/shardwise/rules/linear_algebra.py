@@ -45,7 +45,9 @@ def matrices(tensors: Sequence[Tensor], pattern: str, **extra: Any) -> Spec:
     for tensor, letters in zip(tensors, operands, strict=True):
         count = tensor.dim() - len(letters)
         if count < 0:
-            raise RuntimeError(f"expected at least {len(letters)} dims, got {tuple(tensor.shape)}")
+            raise RuntimeError(
+                f"expected a tensor of at least {len(letters)} dims, got {tuple(tensor.shape)}"
+            )
         batches.append(tensor.shape[:count])
         sizes.update(zip(letters, tensor.shape[count:], strict=True))
     if "m" in sizes and "n" in sizes:
