@@ -41,7 +41,7 @@ def ranks(
 
 
 def in_layout(x: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
-    """A leaf in these placements, of a tensor that every rank has; contributions are random."""
+    """A leaf in these placements, of a tensor that every rank has: that or contributions to it."""
     return distributed(x, sw.Layout.from_placements(mesh, x.shape, placements))
 
 

@@ -150,11 +150,11 @@ def piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     assert place is not None, "every rank is on the mesh"
     local = layout.piece_of(tensor, place).clone()
     for axis, _ in layout.partial:
-        local = _contribution(local, place[axis], layout.mesh.shape[axis])
+        local = contribution(local, place[axis], layout.mesh.shape[axis])
     return local
 
 
-def _contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
+def contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
     """One of so many contributions: x is 2x - x + 0 + ..., exact in any order of adding up."""
     if count == 1:
         return total

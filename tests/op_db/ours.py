@@ -134,7 +134,7 @@ class _Attempt:
         results = list(leaves(unambiguous(self.call, inputs, made)))
         expected = self.expected
         problem = (
-            _of_types(results, bool(inputs))
+            _of_types(results)
             or difference(
                 [whole_of(each) if isinstance(each, torch.Tensor) else each for each in results],
                 expected.results,
@@ -168,9 +168,9 @@ class _Attempt:
         return ""
 
 
-def _of_types(results: Sequence[Any], distributed: bool) -> str:
+def _of_types(results: Sequence[Any]) -> str:
     for each in results:
-        if isinstance(each, torch.Tensor) and distributed and not isinstance(each, DTensor):
+        if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
             return "wrong type: a plain tensor, expected a DTensor"
     return ""
 

@@ -145,13 +145,13 @@ def _try_theirs(row: Row, attempt: Attempt, fn: Callable[..., Any], known: Refer
 
     call, form, mesh, tried = attempt
     tried = tried[:THEIR_CASES]
-    verdict = theirs.Verdict(even=row.theirs_when_even)
     found = theirs.outcomes(call, form, fn, mesh, tried, known)
     for case, outcome in zip(tried, found, strict=True):
-        verdict.add(call, mesh, case, outcome)
         kind = theirs.kind(outcome)
         row.theirs[kind] = row.theirs.get(kind, 0) + 1
-    row.theirs_when_even = verdict.even
+        is_even = theirs.is_even(call.sample.tensors(), mesh, case)
+        if is_even and row.theirs_when_even in ("", theirs.PASS):
+            row.theirs_when_even = theirs.of_value(outcome)
 
 
 def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> list[str]:

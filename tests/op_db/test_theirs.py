@@ -95,9 +95,12 @@ def test_simulated_ranks_of_ours_run_before_and_after_in_the_same_process() -> N
     assert simulate(size, 3) == [3, 3, 3]
 
 
-def test_a_verdict_is_of_all_cases_and_of_the_values_of_even_ones() -> None:
-    verdict = theirs.Verdict()
-    verdict.add(call(), (2,), ((Shard(1),),), "backward: wrong value")
-    verdict.add(call(), (2,), ((Shard(0),),), "wrong shape")
-    verdict.add(call(), (2,), ((Partial(),),), "no strategy")
-    assert (verdict.even, verdict.all) == ("pass", "backward: wrong value")
+def test_what_torchs_own_tests_ask_for_is_the_values_of_even_cases() -> None:
+    tensors = call().sample.tensors()
+    assert theirs.is_even(tensors, (2,), ((Shard(1),),))
+    assert theirs.is_even(tensors, (2,), ((Replicate(),),))
+    assert not theirs.is_even(tensors, (2,), ((Shard(0),),))
+    assert not theirs.is_even(tensors, (2,), ((Partial(),),))
+    assert not theirs.is_even(tensors, (2, 2), ((Replicate(), Replicate()),))
+    assert theirs.of_value("backward: wrong value") == "pass"
+    assert theirs.of_value("wrong shape: [2]") == "wrong shape: [2]"

@@ -20,7 +20,7 @@ from op_db.reference import SEED, Reference, called, difference, leaves, unambig
 from op_db.their_ranks import Ranks, TooLongError
 from shardwise import placement as our
 from shardwise.rules.calls import tensors_in
-from shardwise.testing import _contribution, loss_of
+from shardwise.testing import contribution, loss_of
 
 PASS = "pass"
 _BACKWARD = "backward: "
@@ -49,23 +49,6 @@ def outcomes(
     return found
 
 
-@dataclass
-class Verdict:
-    """What torch's DTensor makes of an operator, over all cases."""
-
-    even: str = ""
-    """The first problem with a value, of cases that split evenly over one axis; or "pass". Empty
-    if there were no such cases. It is what torch's own tests ask for."""
-    all: str = ""
-    """The first problem of any case, gradients included."""
-
-    def add(self, call: Call, mesh_shape: tuple[int, ...], case: Case, outcome: str) -> None:
-        self.all = _first(self.all, outcome)
-        if is_even(call.sample.tensors(), mesh_shape, case):
-            value = PASS if outcome.startswith(_BACKWARD) else outcome
-            self.even = _first(self.even, value)
-
-
 def kind(outcome: str) -> str:
     """An outcome without the details: "wrong value", "backward: raises RuntimeError", ..."""
     backward = outcome.startswith(_BACKWARD)
@@ -84,8 +67,9 @@ def is_even(tensors: Sequence[torch.Tensor], mesh_shape: tuple[int, ...], case: 
     )
 
 
-def _first(known: str, outcome: str) -> str:
-    return outcome if known in ("", PASS) else known
+def of_value(outcome: str) -> str:
+    """An outcome, whatever came of the gradients."""
+    return PASS if outcome.startswith(_BACKWARD) else outcome
 
 
 class _BackwardError(Exception):
@@ -175,7 +159,7 @@ def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, how: How) -> DTensor:
             local = pieces[at] if at < len(pieces) else local.narrow(dim, 0, 0)
             placements.append(Shard(dim))
         elif placement.is_partial():
-            local = _contribution(local, at, size)
+            local = contribution(local, at, size)
             placements.append(Partial())
         else:
             placements.append(Replicate())

@@ -27,7 +27,7 @@ BATCHES = {
     "svd": (torch.svd, [Sample(TALL)]),
     "linalg.qr": (torch.linalg.qr, [Sample(TALL.detach(), mode="r")]),
     "lu": (torch.Tensor.lu, [Sample(MATRICES)]),
-    "cond": (torch.linalg.cond, [Sample(TALL)]),
+    "cond": (torch.linalg.cond, [Sample(TALL), Sample(torch.ones(2, 0, 0))]),
     "householder_product": (torch.linalg.householder_product, [Sample(TALL, leaf(4, 3))]),
     "pinv": (torch.linalg.pinv, [Sample(TALL, atol=torch.rand(4), rtol=torch.rand(2, 1))]),
     "matrix_rank": (torch.linalg.matrix_rank, [Sample(torch.ones(4, 5, 3), tol=torch.rand(4))]),

@@ -73,3 +73,25 @@ def test_what_is_dense_already_stays_as_it_is() -> None:
         return x.to_dense() is x, repr(x.to_dense(torch.float64))[:17]
 
     assert sw.simulate(run, 2)[0] == (True, "DTensor(f64[4@0, ")
+
+
+THEIRS: dict[str, tuple[Callable[[sw.DTensor], object], str]] = {
+    "fftn": (lambda x: torch.fft.fftn(x, dim=(0, 0)), "dims that differ"),
+    "tensor_split": (lambda x: x.tensor_split(torch.tensor([1.0])), "dtype of long"),
+    "combinations": (torch.combinations, "expected a vector"),
+    "ctc_loss": (lambda x: torch.ctc_loss(x[0], x, (1,), (1,)), "log_probs"),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_what_torch_refuses_is_an_error_of_its_kind_that_says_why(name: str) -> None:
+    call, message = THEIRS[name]
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        with pytest.raises(RuntimeError):
+            call(torch.eye(4))
+        with pytest.raises(RuntimeError, match=message):
+            call(sw.distribute_tensor(torch.eye(4), mesh, [sw.Shard(0)]))
+
+    sw.simulate(run, 2)

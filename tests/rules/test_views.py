@@ -262,7 +262,7 @@ def test_shapes_change_in_place():
         x = rows(mesh, 4, 1, 3, split=0)
         local = x.to_local().data_ptr()
         x.transpose_(0, 2).squeeze_().unsqueeze_(0).squeeze_(())
-        x.squeeze_(0).t_()
+        x.squeeze_(0).t_().unsqueeze_(2).squeeze_(dim=2)
         return repr(x.layout), x.to_local().data_ptr() == local, x.full_tensor().tolist()
 
     values = torch.arange(12.0).reshape(4, 3).tolist()

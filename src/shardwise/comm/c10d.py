@@ -59,11 +59,7 @@ class C10dCommunicator(Communicator):
     """Collectives on one torch process group."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        ranks: tuple[int, ...],
-        index: int,
-        axes: tuple[str, ...],
+        self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int, axes: tuple[str, ...]
     ) -> None:
         super().__init__(ranks, index, axes)
         # Weak, so that destroy_process_group frees the group.

@@ -96,9 +96,7 @@ def _normalized(
     if not tracks or not input.numel():
         return dispatched(by, input, weight, bias, eps, False)
     result, mean, variance = dispatched(by, input, weight, bias, eps, True)
-    with torch.no_grad():
-        _update(running_mean, mean, momentum)
-        _update(running_var, variance, momentum)
+    _update((running_mean, mean), (running_var, variance), momentum=momentum)
     return result
 
 
@@ -145,9 +143,7 @@ def _native(
         made = dispatched(by_statistics, input, weight, bias, running_mean, running_var, eps)
         return made, _nothing(made), _nothing(made)
     result, mean, variance, scale = dispatched(by_batch_saving, input, weight, bias, eps)
-    with torch.no_grad():
-        _update(running_mean, mean, momentum)
-        _update(running_var, variance, momentum)
+    _update((running_mean, mean), (running_var, variance), momentum=momentum)
     return result, mean, scale
 
 
@@ -156,11 +152,13 @@ def _nothing(like: DTensor, dtype: torch.dtype | None = None) -> DTensor:
     return wrap(local, Layout(like._layout.mesh, (0,)))
 
 
-def _update(running: Optional, value: DTensor, momentum: float) -> None:
-    if running is None:
-        return
-    new = value if isinstance(running, DTensor) else value.full_tensor()
-    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+@torch.no_grad()
+def _update(*statistics: tuple[Optional, DTensor], momentum: float) -> None:
+    """Keep up running statistics, those that there are, with the ones of this batch."""
+    for running, value in statistics:
+        if running is not None:
+            new = value if isinstance(running, DTensor) else value.full_tensor()
+            running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
 
 
 # ---- with statistics that are given

@@ -4,18 +4,17 @@ the input in which the view `x` is overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import shardwise.rules.casts
-import shardwise.rules.reshape
-import shardwise.rules.strides  # noqa: F401 (views that have copies)
+import shardwise.rules.reshape  # noqa: F401 (views that have copies)
 from shardwise.rules.assignment import ASSIGN, PUT, copy_of
 from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.keys import ALL, mesh_of, static
 from shardwise.rules.spec import normalized
+from shardwise.rules.strides import check_source
 from shardwise.tensor import DTensor
 
 # ---- of views
@@ -54,19 +53,11 @@ for _name in _VIEWS:
 # ---- with a view overwritten
 
 
-def _checked(src: torch.Tensor, shape: Sequence[int]) -> None:
-    if tuple(src.shape) != tuple(shape):
-        raise RuntimeError(
-            "expected src to have a size equal to the slice of self. "
-            f"src size = {list(src.shape)}, slice size = {list(shape)}"
-        )
-
-
 @composed("select_scatter")
 def select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> DTensor:
     """One row."""
     at = normalized(dim, input.dim())
-    _checked(src, (*input.shape[:at], *input.shape[at + 1 :]))
+    check_source(src, (*input.shape[:at], *input.shape[at + 1 :]))
     return _overwritten(input, src, (*[ALL] * at, int(index)))
 
 
@@ -83,7 +74,7 @@ def slice_scatter(
     at = normalized(dim, input.dim())
     rows = slice(start, end, step)
     count = len(range(input.shape[at])[rows])
-    _checked(src, (*input.shape[:at], count, *input.shape[at + 1 :]))
+    check_source(src, (*input.shape[:at], count, *input.shape[at + 1 :]))
     return _overwritten(input, src, (*[ALL] * at, rows))
 
 
@@ -100,7 +91,7 @@ def diagonal_scatter(
     """A diagonal, by the indices of its elements: each rank writes those that it has."""
     mesh = mesh_of(input, src)
     meta = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2)
-    _checked(src, meta.shape)
+    check_source(src, meta.shape)
     row, column = (normalized(dim, input.dim()) for dim in (dim1, dim2))
     places = torch.arange(meta.shape[-1], device=input.device)
     indices: list[torch.Tensor | None] = [None] * input.dim()

@@ -117,7 +117,10 @@ def gradient(
     dims = [normalized(each, input.dim()) for each in given]
     names = dims_of(input)
     if len(set(dims)) < len(dims) or len(_spacings(spacing, len(dims))) != len(dims):
-        raise RuntimeError(f"torch.gradient: spacing {spacing}, dim {dim}")
+        raise RuntimeError(
+            f"torch.gradient: expected dims that differ, and a spacing for each, got dim={dim} and "
+            f"spacing={spacing}"
+        )
 
     def lower(here: Here) -> Callable[..., Any] | None:
         if not here.axes(*(names[each] for each in dims)):

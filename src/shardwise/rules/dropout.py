@@ -1,4 +1,4 @@
-"""Dropout: a product with a mask that belongs to the global tensor, not to the shard."""
+"""Dropout, rrelu: products with noise that belongs to the global tensor, not to the shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from shardwise import random
 from shardwise.layout import Layout
 from shardwise.rules.calls import composed
-from shardwise.rules.random_ops import noise
+from shardwise.rules.random_ops import noise, noise_like
 from shardwise.rules.registry import handler, name_of
 from shardwise.tensor import DTensor, as_local
 
@@ -78,3 +78,30 @@ def _kept(input: DTensor, p: float, *, is_feature: bool, scaled: bool) -> DTenso
         return random.bernoulli(key, layout, 1 - p, dtype, device, value)
 
     return noise(sampler, layout, dtype=dtype, device=input.device)
+
+
+# ---- a leaky relu whose slope is random
+
+
+@handler("rrelu", "rrelu_")
+def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
+    """In training; a leaky relu with the mean slope else."""
+
+    def applied(
+        input: Any,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: Any = False,  # torch.rrelu has its generator here
+        generator: Any = None,
+    ) -> Any:
+        if isinstance(inplace, torch.Generator):
+            inplace, generator = False, inplace
+        inplace = inplace or name_of(func) == "rrelu_"
+        if not training:
+            return F.leaky_relu(input, (lower + upper) / 2, inplace=bool(inplace))
+        made = noise_like(random.uniform, input, lower, upper, generator=generator)
+        slopes = torch.where(input.detach() <= 0, made, 1.0)
+        return input.mul_(slopes) if inplace else input * slopes
+
+    return applied(*args, **kwargs)

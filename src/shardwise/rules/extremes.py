@@ -15,11 +15,11 @@ import torch
 
 from shardwise.rules.calls import with_synonyms
 from shardwise.rules.dims import as_dims, whole_along, without
-from shardwise.rules.padding import is_empty, on_something
+from shardwise.rules.padding import for_empty
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.reduction import Over, reduced
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, dims_of
 
 _NOWHERE = torch.iinfo(torch.int64).max
 """The index that a rank without the value proposes."""
@@ -256,14 +256,7 @@ def _quantile(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         if isinstance(q, torch.Tensor):
             inputs.append((q, dims_of(q, "q")))
             out = Out((*dims_of(q, "q"), *out.dims), (*q.shape, *out.shape))
-
-        def lower(here: Here) -> Callable[..., Any] | None:
-            mine = here.outputs[0].local_shape()
-            if here.inputs[0].numel == 0 or not is_empty(mine):
-                return None
-            return on_something(function, mine)
-
-        return Spec(inputs, [out], lower=lower)
+        return Spec(inputs, [out], lower=for_empty(function) if input.numel() else None)
 
     return with_synonyms(made)
 

@@ -17,7 +17,7 @@ import torch
 from shardwise.rules.calls import Function, composed, with_synonyms
 from shardwise.rules.dims import as_dims, given, replaced, without
 from shardwise.rules.halo import Window, exchange
-from shardwise.rules.padding import cropped, filled, is_empty, on_something
+from shardwise.rules.padding import cropped, filled, for_empty, is_empty
 from shardwise.rules.rearranging import roll
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized
@@ -29,12 +29,8 @@ Sizes = tuple[int, ...]
 def transformed(input: torch.Tensor, dims: Sequence[int], shape: Sizes, run: Any) -> Spec:
     """The spec of a transform `run` over some dims, with a result of this shape."""
     names = without(dims_of(input), dims, True)
-
-    def lower(here: Here) -> Callable[..., Any] | None:
-        mine = here.outputs[0].local_shape()
-        return on_something(run, mine) if is_empty(mine) else None
-
-    return Spec([(input, names)], [Out(names, shape)], linear=[(0,)], lower=lower, positions=())
+    out, lower = Out(names, shape), for_empty(run)
+    return Spec([(input, names)], [out], linear=[(0,)], lower=lower, positions=())
 
 
 # ---- how long a result is: from the length of the input and the one that is asked for
@@ -93,7 +89,10 @@ def _dims_and_sizes(
     )
     sizes = (None,) * len(dims) if s is None else tuple(s)
     if len(set(dims)) < len(dims) or len(sizes) != len(dims) or not (dims and input.dim()):
-        raise RuntimeError(f"fft: dims {dims}, sizes {s}")
+        raise RuntimeError(
+            "fft: expected dims that differ, at least one, and as many sizes (s), "
+            f"got dims {dims} and s={s}"
+        )
     return dims, sizes
 
 
@@ -259,7 +258,9 @@ def stft(
     kernel, time = (win_length or n_fft, None) if align_to_window else (n_fft, "time")
     windows = Window(size, kernel, hop)
     if windows.count < 1:
-        raise RuntimeError(f"stft: n_fft {n_fft}, input {tuple(input.shape)}")
+        raise RuntimeError(
+            f"stft: expected n_fft of at most {size}, the signal's length, got {n_fft}"
+        )
     batch = ("batch",) * (input.dim() - 1)
     parts = () if return_complex or (is_complex and return_complex is None) else (2,)
 
@@ -301,11 +302,6 @@ def istft(
     whole = n_fft + (hop_length or n_fft // 4) * (input.shape[-1] - 1)
     size = length or whole - (2 * (n_fft // 2) if center else 0)
     batch = ("batch",) * (input.dim() - 2)
-
-    def lower(here: Here) -> Callable[..., Any] | None:
-        mine = here.outputs[0].local_shape()
-        return on_something(torch.istft, mine) if is_empty(mine) else None
-
     inputs = given((input, (*batch, None, None)), (window, (None,)))
-    out = Out((*batch, None), (*input.shape[:-2], size))
+    out, lower = Out((*batch, None), (*input.shape[:-2], size)), for_empty(torch.istft)
     return Spec(inputs, [out], linear=[(0,)], lower=lower, positions=())

@@ -151,7 +151,7 @@ def broadcast_tensors(tensors: Any) -> tuple[DTensor, ...]:
 @composed(torch.meshgrid, VF.meshgrid, Aten("meshgrid"))
 def meshgrid(*tensors: Any, indexing: str | None = "ij") -> tuple[DTensor, ...]:
     """Each along a dim of its own."""
-    given = tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
+    given = _listed(tensors)
     mesh = mesh_of(given)
     like = [torch.empty(each.shape, device="meta") for each in given]
     shape = torch.meshgrid(*like, indexing=indexing)[0].shape
@@ -166,23 +166,29 @@ def meshgrid(*tensors: Any, indexing: str | None = "ij") -> tuple[DTensor, ...]:
     )
 
 
+def _listed(tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """`f(a, b)` and `f([a, b])` alike."""
+    return tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
+
+
 # ---- made of these
 
 
 @composed(torch.cartesian_prod, VF.cartesian_prod, Aten("cartesian_prod"))
 def cartesian_prod(*tensors: Any) -> torch.Tensor:
     """A row for each choice of an element of each tensor."""
-    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
-        tensors = tuple(tensors[0])
-    if len(tensors) == 1:
-        return tensors[0]  # type: ignore[no-any-return]
-    grids = torch.meshgrid(*tensors, indexing="ij")
+    given = _listed(tensors)
+    if len(given) == 1:
+        return given[0]
+    grids = torch.meshgrid(*given, indexing="ij")
     return torch.stack([each.flatten() for each in grids], 1)
 
 
 @composed("combinations")
 def combinations(input: DTensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
     """A row for each choice of `r` elements: which ones, only the length tells."""
+    if input.dim() != 1:
+        raise RuntimeError(f"combinations: expected a vector, got shape {tuple(input.shape)}")
     places = torch.arange(len(input), device=input.device)
     chosen = torch.combinations(places, r, with_replacement)
     return input[static(chosen, input._layout.mesh)]

@@ -6,7 +6,7 @@ raises there, as an index out of range does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from shardwise.random_state import check_if_suspect
 from shardwise.rules.calls import input_of, tensors_in, with_synonyms
 from shardwise.rules.dims import Inputs, as_dims, broadcast_dims, replaced, unsplit
 from shardwise.rules.matmul import leading
-from shardwise.rules.padding import cropped, filled, is_empty
+from shardwise.rules.padding import for_empty
 from shardwise.rules.pointwise import broadcast, tensors_among
 from shardwise.rules.registry import Aten, handler, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.spec import Dims, Out, Spec, dims_of
 from shardwise.tensor import DTensor
 
 Tensor = torch.Tensor
@@ -45,7 +45,9 @@ def matrices(tensors: Sequence[Tensor], pattern: str, **extra: Any) -> Spec:
     for tensor, letters in zip(tensors, operands, strict=True):
         count = tensor.dim() - len(letters)
         if count < 0:
-            raise RuntimeError(f"expected at least {len(letters)} dims, got {tuple(tensor.shape)}")
+            raise RuntimeError(
+                f"expected a tensor of at least {len(letters)} dims, got {tuple(tensor.shape)}"
+            )
         batches.append(tensor.shape[:count])
         sizes.update(zip(letters, tensor.shape[count:], strict=True))
     if "m" in sizes and "n" in sizes:
@@ -75,29 +77,6 @@ def _letters(part: str) -> list[str]:
 
 def _free(letters: Sequence[str]) -> Dims:
     return tuple(each if each.isupper() else None for each in letters)
-
-
-def for_empty(function: Any) -> Callable[[Here], Callable[..., Any] | None]:
-    """The lowering of an operator that answers an empty piece in a way of its own: without a way
-    for gradients, or in another shape."""
-
-    def lower(here: Here) -> Callable[..., Any] | None:
-        if not any(is_empty(each.local_shape()) for each in here.inputs):
-            return None
-        shape = here.outputs[0].local_shape()
-
-        @with_synonyms
-        def run(*args: Any, **kwargs: Any) -> Tensor:
-            given = [filled(each) if isinstance(each, Tensor) else each for each in args]
-            named = {
-                name: filled(each) if isinstance(each, Tensor) else each
-                for name, each in kwargs.items()
-            }
-            return cropped(function(*given, **named), shape)
-
-        return run
-
-    return lower
 
 
 def linalg(name: str) -> tuple[Any, Aten]:

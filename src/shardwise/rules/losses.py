@@ -252,6 +252,10 @@ def ctc_loss(loss: Loss, values: Values) -> Spec:
     """A sequence for each row. Targets of one dim are those of all rows, one after the other: they
     are whole, as are the lengths that say where each row's begin."""
     log_probs, targets = values["log_probs"], values["targets"]
+    if log_probs.dim() not in (2, 3):
+        raise RuntimeError(
+            f"ctc_loss: expected log_probs of 2 or 3 dims, got shape {tuple(log_probs.shape)}"
+        )
     rows: Dims = ("n",) * (log_probs.dim() - 2)
     is_joined = targets.dim() == 1
     shape = tuple(log_probs.shape[1:-1])

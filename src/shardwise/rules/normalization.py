@@ -42,6 +42,24 @@ def scaled(normal: torch.Tensor, weight: Optional, bias: Optional) -> torch.Tens
     return normal if bias is None else normal + bias
 
 
+def _result_alone(norm: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., torch.Tensor]:
+    """What runs for a function of torch that returns no statistics: a norm that does, and is told
+    nothing of the size of the whole, torch's second argument."""
+
+    def run(
+        input: torch.Tensor,
+        whole: Any = None,
+        weight: Optional = None,
+        bias: Optional = None,
+        eps: float = 1e-5,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return norm(input, weight, bias, eps)[0]
+
+    return run
+
+
 # ---- over the last dims: layer_norm, rms_norm
 
 
@@ -70,20 +88,7 @@ def layer_norm(
 
     def lower(here: Here) -> Callable[..., torch.Tensor]:
         split = _split_layer_norm(here, names, first, math.prod(normalized_shape))
-        if split is None:
-            return torch.layer_norm
-
-        def run(
-            input: torch.Tensor,
-            normalized_shape: Sequence[int],
-            weight: Optional = None,
-            bias: Optional = None,
-            eps: float = 1e-5,
-            cudnn_enable: bool = True,
-        ) -> torch.Tensor:
-            return split(input, weight, bias, eps)[0]
-
-        return run
+        return torch.layer_norm if split is None else _result_alone(split)
 
     inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
     return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower, positions=())
@@ -201,23 +206,13 @@ def group_norm(
         pieces = math.prod(here.mesh.shape[axis] for axis in here.axes("c"))
         # A rank may have whole groups; then the others know nothing of them.
         whole_groups = num_groups % pieces == 0
-        if whole_groups and not here.axes(*names[2:]):
-            if pieces == 1:
-                return torch.group_norm
-            return _fewer_groups(num_groups // pieces)
-        split = _split_group_norm(here, names, shape, num_groups, pieces if whole_groups else 1)
-
-        def run(
-            input: torch.Tensor,
-            num_groups: int,
-            weight: Optional = None,
-            bias: Optional = None,
-            eps: float = 1e-5,
-            cudnn_enabled: bool = True,
-        ) -> torch.Tensor:
-            return split(input, weight, bias, eps)[0]
-
-        return run
+        if not whole_groups or here.axes(*names[2:]):
+            pieces = pieces if whole_groups else 1
+            return _result_alone(_split_group_norm(here, names, shape, num_groups, pieces))
+        if pieces == 1:
+            return torch.group_norm
+        groups = num_groups // pieces
+        return _result_alone(lambda input, *rest: (torch.group_norm(input, groups, *rest),))
 
     inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
     return Spec(inputs, [Out(names, shape)], lower=lower, positions=("c",))
@@ -255,24 +250,9 @@ def native_group_norm(
 def checked_group_norm(input: torch.Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Spec:
     """F refuses one value per channel, which torch.group_norm takes."""
     spec = group_norm(input, num_groups, *args, **kwargs)
-    assert spec is not None, "it knows every call"
     size = list(input.shape)
     F._verify_batch_size([size[0] * size[1] // num_groups, num_groups, *size[2:]])  # type: ignore[attr-defined]
     return spec
-
-
-def _fewer_groups(here: int) -> Callable[..., torch.Tensor]:
-    def run(
-        input: torch.Tensor,
-        num_groups: int,
-        weight: Optional = None,
-        bias: Optional = None,
-        eps: float = 1e-5,
-        cudnn_enabled: bool = True,
-    ) -> torch.Tensor:
-        return torch.group_norm(input, here, weight, bias, eps)
-
-    return run
 
 
 def _split_group_norm(

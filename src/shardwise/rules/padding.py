@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.box import Range
+from shardwise.rules.calls import with_synonyms
+from shardwise.rules.spec import Here
 
 
 def padded(
@@ -51,22 +53,27 @@ def cropped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def on_something(
-    function: Callable[..., torch.Tensor], shape: Sequence[int]
-) -> Callable[..., torch.Tensor]:
-    """A function that refuses empty tensors, where its result is to have this shape, and is empty.
+def for_empty(function: Callable[..., Any]) -> Callable[[Here], Callable[..., Any] | None]:
+    """The lowering of a function that refuses an empty piece, or answers it in a way of its own:
+    without a way for gradients, or in another shape.
 
-    It runs on something, of which nothing is kept: what requires grad must on all ranks alike.
+    Where its first result is empty it runs on something, of which nothing is kept.
     """
 
     def something(value: Any) -> Any:
         return filled(value) if isinstance(value, torch.Tensor) else value
 
-    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        keywords = {name: something(value) for name, value in kwargs.items()}
-        return cropped(function(*map(something, args), **keywords), shape)
+    def lower(here: Here) -> Callable[..., Any] | None:
+        shape = here.outputs[0].local_shape()
 
-    return run
+        @with_synonyms
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            keywords = {name: something(value) for name, value in kwargs.items()}
+            return cropped(function(*map(something, args), **keywords), shape)
+
+        return run if is_empty(shape) else None
+
+    return lower
 
 
 def is_empty(shape: Sequence[int]) -> bool:

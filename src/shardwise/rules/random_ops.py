@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from shardwise import random
 from shardwise.cut import Cut
@@ -324,11 +323,12 @@ def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torc
     return run
 
 
-for _whole in (torch.poisson, torch._standard_gamma, torch._sample_dirichlet):
+def _sampled(func: Any, input: torch.Tensor, generator: Any = None) -> Spec:
+    return unsplit([input], input.shape, lower=partial(_seeded, func))
 
-    @rule(_whole.__name__, inplace=False)
-    def sampled(input: torch.Tensor, generator: Any = None, *, _of: Any = _whole) -> Spec:
-        return unsplit([input], input.shape, lower=partial(_seeded, _of))
+
+for _func in (torch.poisson, torch._standard_gamma, torch._sample_dirichlet):
+    rule(_func.__name__, inplace=False)(partial(_sampled, _func))
 
 
 @rule("binomial", inplace=False)
@@ -371,30 +371,3 @@ def multinomial(
     if num_samples == 1:
         return races.argmax(-1, keepdim=True)
     return races.topk(num_samples, -1)[1]
-
-
-# ---- a leaky relu whose slope is random
-
-
-@handler("rrelu", "rrelu_")
-def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
-    """In training; a leaky relu with the mean slope else."""
-
-    def applied(
-        input: Any,
-        lower: float = 1 / 8,
-        upper: float = 1 / 3,
-        training: bool = False,
-        inplace: Any = False,  # torch.rrelu has its generator here
-        generator: Any = None,
-    ) -> Any:
-        if isinstance(inplace, torch.Generator):
-            inplace, generator = False, inplace
-        inplace = inplace or name_of(func) == "rrelu_"
-        if not training:
-            return F.leaky_relu(input, (lower + upper) / 2, inplace=bool(inplace))
-        made = noise_like(random.uniform, input, lower, upper, generator=generator)
-        slopes = torch.where(input.detach() <= 0, made, 1.0)
-        return input.mul_(slopes) if inplace else input * slopes
-
-    return applied(*args, **kwargs)

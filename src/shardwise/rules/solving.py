@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardwise.rules.calls import Function, composed, with_synonyms
-from shardwise.rules.linear_algebra import NOTHING, for_empty, linalg, matrices
-from shardwise.rules.padding import cropped, filled
+from shardwise.rules.linear_algebra import NOTHING, linalg, matrices
+from shardwise.rules.padding import cropped, filled, for_empty
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec
 

@@ -200,12 +200,17 @@ def as_strided_scatter(
             result = torch.as_strided_scatter(target, values, size, stride, storage_offset)
             return wrap(result.as_subclass(torch.Tensor), Layout(mesh, tuple(result.shape)))
     given = _of_contiguous(name, target, size, stride, storage_offset)
-    if tuple(src.shape) != given[0]:
+    check_source(src, given[0])
+    return SCATTER.dispatched(target, src, *given)  # type: ignore[no-any-return]
+
+
+def check_source(src: torch.Tensor, shape: Sequence[int]) -> None:
+    """Refuse to overwrite a view of this shape with a tensor of another."""
+    if tuple(src.shape) != tuple(shape):
         raise RuntimeError(
             "expected src to have a size equal to the slice of self. "
-            f"src size = {list(src.shape)}, slice size = {list(given[0])}"
+            f"src size = {list(src.shape)}, slice size = {list(shape)}"
         )
-    return SCATTER.dispatched(target, src, *given)  # type: ignore[no-any-return]
 
 
 def _of_contiguous(

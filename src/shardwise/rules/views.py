@@ -79,7 +79,7 @@ def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
 # ---- dims of size 1
 
 
-def _squeezed(input: torch.Tensor, dim: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _squeezed(input: torch.Tensor, dim: Any = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims that are to go, and those of them that do. No dims are none, where None is all."""
     wanted = () if dim in ((), []) else as_dims(dim, input.dim())
     return wanted, tuple(at for at in wanted if input.shape[at] == 1)
@@ -123,12 +123,11 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{name}_: it would have to move {target._layout!r}, and so cannot be done in place; "
             f"use x = x.{name}(...)"
         )
-    _, gone = _squeezed(target, next(iter((*args[1:], *kwargs.values())), None))
+    if name == "squeeze":  # a shard may have one row of a dim that has more
+        _, gone = _squeezed(target, *args[1:], **kwargs)
+        func, args, kwargs = torch.Tensor.squeeze_, (target, gone), {}
     with as_local():
-        if name == "squeeze":
-            torch.Tensor.squeeze_(target, gone)
-        else:
-            func(*args, **kwargs)
+        func(*args, **kwargs)
     target._layout = result._layout
     return target
 
