@@ -90,6 +90,27 @@ def test_arguments_may_all_be_keywords():
     ranks(run)
 
 
+def test_lowerings_get_operands_that_are_named():
+    aten = torch.ops.aten
+    calls = [
+        lambda x: torch.roll(input=x, shifts=1, dims=0),
+        lambda x: torch.tensor_split(input=x, sections=3)[1],
+        lambda x: torch.trapezoid(y=x, x=x * x, dim=0),
+        lambda x: torch.relu_(input=-x),
+        lambda x: torch.polygamma(n=1, input=x),
+        lambda x: torch.where(condition=x > 4, input=x, other=-x),
+        lambda x: aten.roll.default(self=x, shifts=[1], dims=[0]),
+        lambda x: aten._softmax_backward_data(x, output=x, dim=0, input_dtype=torch.float32),
+    ]
+
+    def run(mesh):
+        for call in calls:
+            ours = call(split(full(3, 4), mesh, Shard(0))).full_tensor()
+            torch.testing.assert_close(ours, call(full(3, 4)))
+
+    ranks(run)
+
+
 # ---- policies
 
 

@@ -60,9 +60,16 @@ def test_a_running_sum_gathers_only_the_totals_of_the_ranks():
     ]
 
 
-def test_double_backward_of_a_running_product():
+def test_running_sums_have_the_dtype_that_is_asked_for():
+    x = torch.arange(5, dtype=torch.int32)
+    for function in (torch.cumsum, torch.cumprod):
+        check_rule(function, [Sample(x, 0, dtype=torch.int32)], most=6, allow_missing=True)
+
+
+@pytest.mark.parametrize("function", [torch.cumprod, torch.logcumsumexp])
+def test_double_backward_along_a_split_dim(function):
     def second(x: torch.Tensor) -> torch.Tensor:
-        (gradient,) = torch.autograd.grad(x.cumprod(0).sum(), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(function(x, 0).sum(), x, create_graph=True)
         (again,) = torch.autograd.grad((gradient * gradient).sum(), x)
         return again
 

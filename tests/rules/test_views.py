@@ -48,6 +48,7 @@ VIEWS = {
     "expand": (torch.Tensor.expand, [Sample(leaf(5, 1), 2, -1, 3), Sample(leaf(1, 4), (5, 4))]),
     "expand_as": (torch.Tensor.expand_as, [Sample(leaf(1, 4), torch.zeros(5, 4))]),
     "broadcast_to": (torch.broadcast_to, [Sample(leaf(5, 1), (2, 5, 3))]),
+    "linalg.diagonal": (torch.linalg.diagonal, [Sample(leaf(2, 3, 4)), Sample(A=leaf(3, 4, 2))]),
     "diagonal": (
         torch.diagonal,
         [

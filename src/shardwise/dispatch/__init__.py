@@ -17,7 +17,7 @@ import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.comm import trace as _trace
 from shardwise.comm.cause import is_running, running
 from shardwise.dispatch import functions, gradients, masked, refused, values  # noqa: F401 (register themselves)
-from shardwise.dispatch.arguments import by_torchs_names, tensor_paths
+from shardwise.dispatch.arguments import by_position, by_torchs_names, tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember
@@ -78,6 +78,8 @@ def dispatch(
     entry = _state.entries.get(key)
     if entry is None:
         known = lookup(func)
+        if kwargs and (not args or type(func) is _OpOverload):
+            args, kwargs = by_position(func, known, args, kwargs)
         if known is not None and known.handler is not None:
             return known.handler(func, args, kwargs or {})
         entry = _found(func, known, args, kwargs or {})

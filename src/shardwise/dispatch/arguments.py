@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
@@ -15,6 +17,7 @@ from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError
+from shardwise.rules.registry import Known
 from shardwise.tensor import DTensor
 
 
@@ -44,6 +47,49 @@ def by_torchs_names(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if "quantize" in func.__name__ or func is torch.segment_reduce:  # where the axis is called so
         return kwargs
     return {_NUMPYS_NAMES.get(name, name): each for name, each in kwargs.items()}
+
+
+_INPUTS = ("input", "self", "A", "x")
+"""What torch calls the first operand, where a rule has another name for it."""
+
+
+def by_position(
+    func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that were named, in their places, by which lowerings know operands.
+
+    All of an aten operator's, whose schema tells the places; of others the first, if it is what
+    the rule begins with, or what is written to.
+    """
+    given, rest = list(args), dict(kwargs)
+    if isinstance(func, torch._ops.OpOverload):
+        for name in _places(func)[len(args) :]:
+            if name not in rest:
+                break
+            given.append(rest.pop(name))
+        return tuple(given), rest
+    if args or known is None or known.rule is None:
+        return args, kwargs
+    names = _inputs(known.rule)
+    if known.outplace is not None:
+        names = (*names, *_INPUTS)
+    found = next((each for each in names if each in rest), None)
+    return (args, kwargs) if found is None else ((rest.pop(found),), rest)
+
+
+@lru_cache(maxsize=4096)
+def _places(operator: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(each.name for each in operator._schema.arguments if not each.kwarg_only)
+
+
+@lru_cache(maxsize=4096)
+def _inputs(rule: Any) -> tuple[str, ...]:
+    """What a rule's first argument may be called; nothing if it takes any arguments."""
+    first, *others = inspect.signature(rule).parameters.values()
+    if first.kind is first.VAR_POSITIONAL:
+        return ()
+    taken = {each.name for each in others}
+    return (first.name, *(each for each in _INPUTS if each not in taken))
 
 
 def layout_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Layout:

@@ -44,8 +44,6 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> Entry:
     name = name_of(func)
     if kwargs.get("out") is not None:
         return into_out(func, name)
-    if known is not None and known.outplace is not None and "input" in kwargs:
-        return AsIs(name, _by_position(func))
     numbers = numbers_among(name, kwargs)
     if numbers:
         return with_numbers(func, name, numbers)
@@ -119,11 +117,6 @@ def _by_rule(
     )
     again = functools.partial(plan, func, known)
     return FlowEntry(made, flowing, again) if flowing else made
-
-
-def _by_position(func: Any) -> Callable[..., Any]:
-    """In place, with the target as a keyword: `torch.relu_(input=x)`."""
-    return lambda *, input, **kwargs: func(input, **kwargs)
 
 
 def _on_copies(func: Any) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 _INPUT = ("input", "self", "x", "A")
-_SYNONYMS = dict.fromkeys(_INPUT, "input")
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -40,11 +40,13 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 def with_synonyms(made: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is called with torch's names for the input, where the caller used others."""
+    own = inspect.signature(made).parameters
+    synonyms = {name: "input" for name in _INPUT if name not in own}
 
     @functools.wraps(made)
     def renamed(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("out", None)  # copied to afterwards, by those who call this
-        return made(*args, **{_SYNONYMS.get(name, name): each for name, each in kwargs.items()})
+        return made(*args, **{synonyms.get(name, name): each for name, each in kwargs.items()})
 
     return renamed
 

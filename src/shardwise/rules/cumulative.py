@@ -16,7 +16,7 @@ from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import stacked
 from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.padding import with_a_row
-from shardwise.rules.precision import keeps_sums
+from shardwise.rules.precision import keeps_sums, widened
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
 
@@ -52,7 +52,8 @@ def _running(
             local = input_of(args, kwargs)
             # Every rank uses the totals beside its own piece: gradients are contributions.
             totals = stacked(reduce(local, dim, True, **kind), here.mesh, axes, is_used=True)
-            return combine(run(local, dim, **kind), reduce(totals[:before], 0))
+            running = run(local, dim, **kind)
+            return combine(running, reduce(totals[:before], 0)).to(running.dtype)
 
         return lowered
 
@@ -81,7 +82,15 @@ def logcumsumexp(input: torch.Tensor, dim: int) -> Spec:
         dims = as_dims(dim, input.dim())
         out = Out(without(dims_of(input), dims, True), tuple(input.shape))
         return whole_along(input, dims, [out])
-    return _running(input, dim, None, torch.logcumsumexp, torch.logsumexp, torch.logaddexp)
+    return _running(input, dim, None, torch.logcumsumexp, torch.logsumexp, _log_added)
+
+
+def _log_added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """torch.logaddexp, whose second gradient is wrong beside -inf: what the first rank adds."""
+    one, other = widened(one), widened(other)
+    finite = torch.finfo(one.dtype)
+    largest = torch.maximum(one, other).detach().clamp(finite.min, finite.max)
+    return ((one - largest).exp() + (other - largest).exp()).log() + largest
 
 
 # ---- extremes, and where they are

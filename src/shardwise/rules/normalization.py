@@ -235,10 +235,10 @@ def native_group_norm(
     def lower(here: Here) -> Callable[..., Any]:
         if here.axes(*names[1:]):
             split = _split_group_norm(here, names, shape, group, 1)
-            return lambda input, weight, bias, *sizes: split(input, weight, bias, eps)
+            return lambda input, weight, bias, *_, **__: split(input, weight, bias, eps)
         rows = here.inputs[0].local_shape()[0]
-        return lambda input, weight, bias, *sizes: torch.native_group_norm(
-            input, weight, bias, rows, *sizes[1:]
+        return lambda input, weight, bias, *_, **__: torch.native_group_norm(
+            input, weight, bias, rows, C, HxW, group, eps
         )
 
     inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))

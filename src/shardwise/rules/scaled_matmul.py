@@ -66,8 +66,8 @@ def _spec(
     shape = (rows, columns)
 
     def lower(here: Here) -> Callable[..., Tensor]:
-        return lambda first, second, *args, **kwargs: operator(
-            first.contiguous(), second.t().contiguous().t(), *args, **kwargs
+        return lambda first, mat2, *args, **kwargs: operator(
+            first.contiguous(), mat2.t().contiguous().t(), *args, **kwargs
         )
 
     inputs: Inputs = [(first, ("m", "k")), (second, ("k", "n"))]

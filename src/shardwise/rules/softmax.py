@@ -145,13 +145,15 @@ def _split_safe_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
 
 
 @rule("_softmax_backward_data", inplace=False)
-def softmax_backward(grad_output: torch.Tensor, output: torch.Tensor, dim: int, *_: Any) -> Spec:
+def softmax_backward(
+    grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> Spec:
     return _backward(grad_output, output, dim, _split_softmax_backward)
 
 
 @rule("_log_softmax_backward_data", inplace=False)
 def log_softmax_backward(
-    grad_output: torch.Tensor, output: torch.Tensor, dim: int, *_: Any
+    grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> Spec:
     return _backward(grad_output, output, dim, _split_log_softmax_backward)
 
@@ -166,8 +168,10 @@ def _backward(grad: torch.Tensor, output: torch.Tensor, dim: int, split: Backwar
             return None
         total_of = _total(at, here.mesh, axes)
 
-        def run(grad: torch.Tensor, output: torch.Tensor, _: int, dtype: Any) -> torch.Tensor:
-            return split(widened(grad), widened(output), total_of).to(dtype)
+        def run(
+            grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+        ) -> torch.Tensor:
+            return split(widened(grad_output), widened(output), total_of).to(input_dtype)
 
         return run
 

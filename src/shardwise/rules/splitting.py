@@ -278,9 +278,9 @@ def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec:
 
 @rule("tensor_split", inplace=False)
 def tensor_split(
-    input: torch.Tensor, by: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
+    input: torch.Tensor, by: Any = None, dim: int = 0, **by_name: Any
 ) -> Spec | Callable[..., Any]:
-    by = next(each for each in (by, indices, sections) if each is not None)
+    by = next(iter(by_name.values())) if by is None else by  # torch has three names for it
     if isinstance(by, torch.Tensor):
         return _tensor_split_at
     return _tensor_split(input, by, normalized(dim, input.dim()), "tensor_split")
