@@ -83,6 +83,9 @@ def test_strides_of_what_is_not_contiguous_and_split_are_refused():
         part = split(full(6, 4), mesh, Shard(1))[2:]
         with pytest.raises(sw.DispatchError, match="no storage_offset for a part"):
             part.as_strided((2, 2), (1, 2), 0)
+        column = split(full(3, 4), mesh, Shard(0)).t()  # the last rank's, of one row, is contiguous
+        with pytest.raises(sw.DispatchError, match=r"ranks share \[4, 3@0\]"):
+            column.as_strided((4, 3), (3, 1))
 
     ranks(run)
 

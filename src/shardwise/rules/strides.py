@@ -18,6 +18,7 @@ from shardwise.dispatch.entry import DispatchError
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed
+from shardwise.rules.collectives import extreme
 from shardwise.rules.keys import mesh_of, static, whole
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
@@ -213,6 +214,21 @@ def check_source(src: torch.Tensor, shape: Sequence[int]) -> None:
         )
 
 
+def _some_rank(input: DTensor, is_refused: bool) -> bool:
+    """Whether it is so on any rank. Ranks ask each other if their pieces differ in shape: a piece
+    of one row or column is contiguous where others are not."""
+    layout = input._layout
+    sizes, split = layout.mesh.shape, [axis for axes in layout.shard_order for axis in axes]
+    is_even = all(
+        cut is None and size % math.prod(sizes[axis] for axis in axes) == 0
+        for size, axes, cut in zip(layout.shape, layout.shard_order, layout.cuts, strict=True)
+    )
+    if is_even or layout.mesh.is_abstract or input.is_meta:
+        return is_refused
+    flag = torch.tensor(is_refused, device=input.device)
+    return bool(extreme(flag, layout.mesh, split, "max"))
+
+
 def _of_contiguous(
     name: str, input: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None
 ) -> tuple[Sizes, Sizes, int]:
@@ -221,7 +237,7 @@ def _of_contiguous(
         is_contiguous = input.is_contiguous()
         base: Any = input._base
     is_part = isinstance(base, DTensor) and base._layout.numel != input._layout.numel
-    if not is_contiguous or (is_part and offset is not None):
+    if _some_rank(input, not is_contiguous or (is_part and offset is not None)):
         raise DispatchError(
             f"{name}: ranks share {input._layout!r}, so expected a contiguous tensor, and no "
             "storage_offset for a part of another one; take it of x.contiguous(), or of that"
