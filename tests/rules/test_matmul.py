@@ -9,6 +9,7 @@ from rule_cases import heard, in_layout, leaf, ranks, values
 
 from shardwise import (
     DeviceMesh,
+    DTensor,
     Partial,
     Replicate,
     Shard,
@@ -290,3 +291,15 @@ def test_scaled_float8_matrices_split_in_whole_units() -> None:
 
     assert ranks(run)[0] == {"m": [], "n": [], "k": []}
     assert ranks(run, 4)[0]["n"] == ["all_gather", "all_gather"]  # 8 columns are too few
+
+
+def test_a_pending_maximum_that_is_added_to_a_split_product_is_made_whole_first():
+    def run(mesh):
+        first, second = values(3, 4, grad=False), values(4, 2, grad=False)
+        mine = torch.full((3, 2), float(mesh.get_rank()), dtype=torch.float64)
+        added = DTensor.from_local(mine, mesh, [Partial("max")])
+        factors = in_layout(first, mesh, Shard(1)), in_layout(second, mesh, Shard(0))
+        ours = torch.addmm(added, *factors)
+        torch.testing.assert_close(ours.full_tensor(), first @ second + 1)
+
+    ranks(run)

@@ -286,6 +286,18 @@ def test_native_batch_norms_update_and_return_statistics(placement: sw.Placement
     sw.simulate(run, 2)
 
 
+def test_native_batch_norms_of_halves_return_statistics_in_the_dtype_of_the_weight() -> None:
+    x, weight = values(4, 3, grad=False, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        x_here = in_layout(x, mesh, sw.Shard(0))
+        made = torch.native_batch_norm(x_here, weight, None, None, None, True, 0.1, 1e-5)
+        plain = torch.native_batch_norm(x, weight, None, None, None, True, 0.1, 1e-5)
+        assert [each.dtype for each in made] == [each.dtype for each in plain]
+
+    ranks(run)
+
+
 def test_an_input_without_channels_is_let_through_if_it_is_empty() -> None:
     for training in (True, False):
         sample = Sample(values(0), values(0, grad=False), values(0, grad=False), training=training)

@@ -71,19 +71,31 @@ def test_a_standard_deviation_of_zero_has_the_gradient_zero():
     assert simulate(run, 2) == [(0.0, [0.0] * 4)] * 2
 
 
-@pytest.mark.parametrize("function", [torch.var, torch.std, torch.linalg.vector_norm])
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.var,
+        torch.std,
+        torch.linalg.vector_norm,
+        lambda x: torch.linalg.vector_norm(x, 3),
+        lambda x: (x.amax() * x).sum(),
+        lambda x: (x.max(0).values * x).sum(),
+    ],
+)
 def test_double_backward(function):
     def second(x: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(function(x), x, create_graph=True)
         (again,) = torch.autograd.grad((gradient**3).sum(), x)
         return again
 
-    def run() -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2, 2))
-        return second(distributed(X, Layout(mesh, (5, 4), {0: (1,), 1: (0,)}))).full_tensor()
+    def run() -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2, 3))
+        orders = {0: (1,), 1: (0,)}, {1: (0, 1)}  # of 4 over 2 and 3, some ranks have nothing
+        made = [second(distributed(X, Layout(mesh, (5, 4), order))) for order in orders]
+        return [each.full_tensor() for each in made]
 
-    for got in simulate(run, 4):
-        torch.testing.assert_close(got, second(X))
+    for got in simulate(run, 6):
+        torch.testing.assert_close(got, [second(X)] * 2)
 
 
 # ---- norms

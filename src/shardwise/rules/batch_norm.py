@@ -144,7 +144,8 @@ def _native(
         return made, _nothing(made), _nothing(made)
     result, mean, variance, scale = dispatched(by_batch_saving, input, weight, bias, eps)
     _update((running_mean, mean), (running_var, variance), momentum=momentum)
-    return result, mean, scale
+    kind = (input if weight is None else weight).dtype  # of halves they are made in float32
+    return result, mean.to(kind), scale.to(kind)
 
 
 def _nothing(like: DTensor, dtype: torch.dtype | None = None) -> DTensor:

@@ -177,7 +177,8 @@ def _made(
 
 
 class _TornError(Exception):
-    """A cut that would have to be between indices, or within a unit."""
+    """A cut that would have to be between indices, or within a unit; or a pending reduction that
+    would have to become another."""
 
 
 class _Cuts:
@@ -259,6 +260,7 @@ def _choice(
                     pending.append((axis, "sum"))
                 elif mesh.shape[axis] > 1:
                     beside.append(axis)
+        _check_pending(layout, pending)
         pieces = cuts.of_inputs(dims, layout.shape)
         targets.append(laid(layout, order, tuple(pending), pieces))
         used.append(tuple(beside))
@@ -268,6 +270,14 @@ def _choice(
     )
     seconds = sum(map(estimate, layouts, targets))
     return Choice(Here(mesh, splits, tuple(targets), outputs), tuple(used), seconds)
+
+
+def _check_pending(layout: Layout, wanted: Sequence[tuple[int, str]]) -> None:
+    pending = dict(layout.partial)
+    for axis, op in wanted:
+        ops = {op, pending.get(axis, op)}
+        if len(ops) > 1 and ops != {"sum", "avg"}:
+            raise _TornError
 
 
 def laid(

@@ -3,6 +3,7 @@
 | forward              | backward                       |
 |----------------------|--------------------------------|
 | `total` (sum)        | nothing                        |
+| `known_total`        | nothing                        |
 | `used`: nothing      | sum                            |
 | `total_used`: sum    | sum                            |
 | `stacked` (gather)   | slice, or sum and slice        |
@@ -16,10 +17,10 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm import communicator
+from shardwise.comm import Pending, communicator
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.moves import apply_pair, make_pair, redistribute_local
 
 
 def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
@@ -32,9 +33,21 @@ def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.T
         return local
     if local.dtype == torch.bool:
         return total(local.to(torch.uint8), mesh, axes) != 0
+    return redistribute_local(local, *_summed(local, mesh, axes))  # type: ignore[no-any-return]
+
+
+def known_total(
+    local: torch.Tensor, result: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
+) -> torch.Tensor:
+    """`total`, where its result is known: nothing travels, but for what second gradients need."""
+    pair = make_pair(*_summed(local, mesh, axes))
+    return apply_pair(local, pair, Pending.done(result.clone()))
+
+
+def _summed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Layout, Layout]:
+    """Before and after contributions along these axes are added."""
     whole = Layout(mesh, tuple(local.shape))
-    pending = whole.relaid(partial=dict.fromkeys(axes, "sum"))
-    return redistribute_local(local, pending, whole)  # type: ignore[no-any-return]
+    return whole.relaid(partial=dict.fromkeys(axes, "sum")), whole
 
 
 def used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:

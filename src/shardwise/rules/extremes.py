@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.calls import with_synonyms
+from shardwise.rules.collectives import known_total
 from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.padding import for_empty
 from shardwise.rules.pointwise import broadcast
@@ -23,23 +24,6 @@ from shardwise.rules.spec import Out, Spec, dims_of
 
 _NOWHERE = torch.iinfo(torch.int64).max
 """The index that a rank without the value proposes."""
-
-
-class _Carried(torch.autograd.Function):
-    """A value, with the gradient of another tensor of its shape."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, gradients[0]
-
-
-def _carried(value: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _Carried.apply(value, carrier)  # type: ignore[no-untyped-call]
-    return result
 
 
 def _needs_gradient(local: torch.Tensor) -> bool:
@@ -91,7 +75,8 @@ def extreme_value(
         return over.kept(value)
     same = _same(local, value) if nan_is_nan else local == value
     count = over.total(same.sum(over.dims, keepdim=True))
-    return over.kept(_carried(value, (local * same).sum(over.dims, keepdim=True) / count))
+    mine = (local * same).sum(over.dims, keepdim=True) / count
+    return over.kept(known_total(mine, value, over.mesh, over.axes))
 
 
 def _local_extreme(op: str) -> Callable[..., torch.Tensor]:
@@ -140,7 +125,8 @@ def _picked(local: torch.Tensor, over: Over, op: str) -> tuple[torch.Tensor, tor
         return value, index
     here = torch.arange(local.shape[dim], device=local.device) + over.start[dim]
     here = here.view([-1 if each == dim else 1 for each in range(local.dim())])
-    return _carried(value, (local * (here == index)).sum(dim, keepdim=True)), index
+    mine = (local * (here == index)).sum(dim, keepdim=True)
+    return known_total(mine, value, over.mesh, over.axes), index
 
 
 def _extremes(name: str) -> Callable[..., Spec]:

@@ -134,6 +134,7 @@ def histogramdd(
     each = [*bins] if isinstance(bins, list | tuple) else [bins] * size
     if len(each) != size:
         raise RuntimeError(f"histogramdd: expected bins for {size} dims, got {len(each)}")
+    moves = [*map(_moves, each)]  # and not the edges, which would live as long as the plan
 
     def run(over: Over) -> Callable[..., Any]:
         def local(
@@ -144,11 +145,11 @@ def histogramdd(
             *_: Any,
             **__: Any,
         ) -> Any:
-            given = [*bins] if isinstance(bins, list | tuple) else each
+            given = [*bins] if isinstance(bins, list | tuple) else [bins] * size
             counts, edges = _counts(input.reshape(-1, size), given, range, weight, density, over)
             edges = tuple(
-                severed(mine.clone(), "histogramdd") if _moves(given) else mine
-                for mine, given in zip(edges, each, strict=True)
+                severed(mine.clone(), "histogramdd") if is_moved else mine
+                for mine, is_moved in zip(edges, moves, strict=True)
             )
             return torch.return_types.histogramdd((counts, edges))
 

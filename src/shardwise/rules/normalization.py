@@ -238,7 +238,7 @@ def native_group_norm(
             return lambda input, weight, bias, *_, **__: split(input, weight, bias, eps)
         rows = here.inputs[0].local_shape()[0]
         return lambda input, weight, bias, *_, **__: torch.native_group_norm(
-            input, weight, bias, rows, C, HxW, group, eps
+            input.contiguous(), weight, bias, rows, C, HxW, group, eps
         )
 
     inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))

@@ -118,7 +118,10 @@ def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | No
     elif order == 2:
         found = _root(over.total(mine * mine))
     else:
-        found = torch.linalg.vector_norm(over.stacked(mine), order, 0)
+        every = over.stacked(mine)
+        if 0 in over.counts:  # second gradients of what is 0 are none
+            every = every[[rank for rank, count in enumerate(over.counts) if count]]
+        found = torch.linalg.vector_norm(every, order, 0)
     return found.to(kind.to_real())
 
 
