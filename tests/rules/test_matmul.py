@@ -17,6 +17,7 @@ from shardwise import (
     simulate,
 )
 from shardwise.comm import listen
+from shardwise.rules.scaled_matmul import scaled_mm
 from shardwise.testing import Sample, check_rule
 
 check = functools.partial(check_rule, mesh_shapes=((3,), (2, 2)), most=9)
@@ -290,3 +291,24 @@ def test_scaled_float8_matrices_split_in_whole_units() -> None:
 
     assert ranks(run)[0] == {"m": [], "n": [], "k": []}
     assert ranks(run, 4)[0]["n"] == ["all_gather", "all_gather"]  # 8 columns are too few
+
+
+def test_scaled_float8_matrices_are_whole_where_contributions_would_not_add_up() -> None:
+    """With a bias, which counts once; in float8; by the scales of blocks."""
+    first = values(6, 64, grad=False).to(torch.float8_e4m3fn)
+    second = values(32, 64, grad=False).to(torch.float8_e4m3fn).t()
+    ones = torch.ones(()), torch.ones(())
+    bias = torch.ones(32, dtype=torch.bfloat16)
+
+    def run(mesh: DeviceMesh) -> None:
+        placed = in_layout(first, mesh, Shard(1)), in_layout(second, mesh, Shard(0))
+        for options in ({"bias": bias, "out_dtype": torch.bfloat16}, {}):
+            want = torch._scaled_mm(first, second, *ones, **options)
+            got = torch._scaled_mm(*placed, *ones, **options)
+            assert not any(each.is_partial() for each in got.placements)
+            assert torch.equal(got.full_tensor().float(), want.float())
+
+    ranks(run)
+    blocks = torch.ones(6, 4), torch.ones(4, 2)
+    spec = scaled_mm(first, second, *blocks, out_dtype=torch.bfloat16)
+    assert all(set(dims) == {None} for _, dims in spec.inputs)
