@@ -66,6 +66,7 @@ def _spec(
     shape = (rows, columns)
 
     def lower(here: Here) -> Callable[..., Tensor]:
+        # Kernels of GPUs want one by rows and the other by columns, and a move may change that.
         return lambda first, second, *args, **kwargs: operator(
             first.contiguous(), second.t().contiguous().t(), *args, **kwargs
         )
