@@ -8,28 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from op_db.cases import cases, shown, ways
-from op_db.entries import entries
+from op_db import ours
+from op_db.cases import How, cases, shown, single_splits, ways
+from op_db.entries import Call, entries
 from op_db.outcomes import PART, Effort, Row, row_of
 from op_db.page import PAGE, written
+from op_db.reference import difference, leaves, memory, on_plain, reference, unambiguous
 
 from shardwise.comm import communicator
 from shardwise.dispatch.entry import DispatchError
 from shardwise.placement import Partial, Replicate, Shard
 from shardwise.rules import registry
 from shardwise.rules.registry import Known
+from shardwise.rules.rows import severed
 from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.tensor import DTensor
+from shardwise.testing import Sample
 
 
 @pytest.fixture
 def with_rule(monkeypatch) -> Callable[..., Row]:
     """What comes of an operator whose rule is replaced, or taken away."""
 
-    def row(name: str, rule: Callable[..., Spec] | None, effort: Effort = PART) -> Row:
+    def row(name: str, rule: Any, effort: Effort = PART) -> Row:
         for function in registry.functions(name):
             table = registry._aten if isinstance(function, registry.Aten) else registry._table
             key = function.name if isinstance(function, registry.Aten) else function
-            monkeypatch.setitem(table, key, Known(name, rule))
+            monkeypatch.setitem(table, key, rule if isinstance(rule, Known) else Known(name, rule))
         return row_of(name, effort)
 
     return row
@@ -114,15 +119,41 @@ def test_a_result_that_shares_memory_is_seen(with_rule):
     assert "shares memory" in row.texts[0]
 
 
-def test_a_copy_in_place_of_a_view_is_seen(with_rule):
-    def rule(input: torch.Tensor) -> Spec:
-        dims = dims_of(input)
-        out = Out(dims[::-1], tuple(input.shape)[::-1])
-        return Spec([(input, dims)], [out], lower=lambda here: lambda x: x.t().clone())
+def test_a_copy_in_place_of_a_view_is_seen_unless_it_says_so(with_rule):
+    def transposed(copy: Callable[[torch.Tensor], torch.Tensor]) -> Row:
+        def rule(input: torch.Tensor) -> Spec:
+            dims = dims_of(input)
+            out = Out(dims[::-1], tuple(input.shape)[::-1])
+            return Spec([(input, dims)], [out], lower=lambda here: lambda x: copy(x.t()))
 
-    row = with_rule("t", rule)
+        return with_rule("t", rule)
+
+    row = transposed(torch.clone)
     assert row.outcome == "wrong"
     assert "unmarked" in row.texts[0]
+    assert transposed(lambda x: severed(x.clone(), "t")).outcome == "rule"
+
+
+def test_a_plain_tensor_is_seen(with_rule):
+    known = Known("exp", handler=lambda func, args, kwargs: args[0].full_tensor().exp())
+    row = with_rule("exp", known)
+    assert row.outcome == "wrong"
+    assert "a plain tensor" in row.texts[0]
+
+
+def test_an_error_is_seen(with_rule):
+    def raises(*_: Any, **__: Any) -> torch.Tensor:
+        raise ValueError("not this")
+
+    row = with_rule("exp", unary(lambda here: raises))
+    assert row.outcome == "wrong"
+    assert "raised ValueError: not this" in row.texts[0]
+
+
+def test_a_rule_that_does_not_fit_is_wrong_and_no_refusal(with_rule):
+    row = with_rule("exp", lambda input, **_: Spec([], [Out((), ())]))
+    assert row.outcome == "wrong"
+    assert "RuleError" in row.texts[0]
 
 
 def test_ranks_that_part_are_seen(with_rule):
@@ -137,6 +168,7 @@ def test_ranks_that_part_are_seen(with_rule):
     row = with_rule("exp", unary(lower))
     assert row.outcome == "wrong"
     assert "ranks part" in row.texts[0]
+    assert sum(row.counts.values()) == sum(with_rule("exp", unary()).counts.values())
 
 
 def refusing(ranks: Callable[[int], bool]) -> Callable[[Here], Any]:
@@ -170,17 +202,168 @@ def test_numbers_that_depend_on_the_layout_are_seen(with_rule):
     assert "wrong value" in row.texts[0]
 
 
+def test_right_numbers_are_those_of_one_rank():
+    assert row_of("randn_like", PART).outcome == "rule"
+
+
+def test_memory_as_it_is_may_hold_anything(with_rule):
+    row = with_rule("empty_like", unary(lambda here: lambda x, **_: torch.ones_like(x)))
+    assert row.outcome == "rule"
+
+
+def test_every_form_is_tried(with_rule):
+    row = with_rule("exp", unary(), Effort(1, 1, 2, 1, 1, splits=False))
+    assert row.forms == ["function", "method", "in place", "out"]
+
+
+# ---- one case
+
+
+def call(*tensors: torch.Tensor, graded: Any = lambda made: made, name: str = "sin") -> Call:
+    return Call(entries()[name], torch.float64, 0, Sample(*tensors), graded, False)
+
+
+def case(of: Call, how: list[How], fn: Any, plain: Any = None) -> ours.Outcome:
+    """What comes of a function on two ranks, where it should be `plain`."""
+    expected = reference(of, "function", plain or fn)
+    assert expected is not None
+    (found,) = ours.outcomes(of, "function", fn, (2,), [tuple(how)], expected)
+    return found
+
+
+ROWS: How = (Shard(0),)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_a_gradient_that_is_missing_is_zero():
+    def with_zeros(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.exp() + 0 * y
+
+    def without(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    two = call(numbers(4), numbers(4))
+    assert case(two, [ROWS, ROWS], without, with_zeros).kind == "rule"
+    assert case(two, [ROWS, ROWS], with_zeros, without).kind == "rule"
+
+
+def test_only_what_has_a_gradient_by_op_db_is_differentiated():
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.exp(), x.sin() if isinstance(x, DTensor) else 2 * x.sin() - x.sin().detach()
+
+    assert "wrong gradient" in case(call(numbers(4)), [ROWS], function).text
+    first = call(numbers(4), graded=lambda made: made[0])
+    assert case(first, [ROWS], function).kind == "rule"
+
+
+def test_empty_pieces_share_no_memory():
+    assert case(call(numbers(1)), [ROWS], torch.exp).kind == "rule"
+    known = reference(call(numbers(0)), "function", torch.exp)
+    assert known is not None and known.views == [[]]
+
+
+def test_a_rank_hears_its_own_collectives_alone():
+    found = case(call(numbers(4)), [ROWS], lambda x: torch.softmax(x, 0))
+    assert [kind for kind, _ in found.collectives] == ["all_reduce", "all_reduce"]
+
+
+# ---- what a call gives in one process
+
+
+def test_random_is_what_differs_between_seeds_or_sets_one_itself():
+    def is_random(of: Call, fn: Any) -> bool:
+        known = reference(of, "function", fn)
+        assert known is not None
+        return known.is_random
+
+    assert is_random(call(numbers(4)), torch.rand_like)
+    assert not is_random(call(numbers(4)), torch.sin)
+    assert not is_random(call(numbers(4), name="empty_like"), torch.empty_like)
+    dropout = entries()["nn.functional.dropout"]
+    (sample,) = dropout.samples(torch.float64, 1)
+    assert is_random(sample, dropout.info.op)
+    once, again = (on_plain(call(numbers(4)), "function", torch.rand_like, 1) for _ in range(2))
+    assert torch.equal(once[0][0], again[0][0])
+
+
+def test_random_numbers_of_another_shape_are_no_reference():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand_like(x[1:] if isinstance(x, DTensor) else x)
+
+    with pytest.raises(AssertionError, match="wrong shape"):
+        reference(call(numbers(4)), "function", function)
+
+
+def test_what_torch_refuses_has_no_reference():
+    assert reference(call(numbers(4)), "function", torch.linalg.inv) is None
+
+
+def test_indices_of_topk_may_be_any_of_equals():
+    of = call(numbers(4), name="topk")
+    for picked in (0, 3):
+        made = torch.ones(1), torch.tensor([picked])
+        _, found = unambiguous(of, of.sample.tensors(), made)
+        assert found.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("have", "expected", "problem"),
+    [
+        ([torch.ones(2)], [], "1 results, expected 0"),
+        ([2.0], [torch.ones(())], "wrong type: float, expected a tensor"),
+        ([torch.ones(2)], [torch.ones(1)], "wrong shape: [2], expected [1]"),
+        ([torch.ones(2)], [torch.ones(2).double()], "wrong dtype"),
+        ([torch.ones(2)], [torch.tensor([1.0, 2])], "wrong value: off by up to 1"),
+        ([1, torch.tensor([1, 2])], [1, torch.tensor([1, 3])], "result 1: wrong value: 1 of 2"),
+        ([True], [False], "wrong value: True, expected False"),
+        ([2.0], [1.0], "wrong value: 2.0, expected 1.0"),
+        ([torch.ones(1).double() + 1e-6], [torch.ones(1).double()], "wrong value: off by up to"),
+        ([torch.nan, 1.0], [torch.nan, 1.0 + 1e-9], ""),
+        ([torch.tensor([torch.nan])], [torch.tensor([torch.nan])], ""),
+        ([torch.tensor([1e6, 1.0])], [torch.tensor([1e6, 1.001])], ""),
+        ([torch.eye(2).to_sparse()], [torch.eye(2).to_sparse()], ""),
+    ],
+)
+def test_results_are_compared_as_far_as_their_dtype_goes(have, expected, problem):
+    assert difference(have, expected).startswith(problem)
+    assert bool(difference(have, expected)) == bool(problem)
+
+
+def test_values_are_passed_over_where_any_will_do():
+    assert not difference([torch.ones(2), 1.0], [torch.zeros(2), 2.0], values=False)
+
+
+def test_a_result_is_taken_apart_but_for_sizes():
+    size = torch.Size([2, 3])
+    assert list(leaves((1, [size, "a"]))) == [1, size, "a"]
+    assert memory(torch.eye(2).to_sparse()) == 0
+
+
+# ---- layouts and samples
+
+
 def test_every_tensor_lies_in_each_of_its_ways():
     tensors = [torch.zeros(3, 4), torch.zeros(2, dtype=torch.bool)]
     assert ways(tensors[0], 1) == [(Replicate(),), (Shard(0),), (Shard(1),), (Partial(),)]
     assert ways(tensors[1], 1) == [(Replicate(),), (Shard(0),)]
+    assert ways(torch.zeros(2, dtype=torch.float8_e4m3fn), 1) == ways(tensors[1], 1)
     assert len(ways(tensors[0], 2)) == 16
     found = cases(tensors, 1, most=100, seed="any")
     assert {first for first, _ in found} == set(ways(tensors[0], 1))
     assert {second for _, second in found} == set(ways(tensors[1], 1))
     assert cases(tensors, 1, most=100, seed="any") == found
     assert len(cases(tensors, 2, most=5, seed="any")) == 5
+    assert len({cases(tensors, 1, most=1, seed=str(at))[0][0] for at in range(20)}) == 4
     assert shown(((Shard(0), Partial()), (Replicate(), Shard(1)))) == "S(0) P, R S(1)"
+
+
+def test_a_single_split_is_of_one_dim_that_can_be_split():
+    whole, rows = (Replicate(),), (Shard(0),)
+    found = single_splits([torch.zeros(3, 1), torch.zeros(2)])
+    assert found == [(0, 0, (rows, whole)), (1, 0, (whole, rows))]
 
 
 def test_samples_are_the_same_every_time():

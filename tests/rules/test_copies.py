@@ -11,6 +11,10 @@ from shardwise.testing import Sample, check_rule
 # A split of a dim that an operator leaves alone costs nothing: check_rule looks for such.
 CASES = {
     "as_strided": (torch.as_strided, [Sample(leaf(4, 3, 2), (4, 2, 3), (6, 1, 2))]),
+    "as_strided over rows": (
+        torch.as_strided,
+        [Sample(leaf(4, 3), (2, 4), (3, 1)), Sample(leaf(0, 3), (0, 2), (3, 1))],
+    ),
     "as_strided_scatter": (
         torch.as_strided_scatter,
         [Sample(leaf(4, 3), leaf(4, 2), (4, 2), (3, 1), 1)],
@@ -63,12 +67,28 @@ def test_strides_along_a_dim_that_is_not_split_are_a_view_at_no_cost():
     assert ranks(run) == [(0, "[4@0, 2, 3]", [0, 0, 0, 0])] * 2
 
 
+def test_strides_of_a_part_begin_where_it_does():
+    def run(mesh):
+        part = split(full(4, 6), mesh, Shard(1))[1:]
+        pending = split(full(4, 6), mesh, Replicate()).redistribute(placements=[Partial()])[1:]
+        return [
+            part.as_strided((3, 6), (6, 1)).full_tensor().tolist(),
+            pending.as_strided((2, 7), (7, 1)).full_tensor().tolist(),
+        ]
+
+    part = full(4, 6)[1:]
+    assert ranks(run)[0] == [part.tolist(), part.flatten()[:14].view(2, 7).tolist()]
+
+
 def test_strides_of_a_whole_tensor_are_about_its_memory():
     def run(mesh):
         part = split(full(4, 6), mesh, Replicate())[1:3].t()
         plain = full(4, 6)[1:3].t()
         for given in (((2, 2), (1, 6)), ((3, 2), (5, 1), 2)):
             assert torch.equal(part.as_strided(*given).to_local(), plain.as_strided(*given))
+            source = torch.zeros(given[0])
+            made = part.as_strided_scatter(source, *given)
+            assert torch.equal(made.to_local(), plain.as_strided_scatter(source, *given))
 
     ranks(run)
 
@@ -80,6 +100,8 @@ def test_strides_of_what_is_not_contiguous_and_split_are_refused():
             x.t().as_strided((2, 2), (1, 2))
         with pytest.raises(RuntimeError, match="out of bounds for a tensor of 24 elements"):
             x.as_strided((4, 7), (6, 1))
+        with pytest.raises(RuntimeError, match="none below 0"):
+            x.as_strided((2, 2), (-1, 1))
         part = split(full(6, 4), mesh, Shard(1))[2:]
         with pytest.raises(sw.DispatchError, match="no storage_offset for a part"):
             part.as_strided((2, 2), (1, 2), 0)

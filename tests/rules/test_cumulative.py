@@ -29,6 +29,8 @@ def test_running_sums():
     check_rule(torch.Tensor.cumsum, [Sample(torch.arange(5) > 2, 0)], most=12, allow_missing=True)
     check_rule(lambda x: x.cumsum(0, dtype=torch.float32), [Sample(X)], most=12, allow_missing=True)
     check_rule(torch.cumsum, [Sample(torch.tensor(2.0), 0)])
+    samples = [Sample(3 * X.detach())]
+    check_rule(lambda x: x.cumsum(0, dtype=torch.int64), samples, most=12, allow_missing=True)
 
 
 def test_running_products_also_with_zeros():
@@ -84,6 +86,11 @@ def test_double_backward_along_a_split_dim(function):
 @pytest.mark.parametrize("function", [torch.cummax, torch.cummin, torch.logcumsumexp])
 def test_running_extremes_along_a_split_dim(function):
     check_rule(function, [Sample(X, 0), Sample(SMALL, dim=-1)], most=12)
+
+
+def test_running_sums_of_logarithms_keep_their_turns():
+    turns = torch.complex(X.detach()[:, 0], torch.arange(5.0).double() * 2)
+    check_rule(torch.logcumsumexp, [Sample(turns, 0)], most=8, allow_missing=True)
 
 
 @pytest.mark.parametrize("function", [torch.cummax, torch.cummin])

@@ -14,6 +14,7 @@ X = values(5, 4)
 def test_differences() -> None:
     ends = [values(1, 4), values(2, 4)]
     samples = [Sample(X, 2, 0), Sample(X, 0), Sample(X, 6, 0), Sample(X, 1, 0, *ends)]
+    samples += [Sample(X, 0, 0, *ends)]
     check_rule(torch.diff, samples, most=8, allow_missing=True)
 
 
@@ -21,6 +22,7 @@ def test_slopes() -> None:
     places = [torch.tensor([0.0, 1, 3, 4, 7]).double().requires_grad_(), values(4)]
     samples = [
         Sample(X, edge_order=2),
+        Sample(values(3, 3), edge_order=2),
         Sample(X, spacing=places),
         Sample(values(3, 2), spacing=[2.0, 0.5], dim=(1, 0)),
         Sample(torch.arange(5)),

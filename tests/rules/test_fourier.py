@@ -6,7 +6,7 @@ import pytest
 import torch
 from rule_cases import heard, in_layout, ranks, values
 
-from shardwise import DeviceMesh, Shard
+from shardwise import DeviceMesh, Partial, Placement, Shard
 from shardwise.testing import Sample, check_rule
 
 X = values(4, 6)
@@ -24,7 +24,7 @@ def test_transforms_over_all_dims(name: str) -> None:
     check_rule(getattr(torch.fft, name), samples, most=8, allow_missing=True)
 
 
-def collectives(function: object, *placements: Shard, shape: tuple[int, ...] = (2,)) -> object:
+def collectives(function: object, *placements: Placement, shape: tuple[int, ...] = (2,)) -> object:
     """What a transform of a matrix costs, and how it lies."""
 
     def run(mesh: DeviceMesh) -> object:
@@ -50,6 +50,21 @@ def test_where_all_dims_are_split_nothing_is_ever_whole() -> None:
     assert found == f"({twice}, (Shard(0), Shard(0)))"
 
 
+def test_pending_sums_flow_through_a_transform() -> None:
+    assert collectives(torch.fft.fft, Partial()) == "([], (Partial(),))"
+
+
+def test_what_torch_makes_them_of() -> None:
+    def run(mesh: DeviceMesh) -> object:
+        complex_x = torch.fft.fft(X.detach())
+        x = in_layout(complex_x, mesh, Shard(0))
+        got = torch.ops.aten._fft_c2r(x, [1], 0, 11)
+        torch.testing.assert_close(got.full_tensor(), torch._fft_c2r(complex_x, [1], 0, 11))
+        return got.placements
+
+    assert ranks(run) == [(Shard(0),)] * 2
+
+
 def test_shifts_stay_split() -> None:
     check_rule(torch.fft.fftshift, [Sample(X), Sample(values(5, 3), 0)], most=8)
     check_rule(torch.fft.ifftshift, [Sample(values(5, 3), (0, 1))], most=8)
@@ -61,6 +76,9 @@ def test_windows_of_short_times_cost_their_neighbours_alone() -> None:
         Sample(values(30), 8, 3, window=window, return_complex=True),
         Sample(values(2, 17), 4, window=window[:4], center=False, return_complex=True),
     ]
+    short = {"hop_length": 2, "win_length": 3, "center": False, "align_to_window": True}
+    padded = Sample(values(17), 8, window=window[:3], return_complex=True, **short)
+    check_rule(torch.stft, [padded], most=8, allow_missing=True)
     check_rule(torch.stft, samples, most=8)
 
     def run(mesh: DeviceMesh) -> object:

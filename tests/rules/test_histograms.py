@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from rule_cases import heard, in_layout, ranks, values
 
-from shardwise import DeviceMesh, Shard
+from shardwise import DeviceMesh, DispatchError, Replicate, Shard
 from shardwise.testing import Sample, check_rule
 
 X = values(5, 4, grad=False)
@@ -21,6 +22,7 @@ def test_histograms() -> None:
         Sample(torch.ones(0), 2),
     ]
     check_rule(torch.histogram, samples, most=6, allow_missing=True)
+    check_rule(torch.histc, [Sample(X, 4), Sample(torch.ones(0), 4)], most=6, allow_missing=True)
 
 
 def test_histograms_of_several_dims() -> None:
@@ -35,7 +37,24 @@ def test_histograms_of_several_dims() -> None:
 def test_only_ends_and_counts_travel() -> None:
     def run(mesh: DeviceMesh) -> list[tuple[str, tuple[int, ...]]]:
         x = in_layout(values(100), mesh, Shard(0))
-        events, _ = heard(mesh, lambda: torch.histogram(x, 7))
+        edges = in_layout(values(8, grad=False).msort(), mesh, Replicate())
+        events, _ = heard(mesh, lambda: [torch.histogram(x, 7), torch.histogram(x, edges)])
         return [(each.kind, each.shape) for each in events]
 
-    assert ranks(run) == [[("all_reduce", (1, 2)), ("all_reduce", (7,))]] * 2
+    counts = ("all_reduce", (7,))
+    assert ranks(run) == [[("all_reduce", (1, 2)), counts, counts]] * 2
+
+
+def test_given_edges_are_returned_as_torch_does_a_copy_or_themselves() -> None:
+    def run(mesh: DeviceMesh) -> None:
+        edges = in_layout(values(8, grad=False).msort(), mesh, Replicate())
+        x = in_layout(values(6, grad=False), mesh, Shard(0))
+        assert torch.histogram(x, edges)[1].to_local().data_ptr() != edges.to_local().data_ptr()
+        _, (same,) = torch.histogramdd(x.view(6, 1), [edges])
+        assert same.to_local().data_ptr() == edges.to_local().data_ptr()
+        for column in (x.view(6, 1), in_layout(values(6, 1, grad=False), mesh, Replicate())):
+            _, (moved,) = torch.histogramdd(column, [in_layout(edges, mesh, Shard(0))])
+            with pytest.raises(DispatchError, match="histogramdd"):
+                moved.add_(1)
+
+    ranks(run)

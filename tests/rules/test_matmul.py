@@ -18,6 +18,7 @@ from shardwise import (
     simulate,
 )
 from shardwise.comm import listen
+from shardwise.rules.scaled_matmul import scaled_mm
 from shardwise.testing import Sample, check_rule
 
 check = functools.partial(check_rule, mesh_shapes=((3,), (2, 2)), most=9)
@@ -303,3 +304,24 @@ def test_a_pending_maximum_that_is_added_to_a_split_product_is_made_whole_first(
         torch.testing.assert_close(ours.full_tensor(), first @ second + 1)
 
     ranks(run)
+
+
+def test_scaled_float8_matrices_are_whole_where_contributions_would_not_add_up() -> None:
+    """With a bias, which counts once; in float8; by the scales of blocks."""
+    first = values(6, 64, grad=False).to(torch.float8_e4m3fn)
+    second = values(32, 64, grad=False).to(torch.float8_e4m3fn).t()
+    ones = torch.ones(()), torch.ones(())
+    bias = torch.ones(32, dtype=torch.bfloat16)
+
+    def run(mesh: DeviceMesh) -> None:
+        placed = in_layout(first, mesh, Shard(1)), in_layout(second, mesh, Shard(0))
+        for options in ({"bias": bias, "out_dtype": torch.bfloat16}, {}):
+            want = torch._scaled_mm(first, second, *ones, **options)
+            got = torch._scaled_mm(*placed, *ones, **options)
+            assert not any(each.is_partial() for each in got.placements)
+            assert torch.equal(got.full_tensor().float(), want.float())
+
+    ranks(run)
+    blocks = torch.ones(6, 4), torch.ones(4, 2)
+    spec = scaled_mm(first, second, *blocks, out_dtype=torch.bfloat16)
+    assert all(set(dims) == {None} for _, dims in spec.inputs)

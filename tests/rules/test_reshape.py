@@ -175,3 +175,13 @@ def test_each_row_as_often_as_is_said_for_it():
         Sample(torch.tensor([1, 2, 0]), output_size=3),
     ]
     check_rule(torch.repeat_interleave, samples, most=8, allow_missing=True)
+
+    def run(mesh):
+        x = distributed(torch.zeros(4, 3), Layout.from_placements(mesh, (4, 3), [Shard(0)]))
+        for repeats in (2, torch.tensor([2, 2, 2, 2])):
+            with pytest.raises(RuntimeError, match="allocated size does not match"):
+                x.repeat_interleave(repeats, 0, output_size=9)
+        with pytest.raises(RuntimeError, match="repeats must have the same size"):
+            x.repeat_interleave(torch.tensor([1, 2]), 0)
+
+    on((2,), run)

@@ -66,6 +66,7 @@ def _spec(
     shape = (rows, columns)
 
     def lower(here: Here) -> Callable[..., Tensor]:
+        # Kernels of GPUs want one by rows and the other by columns, and a move may change that.
         return lambda first, mat2, *args, **kwargs: operator(
             first.contiguous(), mat2.t().contiguous().t(), *args, **kwargs
         )

@@ -61,7 +61,7 @@ class _Places:
         after: list[str | None] = [None] * len(size)
         for dim, count in enumerate(self.shape):
             ways = [at for at, way in enumerate(self.steps) if way is not None and way[0] == dim]
-            if len(ways) == 1 and size[ways[0]] == count and count > 1:
+            if len(ways) == 1 and size[ways[0]] == count:
                 before[dim] = after[ways[0]] = f"d{dim}"
         return tuple(before), tuple(after)
 
