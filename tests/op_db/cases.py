@@ -13,6 +13,9 @@ from shardwise.placement import Partial, Placement, Replicate, Shard
 
 MESHES = ((2,), (3,), (2, 2))
 
+_NOT_ADDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that torch does not add up, besides floats of 8 bits."""
+
 How = tuple[Placement, ...]
 """How one tensor lies: a placement for each axis."""
 Case = tuple[How, ...]
@@ -22,8 +25,8 @@ Case = tuple[How, ...]
 def ways(tensor: torch.Tensor, axes: int) -> list[How]:
     """Every way a tensor can lie on a mesh of so many axes."""
     per_axis: list[Placement] = [Replicate(), *map(Shard, range(tensor.dim()))]
-    if tensor.dtype != torch.bool and not (tensor.is_floating_point() and tensor.itemsize == 1):
-        per_axis.append(Partial())  # bools and floats of 8 bits do not add up
+    if tensor.dtype not in _NOT_ADDED and not (tensor.is_floating_point() and tensor.itemsize == 1):
+        per_axis.append(Partial())
     return list(itertools.product(per_axis, repeat=axes))
 
 

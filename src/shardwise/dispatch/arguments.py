@@ -167,6 +167,6 @@ def check_target(name: str, target: Any) -> None:
     if not isinstance(target, DTensor):
         raise DispatchError(
             f"{name}: cannot write a DTensor's values into a plain tensor in place; "
-            "use full_tensor() or to_local() of the DTensor, or write to a DTensor: x.new_empty(...), "
-            "torch.empty_like(x), sw.empty(..., device_mesh=...)"
+            "use full_tensor() or to_local() of the DTensor, or write to a DTensor: "
+            "x.new_empty(...), torch.empty_like(x), sw.empty(..., device_mesh=...)"
         )
