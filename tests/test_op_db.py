@@ -147,7 +147,7 @@ def test_an_error_is_seen(with_rule):
 
     row = with_rule("exp", unary(lambda here: raises))
     assert row.outcome == "wrong"
-    assert "raised ValueError: not this" in row.texts[0]
+    assert "raised ValueError: not this" in row.texts[0] and "part" not in row.texts[0]
 
 
 def test_a_rule_that_does_not_fit_is_wrong_and_no_refusal(with_rule):
@@ -171,39 +171,11 @@ def test_ranks_that_part_are_seen(with_rule):
     assert sum(row.counts.values()) == sum(with_rule("exp", unary()).counts.values())
 
 
-def refusing(ranks: Callable[[int], bool]) -> Callable[[Here], Any]:
-    def lower(here: Here) -> Any:
-        def run(x: torch.Tensor, **_: Any) -> torch.Tensor:
-            if ranks(here.mesh.get_rank()):
-                raise DispatchError("exp: not today")
-            return x.exp()
-
-        return run
-
-    return lower
-
-
-def test_a_refusal_is_one_if_all_ranks_refuse(with_rule):
-    row = with_rule("exp", unary(refusing(lambda rank: True)))
-    assert row.outcome == "refused"
-    assert "not today" in row.texts[0]
-
-
-def test_a_refusal_of_some_ranks_is_wrong(with_rule):
-    row = with_rule("exp", unary(refusing(lambda rank: rank == 1)))
-    assert row.outcome == "wrong"
-    assert any("only some ranks" in text or "ranks part" in text for text in row.texts)
-
-
 def test_numbers_that_depend_on_the_layout_are_seen(with_rule):
     rule = unary(lambda here: lambda x, **_: torch.randn(x.shape).to(x))
     row = with_rule("randn_like", rule, PART._replace(samples=6))
     assert row.outcome == "wrong"
     assert "wrong value" in row.texts[0]
-
-
-def test_right_numbers_are_those_of_one_rank():
-    assert row_of("randn_like", PART).outcome == "rule"
 
 
 def test_memory_as_it_is_may_hold_anything(with_rule):
@@ -236,6 +208,31 @@ ROWS: How = (Shard(0),)
 
 def numbers(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.float64, requires_grad=True)
+
+
+def on_ranks(ranks: set[int], act: Callable[[DTensor], Any]) -> Callable[..., Any]:
+    """A function that is right, but on some ranks."""
+
+    def function(x: torch.Tensor) -> Any:
+        is_one = isinstance(x, DTensor) and x.layout.mesh.get_rank() in ranks
+        return act(x) if is_one else x.exp()
+
+    return function
+
+
+def test_a_refusal_is_one_if_all_ranks_refuse():
+    def refuse(x: DTensor) -> None:
+        raise DispatchError("exp: not today")
+
+    whole = call(numbers(4)), [(Replicate(),)]
+    every = case(*whole, on_ranks({0, 1}, refuse))
+    assert every.kind == "refused" and "not today" in every.text
+    some = case(*whole, on_ranks({1}, refuse))
+    assert some.kind == "wrong" and "only some ranks refuse" in some.text
+
+
+def test_what_is_wrong_on_one_rank_is_wrong():
+    assert case(call(numbers(4)), [(Replicate(),)], on_ranks({1}, torch.sin)).kind == "wrong"
 
 
 def test_a_gradient_that_is_missing_is_zero():
@@ -285,6 +282,7 @@ def test_random_is_what_differs_between_seeds_or_sets_one_itself():
     dropout = entries()["nn.functional.dropout"]
     (sample,) = dropout.samples(torch.float64, 1)
     assert is_random(sample, dropout.info.op)
+    assert case(call(numbers(4)), [ROWS], torch.rand_like).kind == "rule"
     once, again = (on_plain(call(numbers(4)), "function", torch.rand_like, 1) for _ in range(2))
     assert torch.equal(once[0][0], again[0][0])
 

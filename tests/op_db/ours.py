@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,20 +55,18 @@ def outcomes(
     """What comes of these cases."""
     ranks = math.prod(mesh_shape)
     attempt = _Attempt(call, form, fn, mesh_shape, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            by_rank = simulate(lambda: attempt.run(cases), ranks)
-        except Exception as error:
-            # Ranks that parted, most likely: find out in which case.
-            if len(cases) == 1:
-                text = f"{attempt.named(cases[0])}: ranks part: {type(error).__name__}: {error}"
-                return [Outcome("wrong", text[:1500])]
-            return [
-                outcome
-                for case in cases
-                for outcome in outcomes(call, form, fn, mesh_shape, [case], expected)
-            ]
+    try:
+        by_rank = simulate(lambda: attempt.run(cases), ranks)
+    except Exception as error:
+        # Ranks that parted, most likely: find out in which case.
+        if len(cases) == 1:
+            text = f"{attempt.named(cases[0])}: ranks part: {type(error).__name__}: {error}"
+            return [Outcome("wrong", text[:1500])]
+        return [
+            outcome
+            for case in cases
+            for outcome in outcomes(call, form, fn, mesh_shape, [case], expected)
+        ]
     return [_joined(each) for each in zip(*by_rank, strict=True)]
 
 

@@ -13,7 +13,7 @@ CASES = {
     "as_strided": (torch.as_strided, [Sample(leaf(4, 3, 2), (4, 2, 3), (6, 1, 2))]),
     "as_strided over rows": (
         torch.as_strided,
-        [Sample(leaf(4, 3), (2, 4), (3, 1)), Sample(leaf(0, 3), (0, 2), (3, 1))],
+        [Sample(leaf(2, 4, 3), (4, 2), (3, 1), 2), Sample(leaf(0, 3), (0, 2), (3, 1))],
     ),
     "as_strided_scatter": (
         torch.as_strided_scatter,

@@ -171,6 +171,15 @@ def test_cov_refuses_what_torch_refuses():
             with pytest.raises(RuntimeError, match=text):
                 torch.cov(rows, **weights)
         with pytest.warns(UserWarning, match="degrees of freedom"):
-            return torch.cov(rows, correction=4).full_tensor()
+            return torch.cov(rows, correction=5).full_tensor()
 
     assert not any(found.isfinite().any() for found in ranks(run))
+
+
+def test_no_correlation_is_beyond_one():
+    def run(mesh):
+        row = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        rows = in_layout(torch.stack([row, 3 * row]), mesh, Replicate())
+        return float(torch.corrcoef(rows).full_tensor().max())  # a bit more, but for a clamp
+
+    assert ranks(run) == [1.0] * 2
