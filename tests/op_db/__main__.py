@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from difflib import get_close_matches
 
 import torch
 
-from op_db.entries import named
+from op_db.entries import entries, named
 from op_db.outcomes import PART, SWEEP, row_of
 from op_db.page import PAGE, ROOT, stored, written
 
@@ -26,6 +27,10 @@ def main() -> None:
         PAGE.write_text(written(stored()))
         print(f"wrote {PAGE.relative_to(ROOT)}")
         return
+    unknown = [name for name in options.names if name not in entries()]
+    if unknown:
+        near = [each for name in unknown for each in get_close_matches(name, entries())]
+        parser.error(f"op_db has no {', '.join(unknown)}; near: {', '.join(near) or 'nothing'}")
     torch.set_num_threads(1)
     at, count = map(int, options.worker.split("/"))
     for entry in named(options.names)[at::count]:

@@ -167,6 +167,7 @@ def test_what_depends_on_data_is_whole() -> None:
     for fn in (torch.nonzero, torch.argwhere):
         check(fn, Sample(x), Sample(x > 0), allow_missing=True)
     check(torch.nonzero, Sample(x, as_tuple=True), allow_missing=True)
+    check(torch.where, Sample(x > 0), allow_missing=True)
     check(
         torch.masked_select,
         Sample(leaf(2, 3), x > 0),

@@ -68,6 +68,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "normal that broadcasts": lambda x: torch.normal(x[:, :1], x[:1].abs()),
     "poisson": lambda x: torch.poisson(x.abs() * 3),
     "gamma": lambda x: torch._standard_gamma(x.abs() + 1),
+    "beta": lambda x: torch.distributions.Beta(x.abs() + 1, 2.0).rsample(),
     "binomial": lambda x: torch.binomial((x.detach().abs() * 5).round(), x.detach().sigmoid()),
     "multinomial of one": sample_weights(1),
     "multinomial": sample_weights(2),

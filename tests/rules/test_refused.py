@@ -11,6 +11,7 @@ from shardwise.errors import LayoutError
 
 SPARSE = torch.eye(4).to_sparse()
 
+
 REFUSED: dict[str, tuple[Callable[[sw.DTensor], object], str]] = {
     "to_sparse": (lambda x: x.to_sparse(), r"x\.full_tensor\(\)\.to_sparse"),
     "to_sparse_csr": (lambda x: x.to_sparse_csr(), r"x\.full_tensor\(\)\.to_sparse_csr"),
@@ -24,6 +25,7 @@ REFUSED: dict[str, tuple[Callable[[sw.DTensor], object], str]] = {
         lambda x: x[0, 0].clone().addbmm_(x[None], x[None]),
         "not resized in place",
     ),
+    "a tangent": (lambda x: torch._make_dual(x, x, 0), r"autograd\.functional\.jvp"),
     "out= of gradients": (
         lambda x: torch.mm(x.requires_grad_(), x, out=torch.zeros_like(x)),
         "require no grad",

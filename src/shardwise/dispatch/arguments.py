@@ -167,5 +167,6 @@ def check_target(name: str, target: Any) -> None:
     if not isinstance(target, DTensor):
         raise DispatchError(
             f"{name}: cannot write a DTensor's values into a plain tensor in place; "
-            "use full_tensor() or to_local() of the DTensor"
+            "use full_tensor() or to_local() of the DTensor, or write to another DTensor, as of "
+            "torch.empty_like(x), x.new_empty(...) or sw.empty(...)"
         )

@@ -2,7 +2,8 @@
 
 The forward of a custom function would see DTensors, and its backward plain local gradients: that
 mixture has no meaning. So a function that is handed DTensors runs on the whole tensors if they are
-whole, and is refused otherwise. Two of torch's own are known: they hand tensors through.
+whole, and is refused otherwise. Three of torch's own are known: two hand tensors through, and one
+samples, for which its input is made whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._functorch import eager_transforms, vmap
+from torch.distributions.dirichlet import _Dirichlet
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import (
     CheckpointFunction,
@@ -84,6 +86,9 @@ def _apply_to_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         layouts = [arg._layout if isinstance(arg, DTensor) else None for arg in tensors]
         return _retyped(_apply(cls, *map(_entering, args), **kwargs), layouts)
     mesh = common_mesh(cls.__name__, tensors)
+    if cls is _Dirichlet:  # also of Beta: it draws as much as the data needs
+        tensors = [laid_out(arg, Layout(mesh, tuple(arg.shape)), "concentration") for arg in args]
+        args = tuple(tensors)
     split = [arg for arg in tensors if isinstance(arg, DTensor) and not arg._layout.is_replicated]
     if split:
         raise DispatchError(

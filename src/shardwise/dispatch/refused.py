@@ -1,4 +1,5 @@
-"""What has no meaning on a DTensor: to change its shape or its memory in place, to be sparse."""
+"""What has no meaning on a DTensor: to change its shape or its memory in place, to be sparse, to
+carry a tangent."""
 
 from __future__ import annotations
 
@@ -40,6 +41,16 @@ def sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn
     raise DispatchError(
         f"{name}: a DTensor ({_layouts(args)}) is dense on every rank; make the whole tensor "
         f"sparse, x.full_tensor().{name}(...), or this rank's piece, x.to_local().{name}(...)"
+    )
+
+
+@handler("_make_dual")
+def dual(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Say what to do instead."""
+    raise DispatchError(
+        "forward-mode AD (torch.func.jvp, forward_ad.make_dual): got a DTensor "
+        f"({_layouts(args)}). Use torch.autograd.functional.jvp, or local tensors within "
+        "sw.local_map"
     )
 
 

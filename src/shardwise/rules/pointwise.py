@@ -6,6 +6,7 @@ as well as before, if it is linear in the inputs that are pending and the others
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,10 +124,14 @@ def lerp(input: Any, end: Any, weight: Any) -> Spec:
 
 
 @rule(torch.where, *functions("where"))
-def where(condition: Any, input: Any = None, other: Any = None) -> Spec | None:
-    if input is None or other is None:
-        return None  # the indices of what is true: as many as the data says
+def where(condition: Any, input: Any = None, other: Any = None) -> Spec | Callable[..., Any]:
+    if input is None and other is None:
+        return _where_true
     return _chosen(condition, input, other)
+
+
+def _where_true(condition: Any) -> Any:
+    return torch.nonzero(condition, as_tuple=True)
 
 
 @rule(torch.Tensor.where)
