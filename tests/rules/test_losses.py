@@ -80,6 +80,7 @@ def test_likelihoods() -> None:
     check(F.gaussian_nll_loss, values(5, 4), values(5, 4, seed=1), shares(5, 4))
     check(F.gaussian_nll_loss, values(5, 4), values(5, 4, seed=1), shares(5), full=True)
     check(F.gaussian_nll_loss, values(5, 4), values(5, 4, seed=1), shares(5, 1))
+    check(F.gaussian_nll_loss, values(5, 4), values(5, 4, seed=1), shares(1, 4))
 
 
 def test_losses_per_row() -> None:

@@ -210,8 +210,9 @@ def gaussian_nll_loss(loss: Loss, values: Values) -> Spec:
     spec = broadcast([input, target])
     (out,) = spec.outputs
     inputs = list(spec.inputs)
-    if isinstance(var, torch.Tensor):  # it may lack the last dim
-        if var.shape not in (input.shape, input.shape[:-1], (*input.shape[:-1], 1)):
+    if isinstance(var, torch.Tensor):  # it may lack the last dim, or have size 1 in one
+        wrong = [have for have, want in zip(var.shape, input.shape, strict=False) if have != want]
+        if var.shape != input.shape[:-1] and (var.dim() != input.dim() or wrong not in ([], [1])):
             raise ValueError("var is of incorrect size")
         dims = tuple(
             name if size == whole else None

@@ -219,7 +219,7 @@ def _some_rank(input: DTensor, is_refused: bool) -> bool:
     of one row or column is contiguous where others are not."""
     layout = input._layout
     sizes, split = layout.mesh.shape, [axis for axes in layout.shard_order for axis in axes]
-    is_even = all(
+    is_even = layout.numel == 0 or all(
         cut is None and size % math.prod(sizes[axis] for axis in axes) == 0
         for size, axes, cut in zip(layout.shape, layout.shard_order, layout.cuts, strict=True)
     )
