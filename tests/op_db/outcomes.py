@@ -33,10 +33,10 @@ class Effort(NamedTuple):
     """Whether to find out what it costs to split each dim alone."""
 
 
-THEIR_CASES = 4
+THEIR_CASES = 3
 """The cases of a mesh that torch's DTensor is tried with: one takes it as long as ours three."""
 
-SWEEP = Effort(samples=8, meshes=3, cases=10, variations=2, cases_of_variations=5, splits=True)
+SWEEP = Effort(samples=6, meshes=3, cases=8, variations=2, cases_of_variations=4, splits=True)
 PART = Effort(samples=3, meshes=1, cases=5, variations=1, cases_of_variations=2, splits=False)
 
 
