@@ -127,7 +127,7 @@ def test_a_target_that_is_no_class_is_refused() -> None:
         x = in_layout(values(3, 4), mesh, sw.Shard(1))
         with pytest.raises(IndexError, match="Target 4 is out of bounds"):
             F.cross_entropy(x, torch.tensor([0, 4, 1]))
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ValueError, match="to match target batch_size"):
             F.cross_entropy(x, torch.tensor([0, 1]))
 
     sw.simulate(run, 2)
