@@ -183,3 +183,18 @@ def test_no_correlation_is_beyond_one():
         return float(torch.corrcoef(rows).full_tensor().max())  # a bit more, but for a clamp
 
     assert ranks(run) == [1.0] * 2
+
+
+def test_least_squares_on_ranks_without_a_matrix_have_a_way_for_gradients():
+    matrices, sides = values(3, 4, 3), values(3, 4, 2)
+
+    def run(mesh):
+        found = torch.linalg.lstsq(
+            in_layout(matrices, mesh, Shard(0)), in_layout(sides, mesh, Shard(0)), driver="gelsd"
+        )
+        return found.residuals.requires_grad, found.residuals.full_tensor().detach()
+
+    expected = torch.linalg.lstsq(matrices, sides, driver="gelsd").residuals.detach()
+    for requires_grad, residuals in ranks(run, 4):
+        assert requires_grad
+        torch.testing.assert_close(residuals, expected)

@@ -140,7 +140,7 @@ def _least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Any:
     if _has_residuals(input, driver):
         shape = (*batch, *(columns or (1,)))
         if not residuals.numel():  # some matrix lacks rank, so nobody will see them
-            residuals = residuals.new_zeros(shape)
+            residuals = residuals.sum().expand(shape)  # zeros, with a way for gradients
         residuals = cropped(residuals, shape)
     rank, values = found.rank, found.singular_values
     if driver != "gels":
