@@ -24,7 +24,7 @@ from shardwise.testing import contribution, loss_of
 
 PASS = "pass"
 _BACKWARD = "backward: "
-_LONG = "takes too long"
+LONG = "takes too long"
 
 
 def outcomes(
@@ -44,8 +44,8 @@ def outcomes(
     attempt = _Attempt(call, form, fn, expected)
     found: list[str] = []
     for case in cases:
-        known = found and found[-1] == _LONG
-        found.append(_LONG if known else attempt.outcome(mesh_shape, case, seconds))
+        known = found and found[-1] == LONG
+        found.append(LONG if known else attempt.outcome(mesh_shape, case, seconds))
     return found
 
 
@@ -101,7 +101,7 @@ class _Attempt:
             problems = _ranks(mesh_shape).run(lambda rank, mesh: self.problem(mesh, case), seconds)
         except TooLongError:
             del _made[mesh_shape]
-            return _LONG
+            return LONG
         except _BackwardError as error:
             return _BACKWARD + _said(error.__cause__)
         except Exception as error:
