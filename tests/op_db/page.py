@@ -96,8 +96,9 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         simple_tried=len(simple),
     )
     yield "## Refused\n\n| operator | why |\n|---|---|"
-    for name, why in sorted(REFUSED.items()):
-        yield f"| `{name}` | {why} |"
+    for row in rows:
+        if row.outcome == "refused":
+            yield f"| `{row.name}` | {REFUSED[row.name]} |"
     yield "\n## Families that never fall back\n\n| family | operators |\n|---|---|"
     for family, names in FAMILIES.items():
         yield f"| {family} | {', '.join(f'`{name}`' for name in names)} |"
