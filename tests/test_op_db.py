@@ -11,6 +11,7 @@ import torch
 from op_db import ours
 from op_db.cases import How, cases, shown, single_splits, ways
 from op_db.entries import Call, entries
+from op_db.expected import check
 from op_db.outcomes import PART, Effort, Row, row_of
 from op_db.page import PAGE, written
 from op_db.reference import difference, leaves, memory, on_plain, reference, unambiguous
@@ -374,7 +375,9 @@ def test_samples_are_the_same_every_time():
 
 def test_the_page_says_all_that_was_found():
     rows = [
-        Row("add", {"rule": 3}, [], ["[4] of 32 B: 0"], ["function"], {"pass": 3}, "pass"),
+        Row(
+            "add", {"rule": 3}, [], ["[4] of 32 B: 0"], theirs={"pass": 3}, theirs_when_even="pass"
+        ),
         Row("b|c", {"rule": 3, "fallback": 1}, theirs={"pass": 1, "wrong value": 2, "x": 1}),
         Row("arange"),
     ]
@@ -400,3 +403,17 @@ def test_the_page_in_docs_has_every_operator_and_nothing_wrong():
     assert outcomes["wrong"] == 0
     assert outcomes["refused"] <= 10
     assert outcomes["rule"] >= 0.75 * len(entries())
+
+
+def test_an_operator_of_which_nothing_was_tried_is_complained_of():
+    check(Row("arange"))
+    check(Row("squeeze", {"refused": 1}, refused=["in place"]))
+    for row, complaint in [
+        (Row("add"), "nothing was tried"),
+        (Row("squeeze", {"refused": 1}, refused=["function"]), "refused as"),
+        (Row("add", {"refused": 1}), "no known reason"),
+        (Row("sort", {"fallback": 1}), "must not fall back"),
+        (Row("add", {"wrong": 1}), "wrong"),
+    ]:
+        with pytest.raises(AssertionError, match=complaint):
+            check(row)

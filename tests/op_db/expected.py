@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from op_db.outcomes import Row
+from op_db.entries import entries
+from op_db.outcomes import NOTHING, Row
 
 _RESIZED = "the shape of a DTensor is that of its layout, and is not changed in place"
 _DENSE = "a DTensor is dense, and so is what is beside it"
@@ -15,7 +16,6 @@ REFUSED = {
     "sparse.mm.reduce": _DENSE,
     "sparse.sampled_addmm": _DENSE,
     "squeeze": _MOVED,
-    "squeeze.multiple": _MOVED,
     "as_strided": _MOVED,
     "as_strided.partial_views": _MOVED,
 }
@@ -100,10 +100,21 @@ FAMILIES = {
 """Operators that must never fall back."""
 
 
+def _has_tensors(name: str) -> bool:
+    entry = entries()[name]
+    is_for_gpus = name.startswith("jiterator_")
+    return not is_for_gpus and any(entry.samples(dtype, 1) for dtype in entry.kinds())
+
+
 def check(row: Row) -> None:
     """Complain of what must not be."""
     shown = "\n".join([f"{row.name}: {row.outcome} {row.counts}", *row.texts])
     assert row.outcome != "wrong", shown
     assert row.outcome != "refused" or row.name in REFUSED, f"refused, for no known reason: {shown}"
+    only_in_place = REFUSED.get(row.name) == _MOVED
+    assert not only_in_place or set(row.refused) <= {"in place"}, (
+        f"refused as {row.refused}: {shown}"
+    )
+    assert row.outcome != NOTHING or not _has_tensors(row.name), f"nothing was tried: {shown}"
     must = any(row.name in names for names in FAMILIES.values())
     assert not (must and "fallback" in row.counts), f"must not fall back: {shown}"

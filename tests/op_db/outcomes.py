@@ -34,7 +34,7 @@ class Effort(NamedTuple):
 
 
 THEIR_CASES = 3
-"""The cases of a mesh that torch's DTensor is tried with: one takes it as long as ours three."""
+"""The cases of a mesh that torch's DTensor is tried with: one takes it as long as ours two."""
 
 SWEEP = Effort(samples=6, meshes=3, cases=8, variations=2, cases_of_variations=4, splits=True)
 PART = Effort(samples=3, meshes=1, cases=5, variations=1, cases_of_variations=2, splits=False)
@@ -57,6 +57,8 @@ class Row:
     """For each tensor of a sample: which dims may be split, and what that costs."""
     forms: list[str] = field(default_factory=list)
     """The forms that were tried."""
+    refused: list[str] = field(default_factory=list)
+    """Those of them that were refused in some case."""
     theirs: dict[str, int] = field(default_factory=dict)
     """Of some of these cases with torch's DTensor, how many came out so: "pass", or the problem."""
     theirs_when_even: str = ""
@@ -68,8 +70,10 @@ class Row:
         """The worst of all cases."""
         return next((each for each in ours.ORDER if self.counts.get(each)), NOTHING)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, form: str) -> None:
         self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
+        if outcome.kind == "refused" and form not in self.refused:
+            self.refused.append(form)
         if outcome.text and sum(outcome.kind in each[:8] for each in self.texts) < 4:
             self.texts.append(f"{outcome.kind}: {outcome.text}")
 
@@ -130,13 +134,13 @@ def row_of(name: str, effort: Effort, beside_torch: bool = False) -> Row:
             if known is None:
                 continue
             for outcome in ours.outcomes(call, form, fn, attempt.mesh, attempt.cases, known):
-                row.add(outcome)
+                row.add(outcome, form)
             if form not in row.forms:
                 row.forms.append(form)
             if beside_torch and form == "function" and call.dtype == entry.kinds()[0]:
                 _try_theirs(row, attempt, fn, known)
         if effort.splits:
-            row.splits = splits(entry, expected)
+            _try_splits(row, entry, expected)
     return row
 
 
@@ -156,13 +160,13 @@ def _try_theirs(row: Row, attempt: Attempt, fn: Callable[..., Any], known: Refer
             row.theirs_when_even = theirs.of_value(outcome)
 
 
-def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> list[str]:
-    """Which dims of which tensor may be split alone, and what that costs: of one sample."""
+def _try_splits(row: Row, entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> None:
+    """Split each dim of each tensor alone, of one sample, and see what that costs."""
     calls = [
         call for (call, form), known in expected.items() if form == "function" and known is not None
     ]
     if not calls:
-        return []
+        return
     call = max(
         calls, key=lambda each: (each.numbers > 0, len(single_splits(each.sample.tensors())))
     )
@@ -174,9 +178,10 @@ def splits(entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> 
     )
     words: dict[int, list[str]] = {}
     for (at, dim, _), outcome in zip(found, made, strict=True):
+        row.add(outcome, "function")
         words.setdefault(at, []).append(f"{dim}{_cost(outcome)}")
     tensors = call.sample.tensors()
-    return [
+    row.splits = [
         f"{_shown(each)}: {', '.join(words[at])}" for at, each in enumerate(tensors) if at in words
     ]
 
