@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,15 +193,20 @@ def test_every_form_is_tried(with_rule):
 # ---- one case
 
 
-def call(*tensors: torch.Tensor, graded: Any = lambda made: made, name: str = "sin") -> Call:
-    return Call(entries()[name], torch.float64, 0, Sample(*tensors), graded, False)
+def call(
+    *tensors: torch.Tensor,
+    graded: Any = lambda made: made,
+    name: str = "sin",
+    fn: Any = torch.sin,
+) -> Call:
+    return Call(entries()[name], torch.float64, 0, Sample(*tensors), graded, False, fn)
 
 
 def case(of: Call, how: list[How], fn: Any, plain: Any = None) -> ours.Outcome:
     """What comes of a function on two ranks, where it should be `plain`."""
-    expected = reference(of, "function", plain or fn)
+    expected = reference(replace(of, fn=plain or fn))
     assert expected is not None
-    (found,) = ours.outcomes(of, "function", fn, (2,), [tuple(how)], expected)
+    (found,) = ours.outcomes(replace(of, fn=fn), (2,), [tuple(how)], expected)
     return found
 
 
@@ -259,7 +265,7 @@ def test_only_what_has_a_gradient_by_op_db_is_differentiated():
 
 def test_empty_pieces_share_no_memory():
     assert case(call(numbers(1)), [ROWS], torch.exp).kind == "rule"
-    known = reference(call(numbers(0)), "function", torch.exp)
+    known = reference(call(numbers(0), fn=torch.exp))
     assert known is not None and known.views == [[]]
 
 
@@ -273,7 +279,7 @@ def test_a_rank_hears_its_own_collectives_alone():
 
 def test_random_is_what_differs_between_seeds_or_sets_one_itself():
     def is_random(of: Call, fn: Any) -> bool:
-        known = reference(of, "function", fn)
+        known = reference(replace(of, fn=fn))
         assert known is not None
         return known.is_random
 
@@ -284,7 +290,7 @@ def test_random_is_what_differs_between_seeds_or_sets_one_itself():
     (sample,) = dropout.samples(torch.float64, 1)
     assert is_random(sample, dropout.info.op)
     assert case(call(numbers(4)), [ROWS], torch.rand_like).kind == "rule"
-    once, again = (on_plain(call(numbers(4)), "function", torch.rand_like, 1) for _ in range(2))
+    once, again = (on_plain(call(numbers(4), fn=torch.rand_like), 1) for _ in range(2))
     assert torch.equal(once[0][0], again[0][0])
 
 
@@ -293,11 +299,11 @@ def test_random_numbers_of_another_shape_are_no_reference():
         return torch.rand_like(x[1:] if isinstance(x, DTensor) else x)
 
     with pytest.raises(AssertionError, match="wrong shape"):
-        reference(call(numbers(4)), "function", function)
+        reference(call(numbers(4), fn=function))
 
 
 def test_what_torch_refuses_has_no_reference():
-    assert reference(call(numbers(4)), "function", torch.linalg.inv) is None
+    assert reference(call(numbers(4), fn=torch.linalg.inv)) is None
 
 
 def test_indices_of_topk_may_be_any_of_equals():

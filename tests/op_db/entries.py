@@ -6,7 +6,7 @@ import functools
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One sample of an operator."""
+    """One sample of an operator, in one of its forms."""
 
     entry: Entry
     dtype: torch.dtype
@@ -83,6 +83,18 @@ class Call:
     """What of the result has a well-defined gradient, by op_db."""
     broadcasts: bool
     """Whether the result is larger than the first input, which then cannot be changed in place."""
+    fn: Callable[..., Any]
+    """What is called."""
+    form: str = "function"
+
+    def in_form(self, form: str) -> Call:
+        """The same sample for another form of the operator."""
+        return replace(self, form=form, fn=self.entry.forms()[form])
+
+    def on(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The result with these tensors in place of its own."""
+        args, kwargs = self.sample.filled(tensors)
+        return self.fn(*args, **kwargs)
 
     @property
     def numbers(self) -> int:
@@ -91,7 +103,15 @@ class Call:
 
 def _as_call(entry: Entry, dtype: torch.dtype, number: int, made: Any) -> Call:
     sample = Sample(made.input, *made.args, **made.kwargs)
-    return Call(entry, dtype, number, sample, made.output_process_fn_grad, made.broadcasts_input)
+    return Call(
+        entry,
+        dtype,
+        number,
+        sample,
+        made.output_process_fn_grad,
+        made.broadcasts_input,
+        entry.info.op,
+    )
 
 
 def _on_copy(inplace: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from op_db.entries import Call
 from op_db.reference import (
     SEED,
     Reference,
-    called,
     difference,
     leaves,
     memory,
@@ -45,16 +44,11 @@ class Outcome:
 
 
 def outcomes(
-    call: Call,
-    form: str,
-    fn: Callable[..., Any],
-    mesh_shape: tuple[int, ...],
-    cases: Sequence[Case],
-    expected: Reference,
+    call: Call, mesh_shape: tuple[int, ...], cases: Sequence[Case], expected: Reference
 ) -> list[Outcome]:
     """What comes of these cases."""
     ranks = math.prod(mesh_shape)
-    attempt = _Attempt(call, form, fn, mesh_shape, expected)
+    attempt = _Attempt(call, mesh_shape, expected)
     try:
         by_rank = simulate(lambda: attempt.run(cases), ranks)
     except Exception as error:
@@ -63,9 +57,7 @@ def outcomes(
             text = f"{attempt.named(cases[0])}: ranks part: {type(error).__name__}: {error}"
             return [Outcome("wrong", text[:1500])]
         return [
-            outcome
-            for case in cases
-            for outcome in outcomes(call, form, fn, mesh_shape, [case], expected)
+            outcome for case in cases for outcome in outcomes(call, mesh_shape, [case], expected)
         ]
     return [_joined(each) for each in zip(*by_rank, strict=True)]
 
@@ -83,16 +75,14 @@ def _joined(by_rank: Sequence[Outcome]) -> Outcome:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One call in one form on one mesh."""
+    """One call on one mesh."""
 
     call: Call
-    form: str
-    fn: Callable[..., Any]
     mesh_shape: tuple[int, ...]
     expected: Reference
 
     def named(self, case: Case) -> str:
-        text = f"{self.call.entry.name} ({self.form}) {self.call.sample}"
+        text = f"{self.call.entry.name} ({self.call.form}) {self.call.sample}"
         return f"{text} on {self.mesh_shape} as {shown(case)}"
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
@@ -123,11 +113,11 @@ class _Attempt:
             distributed(each, Layout.from_placements(mesh, each.shape, how))
             for each, how in zip(self.call.sample.tensors(), case, strict=True)
         ]
-        if self.form == "out":
+        if self.call.form == "out":
             inputs = [each.detach() for each in inputs]
         torch.manual_seed(SEED)
         with listen(events.append):
-            made = called(self.call.sample, self.fn, inputs)
+            made = self.call.on(inputs)
         results = list(leaves(unambiguous(self.call, inputs, made)))
         expected = self.expected
         problem = (

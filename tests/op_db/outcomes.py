@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -82,7 +82,6 @@ class Attempt(NamedTuple):
     """A call to be compared on one mesh, for these cases."""
 
     call: Call
-    form: str
     mesh: tuple[int, ...]
     cases: list[Case]
 
@@ -109,13 +108,14 @@ def attempts(entry: Entry, effort: Effort) -> Iterator[Attempt]:
         for at, call in enumerate(entry.samples(dtype, samples)):
             if form == "in place" and call.broadcasts:
                 continue
+            call = call.in_form(form)
             tensors = call.sample.tensors()
             for more in range(meshes):
                 mesh = MESHES[(turn + at + more) % len(MESHES)]
                 seed = f"{entry.name} {form} {dtype} {call.number} {mesh}"
                 tried = cases(tensors, len(mesh), most, seed)
                 if tried:
-                    yield Attempt(call, form, mesh, tried)
+                    yield Attempt(call, mesh, tried)
 
 
 def row_of(name: str, effort: Effort, beside_torch: bool = False) -> Row:
@@ -124,34 +124,33 @@ def row_of(name: str, effort: Effort, beside_torch: bool = False) -> Row:
     row = Row(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected: dict[tuple[Call, str], Reference | None] = {}
+        expected: dict[Call, Reference | None] = {}
         for attempt in attempts(entry, effort):
-            call, form = attempt.call, attempt.form
-            fn = entry.forms()[form]
-            if (call, form) not in expected:
-                expected[call, form] = reference(call, form, fn)
-            known = expected[call, form]
+            call, form = attempt.call, attempt.call.form
+            if call not in expected:
+                expected[call] = reference(call)
+            known = expected[call]
             if known is None:
                 continue
-            for outcome in ours.outcomes(call, form, fn, attempt.mesh, attempt.cases, known):
+            for outcome in ours.outcomes(call, attempt.mesh, attempt.cases, known):
                 row.add(outcome, form)
             if form not in row.forms:
                 row.forms.append(form)
             if beside_torch and form == "function" and call.dtype == entry.kinds()[0]:
-                _try_theirs(row, attempt, fn, known)
+                _try_theirs(row, attempt, known)
         if effort.splits:
-            _try_splits(row, entry, expected)
+            _try_splits(row, expected)
     return row
 
 
-def _try_theirs(row: Row, attempt: Attempt, fn: Callable[..., Any], known: Reference) -> None:
+def _try_theirs(row: Row, attempt: Attempt, known: Reference) -> None:
     from op_db import theirs  # initialises torch.distributed, which only the sweep needs
 
     if theirs.LONG in row.theirs:
         return  # and would again
-    call, form, mesh, tried = attempt
+    call, mesh, tried = attempt
     tried = tried[:THEIR_CASES]
-    found = theirs.outcomes(call, form, fn, mesh, tried, known)
+    found = theirs.outcomes(call, mesh, tried, known)
     for case, outcome in zip(tried, found, strict=True):
         kind = theirs.kind(outcome)
         row.theirs[kind] = row.theirs.get(kind, 0) + 1
@@ -160,22 +159,20 @@ def _try_theirs(row: Row, attempt: Attempt, fn: Callable[..., Any], known: Refer
             row.theirs_when_even = theirs.of_value(outcome)
 
 
-def _try_splits(row: Row, entry: Entry, expected: dict[tuple[Call, str], Reference | None]) -> None:
+def _try_splits(row: Row, expected: dict[Call, Reference | None]) -> None:
     """Split each dim of each tensor alone, of one sample, and see what that costs."""
     calls = [
-        call for (call, form), known in expected.items() if form == "function" and known is not None
+        call for call, known in expected.items() if call.form == "function" and known is not None
     ]
     if not calls:
         return
     call = max(
         calls, key=lambda each: (each.numbers > 0, len(single_splits(each.sample.tensors())))
     )
-    known = expected[call, "function"]
+    known = expected[call]
     assert known is not None
     found = single_splits(call.sample.tensors())
-    made = ours.outcomes(
-        call, "function", entry.info.op, (2,), [case for _, _, case in found], known
-    )
+    made = ours.outcomes(call, (2,), [case for _, _, case in found], known)
     words: dict[int, list[str]] = {}
     for (at, dim, _), outcome in zip(found, made, strict=True):
         row.add(outcome, "function")

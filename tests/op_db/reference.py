@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import init_device_mesh
 from shardwise.rules.calls import tensors_in
 from shardwise.sim import simulate
-from shardwise.testing import Sample, distributed, loss_of, whole_of
+from shardwise.testing import distributed, loss_of, whole_of
 
 SEED = 5
 UNFILLED = ("empty", "new_empty")
@@ -35,37 +35,37 @@ class Reference:
     is_filled: bool
 
 
-def reference(call: Call, form: str, fn: Callable[..., Any]) -> Reference | None:
+def reference(call: Call) -> Reference | None:
     """What a call gives; None if torch itself refuses it."""
     try:
-        results, gradients, views = on_plain(call, form, fn, SEED)
-        others = [on_plain(call, form, fn, SEED + more)[0] for more in (1, 2)]
+        results, gradients, views = on_plain(call, SEED)
+        others = [on_plain(call, SEED + more)[0] for more in (1, 2)]
     except Exception:
         return None
     is_filled = not call.entry.name.startswith(UNFILLED)
     is_random = is_filled and (
         call.entry.sets_seed or any(difference(other, results) for other in others)
     )
-    if form == "out":
+    if call.form == "out":
         # What the function returns must be there; torch's own ihfftn leaves something else.
-        results, _, _ = on_plain(call, form, call.entry.info.op, SEED)
+        results, _, _ = on_plain(replace(call, fn=call.entry.info.op), SEED)
     if is_random:
         # torch draws other numbers than DTensors do, whose numbers are those of one rank.
         plain = results
-        results, gradients = simulate(lambda: _on_one_rank(call, form, fn), 1)[0]
+        results, gradients = simulate(lambda: _on_one_rank(call), 1)[0]
         problem = difference(results, plain, values=False)
         assert not problem, f"{call.entry.name} {call.sample} on one rank: {problem}"
     return Reference(results, gradients, views, is_random, is_filled)
 
 
 def on_plain(
-    call: Call, form: str, fn: Callable[..., Any], seed: int
+    call: Call, seed: int
 ) -> tuple[list[Any], list[torch.Tensor | None] | None, list[list[int]]]:
     """Results, gradients, and of what inputs the results are views."""
-    inputs = [each.detach().clone().requires_grad_(each.requires_grad and form != "out")
+    inputs = [each.detach().clone().requires_grad_(each.requires_grad and call.form != "out")
               for each in call.sample.tensors()]  # fmt: skip
     torch.manual_seed(seed)
-    made = called(call.sample, fn, inputs)
+    made = call.on(inputs)
     results = list(leaves(unambiguous(call, inputs, made)))
     views = [
         [at for at, each in enumerate(inputs) if memory(each) and memory(each) == memory(result)]
@@ -81,15 +81,13 @@ def on_plain(
     return kept, list(gradients), views
 
 
-def _on_one_rank(
-    call: Call, form: str, fn: Callable[..., Any]
-) -> tuple[list[Any], list[torch.Tensor | None] | None]:
+def _on_one_rank(call: Call) -> tuple[list[Any], list[torch.Tensor | None] | None]:
     mesh = init_device_mesh("cpu", (1,))
     inputs = [distributed(each, Layout(mesh, tuple(each.shape))) for each in call.sample.tensors()]
-    if form == "out":
+    if call.form == "out":
         inputs = [each.detach() for each in inputs]
     torch.manual_seed(SEED)
-    made = called(call.sample, fn, inputs)
+    made = call.on(inputs)
     results = [whole_of(each).detach() if isinstance(each, torch.Tensor) else each
                for each in leaves(unambiguous(call, inputs, made))]  # fmt: skip
     outputs = [whole_of(each) for each in tensors_in(call.graded(made)) if each.requires_grad]
@@ -98,12 +96,6 @@ def _on_one_rank(
         return results, None
     loss_of(outputs).backward()
     return results, [None if each.grad is None else each.grad.full_tensor() for each in graded]
-
-
-def called(sample: Sample, fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """The call with these tensors."""
-    args, kwargs = sample.filled(tensors)
-    return fn(*args, **kwargs)
 
 
 def unambiguous(call: Call, inputs: Sequence[torch.Tensor], made: Any) -> Any:

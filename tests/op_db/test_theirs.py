@@ -14,17 +14,17 @@ from shardwise import Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.testing import Sample
 
 
-def call() -> Call:
+def call(fn: Any = torch.sin) -> Call:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(5, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    return Call(entries()["sin"], torch.float64, 0, Sample(numbers), lambda made: made, False)
+    return Call(entries()["sin"], torch.float64, 0, Sample(numbers), lambda made: made, False, fn)
 
 
 def outcome(fn: Any, *how: Any, plain: Any = None, **options: Any) -> str:
-    expected = reference(call(), "function", plain or fn)
+    expected = reference(call(plain or fn))
     assert expected is not None
     shape = (2,) * len(how)
-    return theirs.outcomes(call(), "function", fn, shape, [(how,)], expected, **options)[0]
+    return theirs.outcomes(call(fn), shape, [(how,)], expected, **options)[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ It is asked for less than ours: views, types of results and random values are no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from op_db.cases import Case, How
 from op_db.entries import Call
-from op_db.reference import SEED, Reference, called, difference, leaves, unambiguous
+from op_db.reference import SEED, Reference, difference, leaves, unambiguous
 from op_db.their_ranks import Ranks, TooLongError
 from shardwise import placement as our
 from shardwise.rules.calls import tensors_in
@@ -29,8 +29,6 @@ LONG = "takes too long"
 
 def outcomes(
     call: Call,
-    form: str,
-    fn: Callable[..., Any],
     mesh_shape: tuple[int, ...],
     cases: Sequence[Case],
     expected: Reference,
@@ -41,7 +39,7 @@ def outcomes(
     With many inputs, DTensor may search minutes for a strategy; after one case that takes so long
     the rest are not tried.
     """
-    attempt = _Attempt(call, form, fn, expected)
+    attempt = _Attempt(call, expected)
     found: list[str] = []
     for case in cases:
         known = found and found[-1] == LONG
@@ -87,11 +85,9 @@ def _ranks(mesh_shape: tuple[int, ...]) -> Ranks:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One call in one form."""
+    """One call."""
 
     call: Call
-    form: str
-    fn: Callable[..., Any]
     expected: Reference
 
     def outcome(self, mesh_shape: tuple[int, ...], case: Case, seconds: float) -> str:
@@ -114,11 +110,11 @@ class _Attempt:
         """On one rank: what is wrong with a case, or nothing."""
         expected, plain = self.expected, self.call.sample.tensors()
         inputs = [_distributed(each, mesh, how) for each, how in zip(plain, case, strict=True)]
-        if self.form != "out":
+        if self.call.form != "out":
             for each, tensor in zip(inputs, plain, strict=True):
                 each.requires_grad_(tensor.requires_grad)
         torch.manual_seed(SEED)
-        made = _whole(called(self.call.sample, self.fn, inputs))
+        made = _whole(self.call.on(inputs))
         results = list(leaves(unambiguous(self.call, plain, made)))
         comparable = expected.is_filled and not expected.is_random
         problem = difference(results, expected.results, comparable)
