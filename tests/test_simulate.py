@@ -54,6 +54,11 @@ def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert sw.simulate(lambda: everybody().all_gather(torch.ones(1)).numel(), 3) == [3, 3, 3]
 
 
+def running_ranks() -> int:
+    ranks = [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    return sum(thread.is_alive() for thread in ranks)
+
+
 # ---- what it runs
 
 
@@ -364,16 +369,18 @@ def test_a_rank_that_exits_is_an_error_too(ending: type[BaseException]) -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("blocked", [False, True])
 def test_an_interrupt_of_the_caller_ends_all_ranks(blocked: bool, parallel: bool) -> None:
-    runs = threading.Event()
+    # No Event: a rank that is stopped just as it takes its lock would keep it, and block the others.
+    begun: set[int] = set()
 
     def program() -> None:
         while True:
-            runs.set()
+            begun.add(my_rank())
             if blocked:
                 everybody().all_reduce(torch.ones(1))
 
     def interrupt() -> None:
-        runs.wait()
+        while not begun or running_ranks() < 3:
+            time.sleep(0.001)
         _thread.interrupt_main()
 
     thread = threading.Thread(target=interrupt)
