@@ -369,7 +369,7 @@ def test_a_rank_that_exits_is_an_error_too(ending: type[BaseException]) -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("blocked", [False, True])
 def test_an_interrupt_of_the_caller_ends_all_ranks(blocked: bool, parallel: bool) -> None:
-    # No Event: a rank that is stopped just as it takes its lock would keep it, and block the others.
+    # No Event: a rank that is stopped just as it takes its lock would keep it from the others.
     begun: set[int] = set()
 
     def program() -> None:

@@ -1,32 +1,39 @@
-"""A piece of a DTensor in the words of torch.distributed.checkpoint.
+"""Pieces of tensors in the words of torch.distributed.checkpoint.
 
 Imported when it asks: a program that stores nothing does not pay for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shardwise.box import Box
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 
 
-def chunks(layout: Layout) -> list[Any]:
-    """The boxes that this rank holds; nothing if they are empty."""
+def chunks(boxes: Sequence[Box], size: Sequence[int]) -> list[Any]:
+    """The boxes of a tensor of this size that a rank holds, without empty ones."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+    return [
+        ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+        for box in boxes
+        if not box.is_empty or 0 in size
+    ]
+
+
+def boxes_of(layout: Layout) -> list[Box]:
+    """The boxes that this rank holds; they must be values, not contributions."""
     if layout.partial:
         raise LayoutError(
             f"checkpoint: {layout!r} is pending a reduction, and a checkpoint stores values; "
             "x.redistribute() makes it whole"
         )
-    return [
-        ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
-        for box, _ in layout.boxes()
-        if not (box.is_empty and layout.numel)
-    ]
+    return [box for box, _ in layout.boxes()]
 
 
 def chunk_at(local: torch.Tensor, layout: Layout, offsets: Any) -> torch.Tensor:
@@ -38,17 +45,23 @@ def chunk_at(local: torch.Tensor, layout: Layout, offsets: Any) -> torch.Tensor:
     return local
 
 
-def write_items(name: str, local: torch.Tensor, layout: Layout) -> list[Any]:
-    """What this rank writes. Of ranks with the same piece, torch's planner lets one write it."""
+def write_items(
+    name: str, boxes: Sequence[Box], size: Sequence[int], like: torch.Tensor
+) -> list[Any]:
+    """What this rank writes. Of ranks with the same piece, torch's planner lets one write it.
+
+    Arguments:
+        like: a tensor of the dtype and device.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties.create_from_tensor(local)
+    properties = TensorProperties.create_from_tensor(like)
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=layout.size),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(size)),
         )
-        for chunk in chunks(layout)
+        for chunk in chunks(boxes, size)
     ]

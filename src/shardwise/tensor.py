@@ -402,11 +402,12 @@ class DTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """The boxes that this rank holds, in the words of torch's checkpoints."""
-        return stored.chunks(self._layout)
+        return stored.chunks(stored.boxes_of(self._layout), self._layout.shape)
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
         """What this rank writes to a checkpoint: its piece."""
-        return stored.write_items(name, unwrap(self).detach(), self._layout)
+        boxes = stored.boxes_of(self._layout)
+        return stored.write_items(name, boxes, self._layout.shape, unwrap(self).detach())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Where a checkpoint is read to, or written from."""

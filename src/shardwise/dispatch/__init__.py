@@ -77,6 +77,8 @@ def dispatch(
         kwargs = by_torchs_names(func, kwargs)
     entry = _state.entries.get(key)
     if entry is None:
+        if len(types) > 1 and any(hasattr(each, "makes_dtensors") for each in types):
+            return NotImplemented  # it calls again, with DTensors in place of its own kind
         known = lookup(func)
         if kwargs and (not args or type(func) is _OpOverload):
             args, kwargs = by_position(func, known, args, kwargs)

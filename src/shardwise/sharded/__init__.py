@@ -1,0 +1,61 @@
+"""Sharded tensors: described by explicit shards, as recommender systems and checkpoints use them.
+
+The names are those of torch.distributed._shard and its submodules.
+"""
+
+from shardwise.sharded import operators as _operators  # noqa: F401 (gives the class its functions)
+from shardwise.sharded.base import ShardedTensorBase
+from shardwise.sharded.building import from_local_shards as init_from_local_shards
+from shardwise.sharded.building import (
+    from_local_shards_and_global_metadata as init_from_local_shards_and_global_metadata,
+)
+from shardwise.sharded.building import from_local_tensor as init_from_local_tensor
+from shardwise.sharded.converting import from_dtensor, to_dtensor
+from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
+from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
+from shardwise.sharded.metadata import (
+    MEM_FORMAT_ENCODING,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+from shardwise.sharded.registered import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.sharded.shard import Shard
+from shardwise.sharded.specs import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    PlacementSpec,
+    ShardingSpec,
+)
+from shardwise.sharded.tensor import ShardedTensor
+
+__all__ = [
+    "MEM_FORMAT_ENCODING",
+    "ChunkShardingSpec",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "PlacementSpec",
+    "Shard",
+    "ShardMetadata",
+    "ShardedStateError",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorError",
+    "ShardedTensorMetadata",
+    "ShardingSpec",
+    "TensorProperties",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "empty",
+    "from_dtensor",
+    "full",
+    "init_from_local_shards",
+    "init_from_local_shards_and_global_metadata",
+    "init_from_local_tensor",
+    "ones",
+    "rand",
+    "randn",
+    "to_dtensor",
+    "zeros",
+]

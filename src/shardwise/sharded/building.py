@@ -1,0 +1,361 @@
+"""Sharded tensors of pieces that the ranks have: checked once, by all ranks together.
+
+What a rank finds wrong with its own shards it tells the others instead of raising: then all ranks
+raise the same error, and nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.box import Box
+from shardwise.checks import as_int
+from shardwise.sharded import moving
+from shardwise.sharded.base import bare
+from shardwise.sharded.boxes import check_tiling
+from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.group import Group, GroupLike, as_group
+from shardwise.sharded.local import mine
+from shardwise.sharded.metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+from shardwise.sharded.moving import Held
+from shardwise.sharded.shard import Shard
+from shardwise.sharded.specs import (
+    ShardingSpec,
+    as_size,
+    as_spec,
+    inferred_spec,
+    shard_names,
+)
+
+if TYPE_CHECKING:
+    from shardwise.sharded.tensor import ShardedTensor
+
+
+def made(
+    metadata: ShardedTensorMetadata,
+    spec: ShardingSpec,
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    held: Held | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """A sharded tensor of parts that are known to fit."""
+    from shardwise.sharded.tensor import ShardedTensor
+
+    held = Held.of(metadata.shards_metadata, group) if held is None else held
+    result = bare(ShardedTensor, spec, metadata, [])
+    shards = list(map(Shard, tensors, mine(metadata, held, group)))
+    return result._become(group, held, shards, init_rrefs)
+
+
+# ---- a tensor that one rank has whole
+
+
+def scattered(
+    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: GroupLike
+) -> ShardedTensor:
+    """A tensor that one rank has whole, cut up and sent out."""
+    group = as_group(process_group)
+    index = as_int(src_rank)
+    if index is None or not 0 <= index < len(group.ranks):
+        raise ShardedTensorError(
+            f"src_rank: expected an index in the process group, from 0 to "
+            f"{len(group.ranks) - 1}; got {src_rank!r}"
+        )
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        raise ShardedTensorError(f"tensor: expected a dense tensor, got {tensor!r}")
+    properties = TensorProperties.create_from_tensor(tensor)
+    facts = {
+        "src_rank": index,
+        "sharding_spec": spec,
+        "tensor.shape": tuple(tensor.shape),
+        "tensor.dtype": str(tensor.dtype),
+        "tensor.requires_grad": tensor.requires_grad,
+    }
+    _check_agreement(group, facts)
+    properties.pin_memory = False
+    metadata = spec.build_metadata(tensor.shape, properties)
+    held = Held.of(metadata.shards_metadata, group)
+    devices = [_device(each) for each in mine(metadata, held, group)]
+    pieces = moving.scattered(held, group, tensor, index)
+    shards = [
+        piece.to(device).requires_grad_(tensor.requires_grad)
+        for piece, device in zip(pieces, devices, strict=True)
+    ]
+    return made(metadata, spec, shards, group, held)
+
+
+def _check_agreement(group: Group, facts: dict[str, Any]) -> None:
+    """Refuse arguments that are not the same on all ranks."""
+    everywhere = group.communicator.gather_objects(facts)
+    for rank, theirs in zip(group.ranks, everywhere, strict=True):
+        for name, first in everywhere[0].items():
+            if theirs[name] != first:
+                raise ShardedTensorError(
+                    f"{name}: expected the same on every rank; rank {group.ranks[0]} has "
+                    f"{first}, rank {rank} has {theirs[name]}"
+                )
+
+
+def _device(shard: ShardMetadata) -> torch.device:
+    assert shard.placement is not None, "it has an owner"
+    return shard.placement.device()
+
+
+# ---- shards that each rank has
+
+
+@dataclass
+class _Brought:
+    """What a rank tells the others of its shards."""
+
+    size: tuple[int | None, ...]
+    shards: list[ShardMetadata]
+    properties: list[dict[str, Any]]
+    """Of each shard's tensor, by name."""
+    problem: str = ""
+
+
+def from_local_shards(
+    local_shards: Sequence[Shard],
+    *global_size: Any,
+    process_group: GroupLike = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """A sharded tensor of the shards that each rank has; all ranks call it.
+
+    What does not fit is refused on all ranks, with the ranks and the property that disagree.
+
+    Arguments:
+        local_shards: this rank's; perhaps none.
+        global_size: as numbers or one sequence of them. If there are None among them, the shards
+            are taken to lie below each other, along dim 0, in the order of the ranks: their
+            offsets and the sizes that are None are worked out.
+        process_group: the ranks that take part; all by default.
+        init_rrefs: as for `ShardedTensor`.
+    """
+    group = as_group(process_group)
+    brought = _brought(local_shards, global_size, group)
+    everywhere: list[_Brought] = group.communicator.gather_objects(brought)
+    for rank, theirs in zip(group.ranks, everywhere, strict=True):
+        if theirs.problem:
+            raise ShardedTensorError(f"rank {rank}: {theirs.problem}")
+    size, unknown = _agreed_size(group, everywhere)
+    properties = _agreed_properties(group, everywhere)
+    if unknown:
+        shards, size = _stacked(group, everywhere, size)
+    else:
+        shards = [each for theirs in everywhere for each in theirs.shards]
+    check_tiling([each.box for each in shards], size, shard_names(shards))  # type: ignore[arg-type]
+    metadata = ShardedTensorMetadata(shards, torch.Size(size), properties)  # type: ignore[arg-type]
+    tensors = [each.tensor for each in local_shards]
+    spec = inferred_spec(shards, metadata.size)
+    return made(metadata, spec, tensors, group, init_rrefs=init_rrefs)
+
+
+def _brought(local_shards: Any, global_size: Any, group: Group) -> _Brought:
+    """This rank's shards for the others, with what is wrong about them."""
+    sizes = global_size
+    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+        (sizes,) = sizes
+    told = _Brought((), [], [])
+    try:
+        as_size([0 if each is None else each for each in sizes], "global_size")
+        told.size = tuple(None if each is None else int(each) for each in sizes)
+        for at, shard in enumerate(local_shards):
+            if not isinstance(shard, Shard):
+                raise ShardedTensorError(
+                    f"local_shards[{at}]: expected a Shard, got {type(shard).__name__}"
+                )
+            owner = group.owner(shard.metadata.placement, f"local_shards[{at}].metadata.placement")
+            if owner != group.rank:
+                raise ShardedTensorError(
+                    f"local_shards[{at}].metadata.placement: expected this rank, {group.rank}; "
+                    f"got {shard.metadata.placement}"
+                )
+            told.shards.append(shard.metadata.copy())
+            told.properties.append(_properties(shard.tensor))
+    except ShardedTensorError as error:
+        told.problem = str(error)
+    return told
+
+
+_CHECKED = ("dtype", "layout", "requires_grad", "pin_memory")
+
+
+def _properties(tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "layout": tensor.layout,
+        "requires_grad": tensor.requires_grad,
+        "pin_memory": tensor.is_pinned(),
+    }
+
+
+def _agreed_size(group: Group, everywhere: list[_Brought]) -> tuple[tuple[int | None, ...], bool]:
+    """The size that all ranks gave, and whether it has unknowns."""
+    first = everywhere[0].size
+    for rank, theirs in zip(group.ranks, everywhere, strict=True):
+        if theirs.size != first:
+            raise ShardedTensorError(
+                f"global_size: expected the same on every rank; rank {group.ranks[0]} has "
+                f"{first}, rank {rank} has {theirs.size}"
+            )
+    return first, None in first
+
+
+def _agreed_properties(group: Group, everywhere: list[_Brought]) -> TensorProperties:
+    """What all shards of all ranks have in common."""
+    found = [
+        (rank, at, each)
+        for rank, theirs in zip(group.ranks, everywhere, strict=True)
+        for at, each in enumerate(theirs.properties)
+    ]
+    if not found:
+        raise ShardedTensorError("local_shards: expected a shard on at least one rank, got none")
+    rank, at, first = found[0]
+    for other, number, theirs in found:
+        for name in _CHECKED:
+            if theirs[name] != first[name]:
+                raise ShardedTensorError(
+                    f"local_shards: expected the same {name} for all; shard {at} of rank {rank} "
+                    f"has {first[name]}, shard {number} of rank {other} has {theirs[name]}"
+                )
+    if first["layout"] != torch.strided:
+        raise ShardedTensorError(
+            f"local_shards: expected tensors with layout torch.strided, got {first['layout']}"
+        )
+    return TensorProperties(**first)
+
+
+def _stacked(
+    group: Group, everywhere: list[_Brought], size: tuple[int | None, ...]
+) -> tuple[list[ShardMetadata], tuple[int, ...]]:
+    """The shards below each other in the order of the ranks, and the size of all."""
+    found: list[int] = []
+    rows = 0
+    shards = []
+    for rank, theirs in zip(group.ranks, everywhere, strict=True):
+        for each in theirs.shards:
+            if len(each.shard_sizes) != len(size):
+                raise ShardedTensorError(
+                    f"global_size: expected one number per dim, {len(each.shard_sizes)} for "
+                    f"{each.shard_sizes} of rank {rank}; got {size}"
+                )
+            found = found or each.shard_sizes
+            if each.shard_sizes[1:] != found[1:]:
+                raise ShardedTensorError(
+                    f"local_shards: expected the same sizes but for dim 0, as global_size {size} "
+                    f"is to be worked out; one is {found}, one of rank {rank} {each.shard_sizes}"
+                )
+            offsets = [rows, *[0] * (len(size) - 1)]
+            shards.append(ShardMetadata(offsets, each.shard_sizes, each.placement))
+            rows += each.shard_sizes[0]
+    actual = (rows, *found[1:])
+    for dim, (given, real) in enumerate(zip(size, actual, strict=True)):
+        if given not in (None, real):
+            raise ShardedTensorError(
+                f"global_size: expected {real} for dim {dim}, as the shards make up {actual}; "
+                f"got {size}"
+            )
+    return shards, actual
+
+
+def from_local_tensor(
+    local_tensor: torch.Tensor,
+    sharding_spec: ShardingSpec,
+    *global_size: Any,
+    process_group: GroupLike = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """A sharded tensor of which each rank has its one shard; nothing is communicated.
+
+    Arguments:
+        local_tensor: the shard that the spec gives to this rank.
+        sharding_spec: how the whole is cut: one shard for each rank.
+        global_size: as numbers or one sequence of them.
+    """
+    as_spec(sharding_spec, "sharding_spec")
+    group = as_group(process_group)
+    properties = TensorProperties.create_from_tensor(local_tensor)
+    metadata = sharding_spec.build_metadata(as_size(global_size, "global_size"), properties)
+    shards = mine(metadata, Held.of(metadata.shards_metadata, group), group)
+    if len(shards) != 1:
+        raise ShardedTensorError(
+            f"sharding_spec: expected one shard for each rank, this one gets {len(shards)}; "
+            "use init_from_local_shards"
+        )
+    return from_local_shards_and_global_metadata(
+        [Shard(local_tensor, shards[0])],
+        metadata,
+        process_group=group,
+        init_rrefs=init_rrefs,
+        sharding_spec=sharding_spec,
+    )
+
+
+def from_local_shards_and_global_metadata(
+    local_shards: Sequence[Shard],
+    sharded_tensor_metadata: ShardedTensorMetadata,
+    process_group: GroupLike = None,
+    init_rrefs: bool = False,
+    sharding_spec: ShardingSpec | None = None,
+) -> ShardedTensor:
+    """A sharded tensor of this rank's shards and the metadata of all; nothing is communicated.
+
+    This rank's shards are checked against the metadata, which must be the same on every rank.
+
+    Arguments:
+        local_shards: those of this rank, in the order of the metadata.
+        sharded_tensor_metadata: the shards of all ranks.
+        sharding_spec: how it is cut; found out by default.
+    """
+    group = as_group(process_group)
+    metadata = sharded_tensor_metadata
+    spec = checked_spec(metadata, sharding_spec)
+    held = Held.of(metadata.shards_metadata, group)
+    expected = mine(metadata, held, group)
+    if len(local_shards) != len(expected):
+        raise ShardedTensorError(
+            f"local_shards: expected {len(expected)}, as many as the metadata gives to this rank; "
+            f"got {len(local_shards)}"
+        )
+    properties = vars(metadata.tensor_properties)
+    for at, (shard, wanted) in enumerate(zip(local_shards, expected, strict=True)):
+        if shard.metadata != wanted:
+            raise ShardedTensorError(
+                f"local_shards[{at}].metadata: expected {wanted}, as in the global metadata; "
+                f"got {shard.metadata}"
+            )
+        actual = _properties(shard.tensor)
+        for name in _CHECKED:
+            if actual[name] != properties[name]:
+                raise ShardedTensorError(
+                    f"local_shards[{at}].tensor: expected {name} {properties[name]}, as in the "
+                    f"metadata's tensor_properties; got {actual[name]}"
+                )
+    tensors = [each.tensor for each in local_shards]
+    return made(metadata, spec, tensors, group, held, init_rrefs)
+
+
+def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
+    """The spec of metadata that makes up a tensor."""
+    shards = metadata.shards_metadata
+    if not shards:
+        raise ShardedTensorError("shards_metadata: expected at least one shard, got none")
+    if metadata.tensor_properties.layout != torch.strided:
+        raise ShardedTensorError(
+            "tensor_properties.layout: expected torch.strided, got "
+            f"{metadata.tensor_properties.layout}"
+        )
+    boxes: list[Box] = [each.box for each in shards]
+    check_tiling(boxes, metadata.size, shard_names(shards))
+    return inferred_spec(shards, metadata.size) if spec is None else as_spec(spec, "sharding_spec")

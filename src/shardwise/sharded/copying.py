@@ -1,0 +1,157 @@
+"""Copies of sharded tensors: on another device, of another dtype, apart from autograd, written to.
+
+None of this communicates, but `copy_` from a tensor that is cut otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
+from shardwise.sharded.group import GroupLike, as_group
+from shardwise.sharded.local import LocalShards
+from shardwise.sharded.moving import Move
+
+Kind = TypeVar("Kind", bound="Copying")
+
+
+class Copying(LocalShards):
+    """What makes a sharded tensor of another, with the same boxes."""
+
+    def to(self: Kind, *args: Any, process_group: GroupLike = None, **kwargs: Any) -> Kind:
+        """The same on another device or of another dtype, with the arguments of `Tensor.to`.
+
+        Arguments:
+            process_group: the group of the result, if another one suits the device.
+        """
+        model = torch.empty(0, dtype=self.dtype, device=self.device)
+        others: Any = [each._like() if isinstance(each, LocalShards) else each for each in args]
+        made = model.to(*others, **kwargs)
+        if made is model and process_group is None:
+            return self
+        group = self._group if process_group is None else as_group(process_group)
+        if group.ranks != self._group.ranks:
+            raise ShardedTensorError(
+                f"process_group: expected one of the same ranks {self._group.ranks}, "
+                f"got one of {group.ranks}"
+            )
+        return self._with(
+            [each.to(*others, **kwargs) for each in self._tensors()],
+            device=None if made.device == model.device else _for_placements(made.device),
+            dtype=made.dtype,
+            group=group,
+            init_rrefs=self._init_rrefs,
+            pin_memory=self.is_pinned() and made is model,
+        )
+
+    def cpu(
+        self: Kind,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: GroupLike = None,
+    ) -> Kind:
+        """The same in the CPU's memory; itself if it is there."""
+        return self.to("cpu", memory_format=memory_format, process_group=process_group)
+
+    def cuda(
+        self: Kind,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: GroupLike = None,
+    ) -> Kind:
+        """The same in the memory of each rank's current GPU, or of another; itself if it is."""
+        if not torch.cuda.is_available():
+            raise ShardedStateError(
+                "cuda: expected a GPU on this rank, there is none that torch can use"
+            )
+        where = torch.cuda.current_device() if device is None else device
+        return self.to(
+            torch.device("cuda", where) if isinstance(where, int) else torch.device(where),
+            non_blocking=non_blocking,
+            memory_format=memory_format,
+            process_group=process_group,
+        )
+
+    def pin_memory(self: Kind, device: Any = None) -> Kind:
+        """The same in pinned memory; itself if it is."""
+        if self.is_pinned():
+            return self
+        if not torch.accelerator.is_available():
+            raise ShardedStateError(
+                "pin_memory: expected an accelerator on this rank, for which memory is pinned; "
+                "there is none that torch can use"
+            )
+        return self._with([each.pin_memory() for each in self._tensors()], pin_memory=True)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether the shards are in pinned memory."""
+        return self._metadata.tensor_properties.pin_memory
+
+    def clone(self: Kind, *, memory_format: torch.memory_format | None = None) -> Kind:
+        """A copy; differentiable."""
+        return self._with(
+            [each.clone(memory_format=memory_format) for each in self._tensors()],
+            requires_grad=self.requires_grad and torch.is_grad_enabled(),
+            pin_memory=False,
+        )
+
+    def detach(self: Kind) -> Kind:
+        """The same elements, apart from what autograd has recorded."""
+        return self._with([each.detach() for each in self._tensors()], requires_grad=False)
+
+    def copy_(self: Kind, other: torch.Tensor, non_blocking: bool = False) -> Kind:
+        """Take the elements of another tensor of the same size, and convert them if need be.
+
+        Arguments:
+            other: a sharded tensor, moved here if it is cut otherwise; or a plain tensor, the same
+                on every rank.
+        """
+        if tuple(other.shape) != tuple(self.shape):
+            raise ShardedTensorError(
+                f"copy_: expected a tensor of size {tuple(self.shape)}, got {tuple(other.shape)}"
+            )
+        for target, source in zip(self._tensors(), self._pieces_of(other), strict=True):
+            target.copy_(source, non_blocking)
+        return self
+
+    def _pieces_of(self, other: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor of the same size, as it lies in these shards."""
+        if not isinstance(other, LocalShards):
+            return [other[box.slices] for box in self._held.by(self._group.rank)]
+        if other._held == self._held:
+            return other._tensors()
+        if other._group.ranks != self._group.ranks:
+            raise ShardedTensorError(
+                f"other: expected one of the same ranks {self._group.ranks}, got one of "
+                f"{other._group.ranks}"
+            )
+        move = Move(self._group, other._held, self._held)
+        return move.run(other._tensors(), other._like())
+
+    def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise ShardedTensorError(
+                "copy.deepcopy: only leaves of the graph can be copied, as in torch; "
+                "detach() it, or clone() it to keep its history"
+            )
+        with torch.no_grad():
+            made = self._with(
+                [each.detach().clone() for each in self._tensors()], init_rrefs=self._init_rrefs
+            )
+        made.requires_grad_(self.requires_grad)
+        for before, after in zip(self._tensors(), made._tensors(), strict=True):
+            if before.grad is not None:
+                after.grad = before.grad.detach().clone()
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        memo[id(self)] = made
+        return made
+
+
+def _for_placements(device: torch.device) -> torch.device:
+    """As other ranks are told of it: which of its GPUs is a rank's current one, only it knows."""
+    return device if device.type == "cpu" else torch.device(device.type)

@@ -1,0 +1,153 @@
+"""What a rank holds of a sharded tensor: its shards, where they are, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.sharded import remote
+from shardwise.sharded.base import ShardedTensorBase, bare
+from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.group import Group
+from shardwise.sharded.metadata import ShardedTensorMetadata
+from shardwise.sharded.moving import Held
+from shardwise.sharded.shard import Shard
+from shardwise.sharded.specs import inferred_spec
+
+_BASE: Any = torch._C.TensorBase
+_requires_grad_of: Any = _BASE.requires_grad.__get__
+_set_requires_grad: Any = _BASE.requires_grad.__set__
+
+Kind = TypeVar("Kind", bound="LocalShards")
+
+
+class LocalShards(ShardedTensorBase):
+    """The shards of a rank, among those of a group of ranks."""
+
+    _group: Group
+    _held: Held
+    """All shards, and who holds each."""
+    _init_rrefs: bool
+
+    def _become(
+        self: Kind, group: Group, held: Held, shards: list[Shard], init_rrefs: bool = False
+    ) -> Kind:
+        """What every way to make one ends with."""
+        self._group, self._held, self._local_shards = group, held, shards
+        self._init_rrefs = init_rrefs
+        if init_rrefs:
+            remote.register(self)
+        return self
+
+    def _with(
+        self: Kind,
+        tensors: Sequence[torch.Tensor],
+        *,
+        device: torch.device | None = None,
+        group: Group | None = None,
+        init_rrefs: bool = False,
+        **properties: Any,
+    ) -> Kind:
+        """One of the same boxes with these tensors in them.
+
+        Arguments:
+            device: of the placements, if it is another.
+            properties: what is other than here: dtype, requires_grad, pin_memory.
+        """
+        if not _can_require_gradients(properties.get("dtype", self.dtype)):
+            properties["requires_grad"] = False
+        metadata = self._metadata.copy(device, **properties)
+        spec = self._sharding_spec
+        if device is not None:
+            spec = inferred_spec(metadata.shards_metadata, metadata.size)
+        group = self._group if group is None else group
+        made = bare(type(self), spec, metadata, [])
+        shards = list(map(Shard, tensors, mine(metadata, self._held, group)))
+        return made._become(group, self._held, shards, init_rrefs)
+
+    def _like(self) -> torch.Tensor:
+        """Nothing, of its dtype and on its device: a model for what travels."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [shard.tensor for shard in self._local_shards]
+
+    def local_tensor(self) -> torch.Tensor:
+        """The one shard that this rank holds, as a tensor."""
+        if len(self._local_shards) != 1:
+            raise ShardedTensorError(
+                f"local_tensor: expected one shard on this rank, there are "
+                f"{len(self._local_shards)}; use local_shards()"
+            )
+        return self._local_shards[0].tensor
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where this rank's shards are; where the first shard is, if it has none."""
+        if self._local_shards:
+            return self._local_shards[0].tensor.device
+        placement = self._metadata.shards_metadata[0].placement
+        assert placement is not None, "it has an owner"
+        return torch.device(placement.device().type)
+
+    # ---- gradients
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd records what is done with it."""
+        return _requires_grad_of(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self: Kind, requires_grad: bool = True) -> Kind:
+        """Record, or do not, what is done with its shards from now on."""
+        for tensor in self._tensors():
+            tensor.requires_grad_(requires_grad)
+        self._note_requires_grad(requires_grad)
+        return self
+
+    def _note_requires_grad(self, requires_grad: bool) -> None:
+        _set_requires_grad(self, requires_grad)
+        self._metadata.tensor_properties.requires_grad = requires_grad
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether no shard of this rank is the result of an operation that was recorded."""
+        return all(tensor.is_leaf for tensor in self._tensors())
+
+    @property
+    def grad(self: Kind) -> Kind | None:
+        """The gradients of the shards; None if this rank holds none, or one of them has none."""
+        gradients = [tensor.grad for tensor in self._tensors()]
+        found = [each for each in gradients if each is not None]
+        if not found or len(found) < len(gradients):
+            return None
+        return self._with(found, dtype=found[0].dtype, requires_grad=found[0].requires_grad)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            for tensor in self._tensors():
+                tensor.grad = None
+            return
+        if not isinstance(value, LocalShards) or value._held != self._held:
+            raise ShardedTensorError(
+                "grad: expected a ShardedTensor with the same shards as this one, or None; "
+                f"got {value!r}"
+            )
+        for tensor, gradient in zip(self._tensors(), value._tensors(), strict=True):
+            tensor.grad = gradient
+
+
+def mine(metadata: ShardedTensorMetadata, held: Held, group: Group) -> list[Any]:
+    """The shards of this rank among all."""
+    pairs = zip(metadata.shards_metadata, held.owners, strict=True)
+    return [each for each, owner in pairs if owner == group.rank]
+
+
+def _can_require_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

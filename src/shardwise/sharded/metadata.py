@@ -1,0 +1,168 @@
+"""What describes a sharded tensor: its shards, its size, the properties of its pieces.
+
+Plain data with torch's field names. A placement is torch's `_remote_device`: a rank (or the name of
+an RPC worker) and a device there, written `"rank:0/cpu"` or `"trainer0/cuda:1"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.remote_device import _remote_device as RemoteDevice
+
+from shardwise.box import Box
+from shardwise.checks import as_ints
+from shardwise.sharded.errors import ShardedTensorError
+
+Placement = RemoteDevice | str
+
+
+def as_placement(placement: Placement | torch.device, argument: str) -> RemoteDevice:
+    """A placement from its text."""
+    if isinstance(placement, RemoteDevice):
+        return placement
+    try:
+        return RemoteDevice(placement)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ShardedTensorError(
+            f"{argument}: expected a placement such as 'rank:0/cpu' or 'worker0/cuda:1', "
+            f"got {placement!r} ({error})"
+        ) from None
+
+
+def on_device(placement: RemoteDevice, device: torch.device) -> RemoteDevice:
+    """The same rank or worker, and another device."""
+    if placement.rank() is not None:
+        return RemoteDevice(f"rank:{placement.rank()}/{device}")
+    if placement.worker_name() is not None:
+        return RemoteDevice(f"{placement.worker_name()}/{device}")
+    return RemoteDevice(device)
+
+
+@dataclass(init=False, slots=True)
+class ShardMetadata:
+    """One shard: where it begins in the whole tensor, how large it is, and who holds it.
+
+    Arguments:
+        shard_offsets: the first index of each dim.
+        shard_sizes: the length of each dim.
+        placement: `"rank:0/cpu"`, with the global rank; None while it is not known.
+    """
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: RemoteDevice | None
+
+    def __init__(
+        self,
+        shard_offsets: Sequence[int],
+        shard_sizes: Sequence[int],
+        placement: Placement | None = None,
+    ) -> None:
+        self.shard_offsets = _counts("shard_offsets", shard_offsets)
+        self.shard_sizes = _counts("shard_sizes", shard_sizes)
+        if len(self.shard_offsets) != len(self.shard_sizes):
+            raise ShardedTensorError(
+                "shard_offsets, shard_sizes: expected as many of each, one per dim; "
+                f"got {self.shard_offsets} and {self.shard_sizes}"
+            )
+        self.placement = None if placement is None else as_placement(placement, "placement")
+
+    @property
+    def box(self) -> Box:
+        """The indices of the whole tensor that it holds."""
+        ends = zip(self.shard_offsets, self.shard_sizes, strict=True)
+        return Box(tuple(self.shard_offsets), tuple(start + size for start, size in ends))
+
+    @staticmethod
+    def of_box(box: Box, placement: Placement | None) -> ShardMetadata:
+        """The shard that holds a box."""
+        return ShardMetadata(box.start, box.shape, placement)
+
+    def copy(self, device: torch.device | None = None) -> ShardMetadata:
+        """The same, or on another device."""
+        placement = self.placement
+        if device is not None and placement is not None:
+            placement = on_device(placement, device)
+        return ShardMetadata(self.shard_offsets, self.shard_sizes, placement)
+
+    def __hash__(self) -> int:
+        return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
+
+
+def _counts(argument: str, values: Sequence[int]) -> list[int]:
+    found = as_ints(values)
+    if found is None or any(value < 0 for value in found):
+        raise ShardedTensorError(f"{argument}: expected numbers from 0 on, got {values!r}")
+    return list(found)
+
+
+class MEM_FORMAT_ENCODING(Enum):  # noqa: N801 - torch's name
+    """What a memory format is called in a pickle, as it cannot be pickled itself."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_MEMORY_FORMATS = {
+    torch.contiguous_format: MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
+    torch.channels_last: MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST,
+    torch.preserve_format: MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT,
+}
+
+
+@dataclass
+class TensorProperties:
+    """What all shards of a tensor have in common."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """The properties of one piece, or of the whole."""
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            pin_memory=tensor.is_pinned(),
+        )
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        encoded = _MEMORY_FORMATS.get(self.memory_format)
+        if encoded is None:
+            raise ShardedTensorError(
+                f"memory_format: expected one of {', '.join(map(str, _MEMORY_FORMATS))} to "
+                f"pickle, got {self.memory_format}"
+            )
+        return self.dtype, self.layout, self.requires_grad, encoded.value, self.pin_memory
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state
+        formats = {each.value: memory_format for memory_format, each in _MEMORY_FORMATS.items()}
+        self.memory_format = formats[encoded]
+
+
+@dataclass
+class ShardedTensorMetadata:
+    """A whole sharded tensor: its shards, its size, and what all of them have in common."""
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default_factory=lambda: torch.Size([]))
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    def copy(self, device: torch.device | None = None, **properties: Any) -> ShardedTensorMetadata:
+        """The same, on another device or with other properties."""
+        return ShardedTensorMetadata(
+            [each.copy(device) for each in self.shards_metadata],
+            self.size,
+            replace(self.tensor_properties, **properties),
+        )

@@ -1,0 +1,214 @@
+"""How elements travel: from shards to other shards, to one rank, to all, from one.
+
+Who sends what to whom follows from the boxes and their owners alone, which every rank knows. Two
+ranks exchange at most one message, and an element goes only to a rank that needs it and does not
+hold it: nobody can move fewer bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.box import Box
+from shardwise.comm.buffers import owned
+from shardwise.comm.cause import running
+from shardwise.redistribute.overlap import Transfer
+from shardwise.redistribute.swap import Swap
+from shardwise.sharded.group import Group
+from shardwise.sharded.metadata import ShardMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Shards by their boxes, and the global rank that holds each."""
+
+    boxes: tuple[Box, ...]
+    owners: tuple[int, ...]
+
+    @staticmethod
+    def of(shards: Sequence[ShardMetadata], group: Group) -> Held:
+        """As metadata describes them."""
+        return Held(tuple(each.box for each in shards), tuple(group.owners(shards)))
+
+    def by(self, rank: int) -> list[Box]:
+        """The boxes that a rank holds, in order."""
+        return [box for box, owner in zip(self.boxes, self.owners, strict=True) if owner == rank]
+
+    def counts(self, group: Group) -> list[int]:
+        """How many elements each rank of a group holds."""
+        found = dict.fromkeys(group.ranks, 0)
+        for box, owner in zip(self.boxes, self.owners, strict=True):
+            found[owner] += math.prod(box.shape)
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """From some shards to others of the same tensor."""
+
+    group: Group
+    before: Held
+    after: Held
+
+    @property
+    def reverse(self) -> Move:
+        """The way back."""
+        return Move(self.group, self.after, self.before)
+
+    def run(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's shards after the move, of those before it. Backward: the reverse.
+
+        A shard that stays as it is is returned as it is.
+
+        Arguments:
+            like: tells dtype and device, also to a rank that holds nothing.
+        """
+        rank = self.group.rank
+        own, wanted = self.before.by(rank), self.after.by(rank)
+        parts = {}
+        given = []
+        for box, tensor in zip(own, tensors, strict=True):
+            for common, peer in _common(box, self.after):
+                parts[common] = tensor.detach()[common.within(box).slices]
+                given.append(Transfer(peer, common))
+        taken = [
+            Transfer(peer, common) for box in wanted for common, peer in _common(box, self.before)
+        ]
+        # Both ends of a message put its parts in the same order.
+        swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
+        with running("ShardedTensor.reshard"):
+            arrived = dict(swap.of_boxes(parts, like).wait())
+        here = dict(zip(own, tensors, strict=True))
+        results = []
+        for box in wanted:
+            if box in here and not box.is_empty:
+                results.append(here[box].detach())
+                continue
+            result = like.new_empty(box.shape)
+            for common, _ in _common(box, self.before):
+                result[common.within(box).slices] = arrived[common]
+            results.append(result)
+        return results
+
+
+def _common(box: Box, held: Held) -> list[tuple[Box, int]]:
+    """What a box has in common with each of some shards, and who holds that."""
+    if box.is_empty:
+        return []
+    grid = len(held.boxes), len(box.start)
+    starts = np.array([each.start for each in held.boxes], dtype=np.int64).reshape(grid)
+    stops = np.array([each.stop for each in held.boxes], dtype=np.int64).reshape(grid)
+    shared = np.minimum(stops, box.stop) > np.maximum(starts, box.start)
+    return [
+        (box.intersect(held.boxes[at]), held.owners[at])
+        for at in np.flatnonzero(shared.all(axis=1)).tolist()
+    ]
+
+
+class _Moved(torch.autograd.Function):
+    """Shards moved; the gradients move back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, move: Move, like: torch.Tensor, anchor: torch.Tensor, *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.move, ctx.like = move, like
+        kept = {shard.untyped_storage().data_ptr() for shard in shards}
+        return tuple(
+            each.clone() if each.untyped_storage().data_ptr() in kept else each
+            for each in move.run(shards, like)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.move.reverse.run(gradients, ctx.like)
+
+
+def moved(
+    move: Move, tensors: Sequence[torch.Tensor], like: torch.Tensor, differentiable: bool
+) -> list[torch.Tensor]:
+    """This rank's shards after a move.
+
+    Arguments:
+        differentiable: record the move. All ranks must say the same, and those that hold shards
+            before it must hold some after it: a rank takes part in the backward move by what its
+            loss is made of.
+    """
+    if not differentiable:
+        return move.run(tensors, like)
+    # A rank that holds nothing yet must take part in the backward move all the same.
+    anchor = like.new_empty(0).requires_grad_()
+    return list(_Moved.apply(move, like, anchor, *tensors))  # type: ignore[no-untyped-call]
+
+
+def flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Shards one after the other."""
+    return torch.cat([like.new_empty(0), *(each.detach().reshape(-1) for each in tensors)])
+
+
+def put(held: Held, group: Group, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write what each rank of a group holds, its shards one after the other, to a whole tensor."""
+    for rank, piece in zip(group.ranks, pieces, strict=True):
+        boxes = held.by(rank)
+        parts = piece.split_with_sizes([math.prod(box.shape) for box in boxes])
+        for box, part in zip(boxes, parts, strict=True):
+            out[box.slices] = part.view(box.shape)
+
+
+class _Whole(torch.autograd.Function):
+    """All shards on every rank. Backward: a rank's own part of the gradient, which is the same on
+    all ranks; nothing travels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, held: Held, group: Group, out: torch.Tensor, *shards: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.boxes = held.by(group.rank)
+        counts = held.counts(group)
+        with running("ShardedTensor.full_tensor"):
+            gathered = group.communicator.all_gather(flat(shards, out), 0, counts)
+        put(held, group, gathered.split_with_sizes(counts), out)
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (whole,) = gradients
+        return None, None, None, *(whole[box.slices].contiguous() for box in ctx.boxes)
+
+
+def whole(
+    held: Held, group: Group, tensors: Sequence[torch.Tensor], out: torch.Tensor
+) -> torch.Tensor:
+    """All shards as one tensor, on every rank; differentiable. `out` is written to."""
+    return _Whole.apply(held, group, out, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gathered(
+    held: Held, group: Group, tensors: Sequence[torch.Tensor], like: torch.Tensor, index: int
+) -> list[torch.Tensor] | None:
+    """What each rank holds, its shards one after the other, on the rank at `index`."""
+    shapes = [(count,) for count in held.counts(group)]
+    with running("ShardedTensor.gather"):
+        return group.communicator.gather(flat(tensors, like), shapes, index)
+
+
+def scattered(held: Held, group: Group, tensor: torch.Tensor, index: int) -> list[torch.Tensor]:
+    """This rank's shards of a tensor that the rank at `index` has whole."""
+    own = held.by(group.rank)
+    data = tensor.detach()
+    pieces = None
+    if group.ranks[index] == group.rank:
+        pieces = [flat([data[box.slices] for box in held.by(rank)], data) for rank in group.ranks]
+    like = data.new_empty(sum(math.prod(box.shape) for box in own))
+    with running("ShardingSpec.shard"):
+        piece = group.communicator.scatter(like, pieces, index)
+    parts = piece.split_with_sizes([math.prod(box.shape) for box in own])
+    # Each in memory of its own, so that to hold or save one is not to hold or save all.
+    return [owned(part.view(box.shape)) for box, part in zip(own, parts, strict=True)]

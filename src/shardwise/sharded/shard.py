@@ -1,0 +1,52 @@
+"""A shard: a tensor, and what it is of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.metadata import ShardMetadata
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """A piece of a sharded tensor that this rank holds.
+
+    Arguments:
+        tensor: the elements.
+        metadata: which of the whole tensor's they are.
+    """
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        if list(self.tensor.shape) != self.metadata.shard_sizes:
+            raise ShardedTensorError(
+                f"tensor: expected the metadata's shard_sizes {self.metadata.shard_sizes}, "
+                f"got a tensor of shape {list(self.tensor.shape)}"
+            )
+        placement = self.metadata.placement
+        if placement is not None and not _is_on(self.tensor, placement.device()):
+            raise ShardedTensorError(
+                f"tensor: expected one on the device of its placement {placement}, "
+                f"got one on {self.tensor.device}"
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(
+        cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
+    ) -> Shard:
+        """The shard that begins at these offsets and is held by a global rank."""
+        placement = f"rank:{rank}/{tensor.device}"
+        return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, placement))
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device; one without an index is that rank's current one."""
+    if device.index is None:
+        return tensor.device.type == device.type
+    return tensor.device == device

@@ -1,0 +1,200 @@
+"""Sharding specs: how a tensor of any size, or of one size, is cut into shards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.remote_device import _remote_device as RemoteDevice
+
+from shardwise.box import Box, chunk
+from shardwise.checks import as_int, as_ints
+from shardwise.sharded.boxes import check_apart, check_tiling
+from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.metadata import (
+    Placement,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    as_placement,
+)
+
+if TYPE_CHECKING:
+    from shardwise.sharded.group import GroupLike
+    from shardwise.sharded.tensor import ShardedTensor
+
+
+class PlacementSpec(ABC):  # noqa: B024 - torch's name for a base without methods
+    """Where something is. Base of what users may define themselves."""
+
+
+@dataclass
+class DevicePlacementSpec(PlacementSpec):
+    """Something that is on one device.
+
+    Arguments:
+        device: a rank and a device, as in `"rank:0/cpu"`.
+    """
+
+    device: Placement
+
+    def __post_init__(self) -> None:
+        self.device = as_placement(self.device, "device")
+
+
+class ShardingSpec(ABC):
+    """How a tensor is cut into shards, and who holds which."""
+
+    @abstractmethod
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The shards of a tensor of this size."""
+
+    def shard(
+        self, tensor: torch.Tensor, src_rank: int = 0, process_group: GroupLike = None
+    ) -> ShardedTensor:
+        """A tensor that one rank has whole, as a sharded tensor; all ranks call it.
+
+        Arguments:
+            tensor: on ranks other than the source, only its shape and dtype count.
+            src_rank: whose data it becomes, by its index in the process group.
+            process_group: the ranks that take part; all by default.
+        """
+        from shardwise.sharded.building import scattered
+
+        return scattered(tensor, self, src_rank, process_group)
+
+
+@dataclass
+class ChunkShardingSpec(ShardingSpec):
+    """A dim cut into equal chunks, the last ones short or empty, as `torch.chunk` cuts it.
+
+    Arguments:
+        dim: which; counted from the end if negative.
+        placements: who holds each chunk, in the order of the chunks. Any order of ranks, and some
+            may hold none or several.
+
+    Example:
+        >>> ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
+    """
+
+    dim: int
+    placements: list[RemoteDevice]
+
+    def __init__(self, dim: int, placements: Sequence[Placement]) -> None:
+        number = as_int(dim)
+        if number is None:
+            raise ShardedTensorError(f"dim: expected the number of a dim, got {dim!r}")
+        if isinstance(placements, str | RemoteDevice) or len(placements) == 0:
+            raise ShardedTensorError(
+                f"placements: expected one for each chunk, and at least one; got {placements!r}"
+            )
+        self.dim = number
+        self.placements = [
+            as_placement(each, f"placements[{at}]") for at, each in enumerate(placements)
+        ]
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The chunks of a tensor of this size."""
+        size = as_size(tensor_sizes, "tensor_sizes")
+        if not -len(size) <= self.dim < len(size):
+            raise ShardedTensorError(
+                f"dim: expected one of the {len(size)} dims of size {tuple(size)}, got {self.dim}"
+            )
+        dim, count = self.dim % len(size), len(self.placements)
+        shards = []
+        for index, placement in enumerate(self.placements):
+            start, stop = [0] * len(size), list(size)
+            start[dim], stop[dim] = chunk(0, size[dim], count, index)
+            shards.append(ShardMetadata.of_box(Box(tuple(start), tuple(stop)), placement))
+        return ShardedTensorMetadata(shards, size, tensor_properties)
+
+
+@dataclass
+class EnumerableShardingSpec(ShardingSpec):
+    """Any boxes that together make up a tensor of one size.
+
+    Arguments:
+        shards: the boxes, and who holds each. No two may overlap; that nothing is left out is
+            checked when the size is known.
+    """
+
+    shards: list[ShardMetadata]
+
+    def __post_init__(self) -> None:
+        self.shards = list(self.shards)
+        if not self.shards:
+            raise ShardedTensorError("shards: expected at least one, got none")
+        for at, each in enumerate(self.shards):
+            if not isinstance(each, ShardMetadata):
+                raise ShardedTensorError(
+                    f"shards[{at}]: expected ShardMetadata, got {type(each).__name__}"
+                )
+        check_apart(_boxes(self.shards), shard_names(self.shards))
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The shards, which must make up a tensor of this size."""
+        size = as_size(tensor_sizes, "tensor_sizes")
+        check_tiling(_boxes(self.shards), size, shard_names(self.shards))
+        return ShardedTensorMetadata([each.copy() for each in self.shards], size, tensor_properties)
+
+
+def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
+    """Chunks of one dim if the shards are that, and else the shards themselves."""
+    for dim in range(len(size)):
+        ordered = sorted(shards, key=lambda each: (each.shard_offsets[dim], each.shard_sizes[dim]))
+        placements = [each.placement for each in ordered]
+        if None in placements:
+            break
+        spec = ChunkShardingSpec(dim, placements)  # type: ignore[arg-type]
+        chunks = spec.build_metadata(size, TensorProperties()).shards_metadata
+        if all(_same_elements(*pair) for pair in zip(ordered, chunks, strict=True)):
+            return spec
+    return EnumerableShardingSpec([each.copy() for each in shards])
+
+
+def shard_names(shards: Sequence[ShardMetadata]) -> list[str]:
+    """How messages call shards: by number, box and place."""
+    return [
+        f"shard {at} ({each.box} on {each.placement or 'no rank'})"
+        for at, each in enumerate(shards)
+    ]
+
+
+def as_size(sizes: Any, argument: str) -> torch.Size:
+    """The size of a tensor from numbers, or from one sequence of them."""
+    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+        (sizes,) = sizes
+    found = as_ints(sizes)
+    if found is None or any(size < 0 for size in found):
+        raise ShardedTensorError(f"{argument}: expected numbers from 0 on, got {tuple(sizes)}")
+    return torch.Size(found)
+
+
+def as_spec(spec: Any, argument: str) -> ShardingSpec:
+    """Refuse what is no spec."""
+    if not isinstance(spec, ShardingSpec):
+        raise ShardedTensorError(
+            f"{argument}: expected a ShardingSpec, such as ChunkShardingSpec(0, ['rank:0/cpu', "
+            f"...]); got {spec!r} ({type(spec).__name__})"
+        )
+    return spec
+
+
+def _boxes(shards: Sequence[ShardMetadata]) -> list[Box]:
+    return [each.box for each in shards]
+
+
+def _same_elements(one: ShardMetadata, other: ShardMetadata) -> bool:
+    """Where an empty shard begins does not matter."""
+    if one.shard_sizes != other.shard_sizes:
+        return False
+    return one.shard_offsets == other.shard_offsets or 0 in one.shard_sizes

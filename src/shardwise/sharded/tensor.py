@@ -1,0 +1,289 @@
+"""ShardedTensor: a tensor described by explicit shards, of which each rank holds some or none.
+
+Python sees a tensor of the global size without memory of its own; the elements, and everything that
+autograd knows, are in the local shards. `shardwise.sharded.operators` gives the class its
+`__torch_function__`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise import stored
+from shardwise.mesh import DeviceMesh
+from shardwise.sharded import converting, moving, remote, saving
+from shardwise.sharded.building import (
+    from_local_shards,
+    from_local_shards_and_global_metadata,
+    from_local_tensor,
+)
+from shardwise.sharded.copying import Copying
+from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
+from shardwise.sharded.group import GroupLike, as_group
+from shardwise.sharded.moving import Held, Move
+from shardwise.sharded.shard import Shard
+from shardwise.sharded.specs import ShardingSpec, as_spec
+from shardwise.tensor import DTensor, short_dtype
+
+
+class ShardedTensor(Copying):
+    """A tensor in shards, held by the ranks of a process group. All ranks make it, with the same
+    arguments.
+
+    Arguments:
+        sharding_spec: how it is cut, and who holds which shard.
+        size: the global size, as numbers or one sequence of them.
+        dtype: of all shards; torch's default by default.
+        layout: torch.strided.
+        requires_grad: whether autograd records what is done with the shards.
+        pin_memory: whether the shards, on the CPU, are in pinned memory.
+        memory_format: torch.contiguous_format.
+        process_group: the ranks that take part; all by default. A ProcessGroup, or a DeviceMesh,
+            which simulated ranks have too.
+        init_rrefs: let every rank have references to the shards of all (`remote_shards`). RPC must
+            be running.
+
+    Example:
+        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> ShardedTensor(spec, 10, 4).local_tensor().shape
+        torch.Size([5, 4])
+    """
+
+    def __init__(
+        self,
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: GroupLike = None,
+        init_rrefs: bool = False,
+    ) -> None:
+        group = as_group(process_group)
+        remote.check(init_rrefs)
+        held = Held.of(self._metadata.shards_metadata, group)
+        shards = []
+        for each, owner in zip(self._metadata.shards_metadata, held.owners, strict=True):
+            if owner == group.rank:
+                assert each.placement is not None, "it has an owner"
+                tensor = torch.empty(
+                    each.shard_sizes,
+                    dtype=self.dtype,
+                    device=each.placement.device(),
+                    pin_memory=pin_memory,
+                    requires_grad=requires_grad,
+                )
+                shards.append(Shard(tensor, each))
+        self._become(group, held, shards, init_rrefs)
+
+    makes_dtensors = True
+    """Beside a DTensor, this class runs the function (see `shardwise.dispatch`)."""
+
+    # ---- of pieces that ranks have
+
+    _init_from_local_shards = staticmethod(from_local_shards)
+    _init_from_local_tensor = staticmethod(from_local_tensor)
+    _init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[assignment]
+        from_local_shards_and_global_metadata
+    )
+
+    # ---- what it is
+
+    @property
+    def _process_group(self) -> Any:
+        return self._group.handle
+
+    def remote_shards(self) -> dict[int, list[Any]]:
+        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank."""
+        if not self._init_rrefs:
+            raise ShardedStateError(
+                "remote_shards: it was made with init_rrefs=False, so there are no references; "
+                "start RPC (torch.distributed.rpc.init_rpc) and make it with init_rrefs=True"
+            )
+        return remote.references(self)
+
+    # ---- moves
+
+    def gather(  # type: ignore[override]
+        self,
+        dst: int = 0,
+        out: torch.Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the whole tensor to `out` on one rank; all ranks call it. Not differentiable.
+
+        Arguments:
+            dst: the global rank that gets it.
+            out: on that rank a tensor of the global size; None on the others.
+            enforce_dtype: insist that `out` has this tensor's dtype (deprecated in torch).
+            dtype: what the elements are converted to before they travel. By default they travel
+                as they are, and `out` must be able to hold them.
+        """
+        index = self._group.index(dst, "dst")
+        like, tensors = self._like(), self._tensors()
+        if dtype is not None:
+            like, tensors = like.to(dtype), [each.detach().to(dtype) for each in tensors]
+        # All ranks take part before one complains: nobody is left waiting.
+        pieces = moving.gathered(self._held, self._group, tensors, like, index)
+        if pieces is None:
+            if out is not None:
+                raise ShardedTensorError(
+                    f"out: expected None on this rank, as rank {dst} gathers; got a tensor"
+                )
+            return
+        _check_out(out, self, like.dtype, enforce_dtype)
+        assert out is not None, "checked"
+        with torch.no_grad():
+            moving.put(self._held, self._group, pieces, out)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, on every rank; differentiable, if what follows is the same on all."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return moving.whole(self._held, self._group, self._tensors(), out)
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Cut it otherwise, in place; returns itself. All ranks call it.
+
+        Any spec can follow any other. A leaf, such as a parameter, stays one, and its gradient
+        moves with it; of what was computed, the move is recorded and gradients move back.
+        """
+        as_spec(resharding_spec, "resharding_spec")
+        metadata = resharding_spec.build_metadata(self.shape, self._metadata.tensor_properties)
+        held = Held.of(metadata.shards_metadata, self._group)
+        if held == self._held:
+            self._sharding_spec = resharding_spec
+            return self
+        move = Move(self._group, self._held, held)
+        was_computed, has_gradient = self._history() if self.requires_grad else (False, False)
+        recorded = was_computed and torch.is_grad_enabled()
+        if recorded:
+            _check_gradients_return(move)
+        tensors = moving.moved(move, self._tensors(), self._like(), recorded)
+        if self.requires_grad and not was_computed:
+            tensors = [each.requires_grad_() for each in tensors]
+            if has_gradient:
+                old = [_gradient(each) for each in self._tensors()]
+                for tensor, new in zip(tensors, move.run(old, self._like()), strict=True):
+                    tensor.grad = new
+        self._metadata, self._sharding_spec, self._held = metadata, resharding_spec, held
+        own = zip(metadata.shards_metadata, held.owners, strict=True)
+        mine = [each for each, owner in own if owner == self._group.rank]
+        self._local_shards = list(map(Shard, tensors, mine))
+        self._note_requires_grad(self.requires_grad and (recorded or not was_computed))
+        if self._init_rrefs:
+            remote.register(self)
+        return self
+
+    def _history(self) -> tuple[bool, bool]:
+        """Whether a shard of any rank is the result of a recorded operation; has a gradient."""
+        tensors = self._tensors()
+        facts = [
+            any(not tensor.is_leaf for tensor in tensors),
+            any(tensor.is_leaf and tensor.grad is not None for tensor in tensors),
+        ]
+        mine = torch.tensor(facts, device=self.device)
+        was_computed, has_gradient = self._group.communicator.all_reduce(mine, "max").tolist()
+        return was_computed, has_gradient
+
+    # ---- beside DTensors
+
+    def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
+        """The same tensor as a DTensor, if the shards are such a layout; differentiable.
+
+        It shares the memory of the shard, if every rank holds one.
+
+        Arguments:
+            device_mesh: on which mesh; by default on one whose ranks are in the order of the
+                shards, with an axis for each dim that is cut.
+        """
+        return converting.to_dtensor(self, device_mesh)
+
+    @staticmethod
+    def from_dtensor(tensor: DTensor, process_group: GroupLike = None) -> ShardedTensor:
+        """The same tensor as explicit shards, sharing memory; differentiable.
+
+        Arguments:
+            tensor: split so that every element is on one rank.
+            process_group: the ranks that take part; those of its mesh by default.
+        """
+        return converting.from_dtensor(tensor, process_group)
+
+    # ---- as an object
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = "Parameter, " if getattr(self, "_is_param", False) else ""
+        history = ", requires_grad=True" if self.requires_grad else ""
+        size = f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+        local = ", ".join(f"{each.metadata.box}: {each.tensor!r}" for each in self._local_shards)
+        text = f"{name}{size}, {self._sharding_spec}{history}, local={{{local}}}"
+        return f"{type(self).__name__}({text})"
+
+    def __getstate__(self) -> saving.State:
+        return saving.state_of(self)
+
+    def __setstate__(self, state: saving.State) -> None:
+        saving.restore(self, state)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return saving.reduced(self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """The boxes that this rank holds, in the words of torch's checkpoints."""
+        return stored.chunks(self._held.by(self._group.rank), self.shape)
+
+    def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
+        """What this rank writes to a checkpoint: its shards."""
+        boxes = self._held.by(self._group.rank)
+        return stored.write_items(name, boxes, self.shape, self._like())
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """Where a checkpoint is read to, or written from."""
+        for shard in self._local_shards:
+            if index.offset is None or shard.metadata.shard_offsets == list(index.offset):
+                return shard.tensor.detach()
+        raise ShardedTensorError(
+            f"checkpoint: expected the offsets of a shard of this rank, got {index}"
+        )
+
+
+def _check_out(
+    out: torch.Tensor | None, source: ShardedTensor, dtype: torch.dtype, enforce_dtype: bool
+) -> None:
+    if out is None:
+        raise ShardedTensorError(
+            f"out: expected a tensor of size {tuple(source.shape)} on the rank that gathers, "
+            "got None"
+        )
+    if out.shape != source.shape:
+        raise ShardedTensorError(
+            f"out: expected a tensor of size {tuple(source.shape)}, got {tuple(out.shape)}"
+        )
+    if enforce_dtype and out.dtype != source.dtype:
+        raise ShardedTensorError(
+            f"out: expected {source.dtype}, as enforce_dtype says; got {out.dtype}"
+        )
+    kept = out.dtype.is_floating_point == dtype.is_floating_point or dtype == torch.bool
+    if torch.promote_types(out.dtype, dtype) != out.dtype or not kept:
+        raise ShardedTensorError(
+            f"out: expected {dtype}, or what holds it without loss; got {out.dtype}. "
+            f"To convert, say gather(dtype={out.dtype})"
+        )
+
+
+def _check_gradients_return(move: Move) -> None:
+    lost = sorted(set(move.before.owners) - set(move.after.owners))
+    if lost:
+        raise ShardedTensorError(
+            f"resharding_spec: ranks {lost} hold shards before and none after, so they would not "
+            "know of the gradients of what was recorded; give each an empty shard, or detach() "
+            "first"
+        )
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
