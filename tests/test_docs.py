@@ -1,4 +1,4 @@
-"""The code blocks of docs/parallel.md and docs/fsdp.md run on simulated ranks."""
+"""The code blocks of docs/parallel.md, docs/fsdp.md and docs/sharded.md run on simulated ranks."""
 
 import re
 from pathlib import Path
@@ -193,3 +193,20 @@ def test_the_page_on_data_parallelism_is_a_program_that_trains_as_one_process_do
     for shown, *others in sw.simulate(run_the_page, 4, tmp_path / "whole.pt"):
         assert shown == pytest.approx(loss.item(), abs=1e-5)
         assert len(others) == len(MODELS) and all(1 < each < 4 for each in others)
+
+
+# ---- docs/sharded.md: its blocks are one program
+
+
+def test_the_guide_to_sharded_tensors_runs() -> None:
+    def run():
+        torch.manual_seed(0)
+        names = {"rank": sw.communicator(sw.init_device_mesh("cpu", (4,))).index}
+        for each in blocks("sharded.md"):
+            exec(compile(each, "docs/sharded.md", "exec"), names)
+        whole, table, stacked = names["whole"], names["table"], names["stacked"]
+        assert torch.equal(table.full_tensor(), whole)
+        assert stacked.shape == (8, 6) and torch.equal(stacked, names["joined"])
+        assert torch.equal(names["vectors"], whole[names["tokens"]])
+
+    sw.simulate(run, 4)
