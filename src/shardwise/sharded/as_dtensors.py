@@ -6,48 +6,93 @@ pending a reduction, as a plain tensor. Where a DTensor was among the arguments,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from shardwise.layout import Layout
 from shardwise.placement import Shard
-from shardwise.rules.calls import tensors_in
 from shardwise.sharded import converting
-from shardwise.tensor import DTensor
+from shardwise.sharded.tensor import ShardedTensor
+from shardwise.tensor import DTensor, locally, unwrap
 
-if TYPE_CHECKING:
-    from shardwise.sharded.tensor import ShardedTensor
+_version_of: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+_CONTAINERS = list, tuple, dict
 
 
-def run(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
-    """Run a function on DTensors in place of the sharded tensors among its arguments."""
-    kind = type(model)
-    made: dict[int, tuple[ShardedTensor, DTensor]] = {}
-    keeps_dtensors = any(isinstance(each, DTensor) for each in tensors_in((args, kwargs)))
+def run(
+    func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor], layouts: list[Layout]
+) -> Any:
+    """Run a function on DTensors in place of the sharded tensors among its arguments.
+
+    Arguments:
+        layouts: what the shards of each are; all on one mesh.
+    """
+    by_id: dict[int, _StandIn] = {}
+    for tensor, layout in zip(tensors, layouts, strict=True):
+        if id(tensor) not in by_id:
+            by_id[id(tensor)] = _StandIn.of(tensor, layout)
+    keeps_dtensors = False
 
     def as_dtensor(value: Any) -> Any:
-        if not isinstance(value, kind):
-            return value
-        if id(value) not in made:
-            made[id(value)] = value, converting.to_dtensor(value)
-        return made[id(value)][1]
+        nonlocal keeps_dtensors
+        if isinstance(value, ShardedTensor):
+            return by_id[id(value)].dtensor
+        if isinstance(value, _CONTAINERS):
+            return pytree.tree_map(as_dtensor, value)
+        keeps_dtensors |= isinstance(value, DTensor)
+        return value
 
     def back(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        for given, dtensor in made.values():
-            if dtensor is value:  # written to in place
-                given._note_requires_grad(value.requires_grad)
-                return given
-        return value if keeps_dtensors else _sharded(value, model)
+        for each in by_id.values():
+            if each.dtensor is value:  # written to in place, or returned as it was
+                return each.tensor
+        return value if keeps_dtensors else _sharded(value, tensors[0], layouts[0])
 
-    args, kwargs = pytree.tree_map(as_dtensor, (args, kwargs))
-    return pytree.tree_map(back, func(*args, **kwargs))
+    given = [as_dtensor(each) for each in args]
+    named = {name: as_dtensor(each) for name, each in kwargs.items()} if kwargs else kwargs
+    result = func(*given, **named)
+    for each in by_id.values():
+        each.finish()
+    return back(result) if type(result) is DTensor else pytree.tree_map(back, result)
 
 
-def _sharded(result: DTensor, model: ShardedTensor) -> torch.Tensor:
-    layout = result.layout
+class _StandIn(NamedTuple):
+    """A DTensor in place of a sharded tensor."""
+
+    tensor: ShardedTensor
+    layout: Layout
+    dtensor: DTensor
+    version: int | None
+    """Of the memory that several shards were copied to; None where it is the shard's own."""
+
+    @staticmethod
+    def of(tensor: ShardedTensor, layout: Layout) -> _StandIn:
+        made = converting.as_dtensor(tensor, layout)
+        is_copy = len(tensor._local_shards) > 1
+        return _StandIn(tensor, layout, made, _written(made) if is_copy else None)
+
+    def finish(self) -> None:
+        """Note what was done to the DTensor in place."""
+        if self.version is not None and _written(self.dtensor) != self.version:
+            converting.write_back(self.tensor, self.layout, unwrap(self.dtensor))
+        if not self.tensor.requires_grad and self.dtensor.requires_grad:
+            self.tensor._note_requires_grad(True)
+
+
+def _written(tensor: DTensor) -> int:
+    """How often its memory was written to."""
+    return locally(_version_of, (), (tensor,))  # type: ignore[no-any-return]
+
+
+def _sharded(result: DTensor, model: ShardedTensor, layout: Layout) -> torch.Tensor:
+    """A result as a sharded tensor, if it is split; with the shards of the model, if it lies so."""
+    if result._layout is layout:
+        return converting.with_piece(model, layout, unwrap(result))
+    layout = result._layout
     if not any(layout.shard_order):
         return result.full_tensor()
     if any(not each.is_shard() for each in layout.placements):

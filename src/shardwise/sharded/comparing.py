@@ -1,44 +1,55 @@
-"""Whether two sharded tensors are the same, or nearly: one answer, on every rank."""
+"""Whether two tensors are the same, or nearly: one answer, on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded.tensor import ShardedTensor
+from shardwise.tensor import DTensor
 
 
-def equal(input: ShardedTensor, other: torch.Tensor) -> bool:
+def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether size and elements are the same, however both are cut."""
+    if tuple(input.shape) != tuple(other.shape):
+        return False
     return _compared(input, other, torch.equal)
 
 
 def allclose(
-    input: ShardedTensor,
+    input: torch.Tensor,
     other: torch.Tensor,
     rtol: float = 1e-5,
     atol: float = 1e-8,
     equal_nan: bool = False,
 ) -> bool:
-    """Whether the elements are nearly the same, however both are cut."""
-    if torch.broadcast_shapes(input.shape, other.shape) != input.shape:  # type: ignore[no-untyped-call]
-        return _compared(input, other, torch.allclose)
+    """Whether the elements are nearly the same, however both are cut; they may broadcast."""
 
     def close(one: torch.Tensor, two: torch.Tensor) -> bool:
         return torch.allclose(one, two, rtol, atol, equal_nan)
 
-    return _compared(input, other, close)
+    if tuple(input.shape) == tuple(other.shape):
+        return _compared(input, other, close)
+    return close(_whole(input), _whole(other))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    is_split = isinstance(tensor, ShardedTensor | DTensor)
+    return tensor.full_tensor() if is_split else tensor  # type: ignore[no-any-return]
 
 
 def _compared(
-    one: ShardedTensor, other: Any, same: Callable[[torch.Tensor, torch.Tensor], bool]
+    one: torch.Tensor, other: torch.Tensor, same: Callable[[torch.Tensor, torch.Tensor], bool]
 ) -> bool:
-    if tuple(one.shape) != tuple(other.shape):
-        return False
-    pieces = one._pieces_of(other)
-    verdict = all(same(*pair) for pair in zip(one._tensors(), pieces, strict=True))
-    here = torch.tensor(verdict, device=one.device)
-    return bool(one._group.communicator.all_reduce(here, "min"))
+    model: Any = one if isinstance(one, ShardedTensor) else other
+    same(_none_of(one), _none_of(other))  # what is refused, every rank refuses
+    pairs = zip(model._pieces_of(one), model._pieces_of(other), strict=True)
+    verdict = all(same(*pair) for pair in pairs)
+    here = torch.tensor(verdict, device=model.device)
+    return bool(model._group.communicator.all_reduce(here, "min"))
+
+
+def _none_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)

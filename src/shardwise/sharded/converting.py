@@ -18,10 +18,14 @@ from shardwise.placement import Shard as SplitAlong
 from shardwise.sharded import building
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.metadata import ShardMetadata, TensorProperties
+from shardwise.sharded.metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
 from shardwise.sharded.moving import Held
 from shardwise.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
-from shardwise.tensor import DTensor, unwrap
+from shardwise.tensor import DTensor, unwrap, wrap
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor
@@ -38,37 +42,105 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
         raise ShardedTensorError(
             f"to_dtensor: these shards are no layout of a DTensor{where}: each rank's must make up "
             "one box, and the boxes chunks of dims, as torch.chunk cuts them; "
-            f"x.reshard({suggested(tensor)}) makes them so"
+            f"{suggested(tensor)}"
         )
-    return DTensor.from_local(
-        _as_one(tensor, layout), layout.mesh, layout.placements, shape=layout.shape
-    )
+    return as_dtensor(tensor, layout)
+
+
+def as_dtensor(tensor: ShardedTensor, layout: Layout) -> DTensor:
+    """The DTensor of this layout, which the shards are."""
+    local = _as_one(tensor, layout)
+    return wrap(local.view_as(local), layout)
 
 
 def _as_one(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
     """This rank's shards as the one piece that a layout gives it."""
-    shape = layout.local_shape()
-    tensors = tensor._tensors()
-    if len(tensors) == 1:
-        return tensors[0] if tuple(tensors[0].shape) == shape else tensors[0].reshape(shape)
+    frame, shape = _piece(layout, tensor._group.rank)
+    shards = tensor._local_shards
+    if len(shards) == 1:
+        local = shards[0].tensor
+        return local if local.shape == shape else local.reshape(shape)
+    if not shards:
+        return nothing_of(tensor, shape)
     whole = tensor._like().new_zeros(shape)
-    if not tensors:
-        return whole.requires_grad_(tensor.requires_grad)
-    frame = layout.box()
-    for box, part in zip(tensor._held.by(tensor._group.rank), tensors, strict=True):
+    for box, shard in zip(tensor._held.by(tensor._group.rank), shards, strict=True):
         if not box.is_empty:
-            whole[box.within(frame).slices] = part
+            whole[box.within(frame).slices] = shard.tensor
     return whole
+
+
+def nothing_of(tensor: ShardedTensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The empty piece of a rank without shards; one for all uses, so that it has their history.
+
+    Arguments:
+        shape: what a layout gives this rank; any by default.
+    """
+    made = tensor._nothing
+    if (
+        made is None
+        or made.requires_grad != tensor.requires_grad
+        or shape not in (None, tuple(made.shape))
+    ):
+        made = tensor._like().new_empty(shape or (0,)).requires_grad_(tensor.requires_grad)
+        tensor._nothing = made
+    return made
+
+
+def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> ShardedTensor:
+    """A sharded tensor with the shards of a model whose layout this is.
+
+    Arguments:
+        local: the piece that the layout gives this rank.
+    """
+    frame, shape = _piece(layout, model._group.rank)
+    shards = model._local_shards
+    if len(shards) == 1:
+        own = shards[0].tensor.shape
+        pieces = [local if own == shape else local.reshape(own)]
+    else:
+        pieces = _parts(model, frame, local)
+    made = model._with(
+        pieces, dtype=local.dtype, requires_grad=local.requires_grad, pin_memory=False
+    )
+    made._known_layout = model._known_layout
+    made._nothing = None if shards else local
+    return made
+
+
+def write_back(tensor: ShardedTensor, layout: Layout, local: torch.Tensor) -> None:
+    """Write this rank's piece, in which several shards were copied together, to the shards."""
+    frame, _ = _piece(layout, tensor._group.rank)
+    for target, part in zip(tensor._tensors(), _parts(tensor, frame, local), strict=True):
+        target.copy_(part)
+
+
+def _parts(tensor: ShardedTensor, frame: Box, local: torch.Tensor) -> list[torch.Tensor]:
+    """Of the piece in a frame, what is in each of this rank's shards."""
+    return [
+        local.new_empty(box.shape) if box.is_empty else local[box.within(frame).slices]
+        for box in tensor._held.by(tensor._group.rank)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _piece(layout: Layout, rank: int) -> tuple[Box, tuple[int, ...]]:
+    """The box that a layout gives to a rank, and its shape."""
+    box = layout.box(layout.mesh.coordinate_of(rank))
+    return box, box.shape
 
 
 def layout_of(tensor: ShardedTensor, mesh: DeviceMesh | None = None) -> Layout | None:
     """The layout that the shards are, on this mesh or any; None if they are none."""
-    spec = tensor._sharding_spec
-    dim = spec.dim % len(tensor.shape) if isinstance(spec, ChunkShardingSpec) else None
-    ranks = tensor._group.ranks
-    if mesh is None:
-        return _found(tensor._held, tuple(tensor.shape), ranks, tensor.device.type, dim)
-    return _found_on(tensor._held, tuple(tensor.shape), ranks, mesh)
+    held, ranks = tensor._held, tensor._group.ranks
+    if mesh is not None:
+        return _found_on(held, tuple(tensor.shape), ranks, mesh)
+    known = tensor._known_layout
+    if known is None or known[0] is not held:
+        spec = tensor._sharding_spec
+        dim = spec.dim % len(tensor.shape) if isinstance(spec, ChunkShardingSpec) else None
+        layout = _found(held, tuple(tensor.shape), ranks, tensor.device.type, dim)
+        tensor._known_layout = known = held, layout
+    return known[1]
 
 
 @lru_cache(maxsize=1024)
@@ -158,10 +230,12 @@ def _nothing(held: Held) -> Box:
 
 
 def suggested(tensor: ShardedTensor) -> str:
-    """A spec that is a layout, in words."""
-    dim = max(range(len(tensor.shape)), key=lambda dim: tensor.shape[dim], default=0)
+    """What makes the shards a layout, in words."""
+    if not tensor.shape:
+        return "x.full_tensor() is its one element, on every rank"
+    dim = max(range(len(tensor.shape)), key=lambda dim: tensor.shape[dim])
     placements = [f"rank:{rank}/{tensor.device.type}" for rank in tensor._group.ranks]
-    return f"ChunkShardingSpec({dim}, {placements})"
+    return f"x.reshard(ChunkShardingSpec({dim}, {placements})) makes them so"
 
 
 # ---- from a layout to shards
@@ -189,20 +263,29 @@ def from_dtensor(tensor: DTensor, process_group: GroupLike = None) -> ShardedTen
             f"axis {', '.join(whole)}; x.redistribute(placements=[Shard(dim), ...]) first"
         )
     local = unwrap(tensor)
+    spec, shards, held = _described(layout)
     properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
-    spec = _spec(layout)
-    metadata = spec.build_metadata(layout.shape, properties)
+    metadata = ShardedTensorMetadata(shards, layout.size, properties)
     pieces = [local[here.slices] for _, here in layout.boxes()] if layout.is_cut else [local]
-    return building.made(metadata, spec, pieces, group)
+    return building.made(metadata, spec, pieces, group, held)
 
 
 @lru_cache(maxsize=1024)
+def _described(layout: Layout) -> tuple[ShardingSpec, list[ShardMetadata], Held]:
+    """How the shards of a layout are cut, and who holds each."""
+    spec = _spec(layout)
+    shards = spec.build_metadata(layout.shape, TensorProperties()).shards_metadata
+    ranks = [each.placement.rank() for each in shards if each.placement is not None]
+    owners = tuple(rank for rank in ranks if rank is not None)
+    return spec, shards, Held(tuple(each.box for each in shards), owners)
+
+
 def _spec(layout: Layout) -> ShardingSpec:
     mesh = layout.mesh
     ranks = mesh.mesh.flatten().tolist()
-    if mesh.ndim == 1 and mesh.size() > 1 and not layout.is_cut:
+    if len(layout.placements) == 1 and layout.placements[0].is_shard() and not layout.is_cut:
         (split,) = layout.placements
-        assert isinstance(split, SplitAlong), "checked"
+        assert isinstance(split, SplitAlong), "asked"
         return ChunkShardingSpec(split.dim, [f"rank:{rank}/{mesh.device_type}" for rank in ranks])
     shards = []
     for rank in ranks:

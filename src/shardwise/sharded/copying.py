@@ -13,6 +13,7 @@ from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
 from shardwise.sharded.local import LocalShards
 from shardwise.sharded.moving import Move
+from shardwise.tensor import DTensor
 
 Kind = TypeVar("Kind", bound="Copying")
 
@@ -118,6 +119,8 @@ class Copying(LocalShards):
 
     def _pieces_of(self, other: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of the same size, as it lies in these shards."""
+        if isinstance(other, DTensor):
+            other = other.full_tensor()
         if not isinstance(other, LocalShards):
             return [other[box.slices] for box in self._held.by(self._group.rank)]
         if other._held == self._held:

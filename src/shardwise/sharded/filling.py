@@ -7,46 +7,41 @@ cut into chunks, which is made and moved.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.nn import init
 
 from shardwise import factories
 from shardwise.placement import Replicate, Shard
-from shardwise.sharded import converting
+from shardwise.rules.calls import input_of, tensors_in
+from shardwise.rules.pointwise import names
+from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
-
-if TYPE_CHECKING:
-    from shardwise.sharded.tensor import ShardedTensor
 
 LIKE = [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like]
 
 _RANDOM_LIKE = {torch.rand_like, torch.randn_like, torch.randint_like}
-_RANDOM_IN_PLACE = {
-    getattr(torch.Tensor, f"{name}_")
-    for name in [
-        "bernoulli",
-        "cauchy",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "normal",
-        "random",
-        "uniform",
-    ]
-}
-_INITIALIZE = {init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_}
+_FILLED = {
+    *(getattr(torch.Tensor, name) for name in names("""
+        bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_
+    """)),
+    init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_,
+    torch.eye,
+}  # fmt: skip
+"""What writes to a tensor without looking at what is in it."""
+_DROPOUT = {torch.dropout, torch.dropout_, F.dropout}
 
 
 def like(func: Any) -> Callable[..., Any]:
     """A function that makes a tensor like another, shard by shard."""
 
-    def made(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        model = func(tensor._like(), *args, **kwargs)
-        moved = model.device != tensor.device
-        return tensor._with(
-            [func(each, *args, **kwargs) for each in tensor._tensors()],
+    def made(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+        model = func(input._like(), *args, **kwargs)
+        moved = model.device != input.device
+        return input._with(
+            [func(each, *args, **kwargs) for each in input._tensors()],
             device=model.device if moved else None,
             dtype=model.dtype,
             requires_grad=model.requires_grad,
@@ -57,18 +52,47 @@ def like(func: Any) -> Callable[..., Any]:
 
 
 def run(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
-    """Fill shards that are no layout; NotImplemented if that is not what the function does."""
-    in_place = func in _RANDOM_IN_PLACE or func in _INITIALIZE
-    if not in_place and func not in _RANDOM_LIKE:
-        return NotImplemented
-    args, kwargs = _instead_of(model, _in_chunks(model), args, kwargs)
-    result = converting.from_dtensor(func(*args, **kwargs), model._group)
-    if in_place:
+    """Fill shards that are no layout; None if that is not what the function does."""
+    if func in _FILLED:
+        args, kwargs = _instead_of(model, _in_chunks(model), args, kwargs)
         with torch.no_grad():
-            return model.copy_(result)
-    pieces = [each.detach() for each in model._pieces_of(result)]
-    made = model._with(pieces, dtype=result.dtype, requires_grad=False, pin_memory=False)
-    return made.requires_grad_(result.requires_grad)
+            return model.copy_(func(*args, **kwargs))
+    if func in _RANDOM_LIKE:
+        args, kwargs = _instead_of(model, _in_chunks(model), args, kwargs)
+        return _as(model, func(*args, **kwargs))
+    if func in _DROPOUT:
+        return _dropped_out(func, args, kwargs)
+    if func is torch.Tensor.__setitem__ and not _is_recorded(args):
+        chunks = _in_chunks(model)
+        whole = model.full_tensor()
+        chunks.copy_(whole)
+        func(*_instead_of(model, chunks, args, kwargs)[0])
+        return model.copy_(chunks)
+    return None
+
+
+def _is_recorded(args: Any) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(args))
+
+
+def _dropped_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """The tensor times what dropout makes of ones."""
+    input: Any = input_of(args, kwargs)
+    rest = list(args[1:])
+    named = {name: each for name, each in kwargs.items() if each is not input}
+    in_place = func is torch.dropout_ or named.pop("inplace", False) or rest[2:] == [True]
+    ones = torch.ones_like(_in_chunks(input))
+    kept: Any = F.dropout if func is F.dropout else torch.dropout
+    with torch.no_grad():
+        factors = _as(input, kept(ones, *rest[:2], **named))
+    return input.mul_(factors) if in_place else input * factors
+
+
+def _as(model: ShardedTensor, made: DTensor) -> ShardedTensor:
+    """A tensor of the model's size as shards like the model's."""
+    pieces = model._pieces_of(made.detach())
+    result = model._with(pieces, dtype=made.dtype, requires_grad=False, pin_memory=False)
+    return result.requires_grad_(made.requires_grad)
 
 
 def _in_chunks(model: ShardedTensor) -> DTensor:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.layout import Layout
 from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorBase, bare
 from shardwise.sharded.errors import ShardedTensorError
@@ -30,6 +31,10 @@ class LocalShards(ShardedTensorBase):
     _held: Held
     """All shards, and who holds each."""
     _init_rrefs: bool
+    _known_layout: tuple[Held, Layout | None] | None = None
+    """Which layout these shards are, if that was asked (`converting.layout_of`)."""
+    _nothing: torch.Tensor | None = None
+    """The empty piece of a rank without shards, where the shards are a layout."""
 
     def _become(
         self: Kind, group: Group, held: Held, shards: list[Shard], init_rrefs: bool = False
@@ -56,16 +61,21 @@ class LocalShards(ShardedTensorBase):
             device: of the placements, if it is another.
             properties: what is other than here: dtype, requires_grad, pin_memory.
         """
-        if not _can_require_gradients(properties.get("dtype", self.dtype)):
-            properties["requires_grad"] = False
         metadata = self._metadata.copy(device, **properties)
+        common = metadata.tensor_properties
+        if not _can_require_gradients(common.dtype):
+            common.requires_grad = False
         spec = self._sharding_spec
         if device is not None:
             spec = inferred_spec(metadata.shards_metadata, metadata.size)
-        group = self._group if group is None else group
+            own = mine(metadata, self._held, self._group)
+        else:
+            own = [shard.metadata for shard in self._local_shards]
         made = bare(type(self), spec, metadata, [])
-        shards = list(map(Shard, tensors, mine(metadata, self._held, group)))
-        return made._become(group, self._held, shards, init_rrefs)
+        shards = list(map(Shard, tensors, own))
+        if self._nothing is not None and common.requires_grad:
+            made._nothing = self._nothing.to(common.dtype)
+        return made._become(group or self._group, self._held, shards, init_rrefs)
 
     def _like(self) -> torch.Tensor:
         """Nothing, of its dtype and on its device: a model for what travels."""

@@ -160,9 +160,10 @@ class ShardedTensorMetadata:
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
 
     def copy(self, device: torch.device | None = None, **properties: Any) -> ShardedTensorMetadata:
-        """The same, on another device or with other properties."""
+        """The same, on another device or with other properties; else of the same shards."""
+        shards = self.shards_metadata
+        if device is not None:
+            shards = [each.copy(device) for each in shards]
         return ShardedTensorMetadata(
-            [each.copy(device) for each in self.shards_metadata],
-            self.size,
-            replace(self.tensor_properties, **properties),
+            shards, self.size, replace(self.tensor_properties, **properties)
         )

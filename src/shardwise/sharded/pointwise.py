@@ -7,48 +7,64 @@ factor, the sharded tensors have all of them, and nothing is reduced or needs to
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.box import Box
+from shardwise.rules.calls import input_of, tensors_in
 from shardwise.rules.registry import lookup
 from shardwise.rules.spec import Dims, Spec
-
-if TYPE_CHECKING:
-    from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded import converting
+from shardwise.sharded.tensor import ShardedTensor
 
 
 def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
-    """Run a function shard by shard; NotImplemented if it does not work so."""
+    """Run a function shard by shard; None if it does not work so."""
     model = tensors[0]
+    out = kwargs.get("out")
+    if out is not None:
+        kwargs = {name: each for name, each in kwargs.items() if name != "out"}
     spec = _spec(func, args, kwargs)
     if spec is None or any(each._held != model._held for each in tensors):
-        return NotImplemented
-    dims = {id(tensor): names for tensor, names in spec.inputs}
-    if any(dims.get(id(each)) != spec.outputs[0].dims for each in tensors):
-        return NotImplemented
+        return None
+    whole = spec.outputs[0].dims
+    dims = {id(tensor): found for tensor, found in spec.inputs}
+    for each in tensors_in((args, kwargs)):
+        found = dims.get(id(each))
+        if found is None or (isinstance(each, ShardedTensor) and found != whole):
+            return None
+    target = input_of(args, kwargs) if _is_in_place(func) else out
+    if target is not None and not isinstance(target, ShardedTensor):
+        return None
 
     def piece(box: Box, at: int, value: Any) -> Any:
-        if isinstance(value, type(model)):
-            if not value._local_shards:  # the same on nothing: tells the dtype of the result
-                return value._like().new_empty(box.shape).requires_grad_(value.requires_grad)
-            return value._local_shards[at].tensor
+        if isinstance(value, ShardedTensor):
+            parts = value._tensors() or [converting.nothing_of(value, box.shape)]
+            return parts[at]
         if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return value[_slices(dims[id(value)], spec.outputs[0].dims, box)]
+            return value[_slices(dims[id(value)], whole, box)]
         return value
 
-    boxes = model._held.by(model._group.rank)
-    results = []
-    for at, box in enumerate(boxes or [_nothing(model)]):
+    results: list[Any] = []
+    # On a rank without shards the same of nothing: it tells the dtype, and what is refused.
+    for at, box in enumerate(model._held.by(model._group.rank) or [_nothing(model)]):
         here, by_name = pytree.tree_map(partial(piece, box, at), (args, kwargs))
         results.append(func(*here, **by_name))
-    if lookup(func).outplace is not None:  # type: ignore[union-attr]
-        target: ShardedTensor = args[0]
-        target._note_requires_grad(results[0].requires_grad)
+    if not isinstance(results[0], torch.Tensor | tuple | list):
+        return results[0]  # Python's own answer to x == None
+    if target is not None and target is not out:
+        if any(each.requires_grad for each in results):
+            target._note_requires_grad(True)
         return target
-    return pytree.tree_map(lambda *each: _joined(model, each), *results)
+    made = pytree.tree_map(lambda *each: _joined(model, each), *results)
+    return made if out is None else out.copy_(made)
+
+
+def _is_in_place(func: Any) -> bool:
+    known = lookup(func)
+    return known is not None and known.outplace is not None
 
 
 def _nothing(model: ShardedTensor) -> Box:
@@ -69,10 +85,10 @@ def _joined(model: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTe
 def _spec(func: Any, args: Any, kwargs: Any) -> Spec | None:
     """What its rule says of a call, if that is pointwise."""
     known = lookup(func)
-    if known is None or known.rule is None or kwargs.get("out") is not None:
+    if known is None or known.rule is None:
         return None
     spec = known.rule(*args, **kwargs)
-    if not isinstance(spec, Spec) or spec.lower is not None or spec.reduces or spec.scales:
+    if not isinstance(spec, Spec) or spec.lower or spec.allows or spec.reduces or spec.scales:
         return None
     first = spec.outputs[0].dims
     if None in first or any(out.dims != first for out in spec.outputs):

@@ -59,6 +59,11 @@ def _register(table: dict[Any, Operator], key: Any, made: Operator) -> Operator:
     return made
 
 
+def is_registered(func: Any) -> bool:
+    """Whether a user has registered something for a function, of any spec."""
+    return func in _for_all or any(func == each for _, each in _for_specs)
+
+
 def registered(func: Any, spec: ShardingSpec) -> Operator | None:
     """What a user has registered for a function of tensors of this spec."""
     if not _for_all and not _for_specs:

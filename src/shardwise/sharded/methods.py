@@ -1,0 +1,175 @@
+"""Torch functions that sharded tensors answer themselves, however they are cut.
+
+Copies and comparisons go shard by shard; questions about values are asked of the whole tensor;
+memory is that of the shards, and is not asked for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from shardwise import factories
+from shardwise.placement import Replicate
+from shardwise.rules.pointwise import names
+from shardwise.sharded import comparing, converting, filling, gradients
+from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.tensor import ShardedTensor
+
+_Tensor: Any = torch.Tensor
+Method = Callable[..., Any]
+
+
+def _own(name: str) -> Method:
+    """The class's own method, also where the function is called another way."""
+    return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
+
+
+# ---- of another dtype
+
+
+def _cast(dtype: torch.dtype) -> Method:
+    return lambda tensor, memory_format=torch.preserve_format: tensor.to(
+        dtype, memory_format=memory_format
+    )
+
+
+def _type_as(tensor: ShardedTensor, other: torch.Tensor) -> ShardedTensor:
+    return tensor.to(other.dtype)
+
+
+def _type(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    answer = tensor._like().type(dtype)
+    return answer if dtype is None else tensor.to(answer.dtype, non_blocking=non_blocking)
+
+
+# ---- with the memory of the shards
+
+
+def _set_data(tensor: ShardedTensor, value: torch.Tensor) -> None:
+    if not isinstance(value, ShardedTensor) or value._held != tensor._held:
+        raise ShardedTensorError(
+            "data: expected a ShardedTensor with the same shards as this one, got "
+            f"{value!r}; x.reshard(spec) cuts one otherwise, x.copy_(other) takes its elements"
+        )
+    if value.dtype != tensor.dtype:
+        raise ShardedTensorError(
+            f"data: expected {tensor.dtype}, got {value.dtype}; the dtype of a ShardedTensor does "
+            "not change: x.to(dtype) is a new one"
+        )
+    for target, source in zip(tensor._tensors(), value._tensors(), strict=True):
+        target.data = source
+
+
+def _can_take_data(tensor: Any, other: Any) -> bool:
+    """Whether `tensor.data = other` is possible, as `Module.to` asks."""
+    kinds = isinstance(tensor, ShardedTensor) and isinstance(other, ShardedTensor)
+    return kinds and other._held == tensor._held and other.dtype == tensor.dtype
+
+
+def _in_place(name: str) -> Method:
+    """Something that is done to each shard."""
+
+    def run(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+        # A rank without shards refuses what the others refuse.
+        for each in tensor._tensors() or [converting.nothing_of(tensor)]:
+            getattr(each, name)(*args, **kwargs)
+        return tensor
+
+    return run
+
+
+def _is_shared(tensor: ShardedTensor) -> bool:
+    parts: list[Any] = tensor._tensors() or [converting.nothing_of(tensor)]
+    return all(each.is_shared() for each in parts)
+
+
+def _contiguous(tensor: ShardedTensor, memory_format: Any = torch.contiguous_format) -> Any:
+    pieces = [each.contiguous(memory_format=memory_format) for each in tensor._tensors()]
+    return tensor._with(pieces)
+
+
+def _refused(name: str) -> Method:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardedTensorError(
+            f"{name}: a ShardedTensor has no memory of its own but that of its shards; "
+            f"ask them: x.local_shards()[i].tensor.{name}"
+        )
+
+    return refuse
+
+
+_MEMORY = names("""
+    data_ptr storage storage_type untyped_storage _typed_storage set_ resize_ resize_as_ is_set_to
+""")
+
+
+# ---- new tensors
+
+
+def _new(name: str) -> Method:
+    """A tensor of another size, of the same dtype and device: the same on every rank.
+
+    Of `new_empty` that can be said only if it stays a DTensor: then random numbers that are drawn
+    into it, as by `torch.nn.init.orthogonal_`, are the same on every rank too.
+    """
+
+    def make(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        mesh = tensor._group.mesh(tensor.device.type)
+        model = factories.empty(0, dtype=tensor.dtype, device_mesh=mesh, placements=[Replicate()])
+        made = getattr(model, name)(*args, **kwargs)
+        return made if name == "new_empty" else made.full_tensor()
+
+    return make
+
+
+OWN: dict[Any, Method] = {
+    **{getattr(_Tensor, name): _own(name) for name in names("""
+        to cpu cuda pin_memory is_pinned clone detach requires_grad_ copy_ __deepcopy__
+        __reduce_ex__ __repr__ __format__ __hash__
+    """)},
+    torch.clone: _own("clone"),
+    torch.detach: _own("detach"),
+    **{
+        getattr(_Tensor, dtype): _cast(getattr(torch, dtype))
+        for dtype in names("float double half bfloat16 int long short bool cfloat cdouble")
+    },
+    _Tensor.char: _cast(torch.int8),
+    _Tensor.byte: _cast(torch.uint8),
+    _Tensor.type_as: _type_as,
+    _Tensor.type: _type,
+    _Tensor.data.__get__: _own("detach"),
+    _Tensor.data.__set__: _set_data,
+    torch._has_compatible_shallow_copy_type: _can_take_data,
+    _Tensor.contiguous: _contiguous,
+    _Tensor.share_memory_: _in_place("share_memory_"),
+    _Tensor.is_shared: _is_shared,
+    **{getattr(_Tensor, name): _refused(name) for name in _MEMORY},
+    **{getattr(_Tensor, name): _new(name) for name in names("""
+        new_empty new_zeros new_ones new_full new_tensor
+    """)},
+    **{
+        getattr(where, name): _in_place(name)
+        for name in ("zero_", "fill_")
+        for where in (torch, _Tensor)
+    },
+    **{each: filling.like(each) for each in filling.LIKE},
+    torch.equal: comparing.equal,
+    _Tensor.equal: comparing.equal,
+    torch.allclose: comparing.allclose,
+    _Tensor.allclose: comparing.allclose,
+    _Tensor.backward: gradients.backward_of,
+    torch.autograd.backward: gradients.backward,
+    torch.autograd.grad: gradients.grad,
+    _Tensor.register_hook: gradients.register_hook,
+    _Tensor.register_post_accumulate_grad_hook: gradients.register_post_accumulate_grad_hook,
+    _Tensor.retain_grad: gradients.retain_grad,
+    _Tensor.retains_grad.__get__: gradients.retains_grad,
+    _Tensor.grad_fn.__get__: gradients.grad_fn,
+    _Tensor.detach_: gradients.detach_,
+    torch.detach_: gradients.detach_,
+}  # fmt: skip
+"""By torch function. Each is called as the function is, if a sharded tensor is its input, or a
+list in its place."""
