@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.box import Box
@@ -20,6 +19,7 @@ from shardwise.comm.buffers import owned
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
 from shardwise.redistribute.swap import Swap
+from shardwise.sharded.boxes import Corners
 from shardwise.sharded.group import Group
 from shardwise.sharded.metadata import ShardMetadata
 
@@ -70,45 +70,40 @@ class Move:
             like: tells dtype and device, also to a rank that holds nothing.
         """
         rank = self.group.rank
-        own, wanted = self.before.by(rank), self.after.by(rank)
+        own = list(zip(self.before.by(rank), tensors, strict=True))
         parts = {}
         given = []
-        for box, tensor in zip(own, tensors, strict=True):
-            for common, peer in _common(box, self.after):
+        takers = Corners(self.after.boxes)
+        for box, tensor in own:
+            for at in takers.meeting(box):
+                common = box.intersect(self.after.boxes[at])
                 parts[common] = tensor.detach()[common.within(box).slices]
-                given.append(Transfer(peer, common))
-        taken = [
-            Transfer(peer, common) for box in wanted for common, peer in _common(box, self.before)
-        ]
+                given.append(Transfer(self.after.owners[at], common))
+        holders = Corners(self.before.boxes)
+        wanted = [(box, self._taken(box, holders)) for box in self.after.by(rank)]
+        taken = [each for _, transfers in wanted for each in transfers]
         # Both ends of a message put its parts in the same order.
         swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
         with running("ShardedTensor.reshard"):
             arrived = dict(swap.of_boxes(parts, like).wait())
-        here = dict(zip(own, tensors, strict=True))
+        here = dict(own)
         results = []
-        for box in wanted:
+        for box, transfers in wanted:
             if box in here and not box.is_empty:
                 results.append(here[box].detach())
                 continue
             result = like.new_empty(box.shape)
-            for common, _ in _common(box, self.before):
+            for _, common in transfers:
                 result[common.within(box).slices] = arrived[common]
             results.append(result)
         return results
 
-
-def _common(box: Box, held: Held) -> list[tuple[Box, int]]:
-    """What a box has in common with each of some shards, and who holds that."""
-    if box.is_empty:
-        return []
-    grid = len(held.boxes), len(box.start)
-    starts = np.array([each.start for each in held.boxes], dtype=np.int64).reshape(grid)
-    stops = np.array([each.stop for each in held.boxes], dtype=np.int64).reshape(grid)
-    shared = np.minimum(stops, box.stop) > np.maximum(starts, box.start)
-    return [
-        (box.intersect(held.boxes[at]), held.owners[at])
-        for at in np.flatnonzero(shared.all(axis=1)).tolist()
-    ]
+    def _taken(self, box: Box, holders: Corners) -> list[Transfer]:
+        """What a box is made of, and who has that before the move."""
+        return [
+            Transfer(self.before.owners[at], box.intersect(self.before.boxes[at]))
+            for at in holders.meeting(box)
+        ]
 
 
 class _Moved(torch.autograd.Function):
