@@ -11,8 +11,8 @@ import torch
 
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import LocalShards
-from shardwise.sharded.moving import Move
+from shardwise.sharded.local import LocalShards, can_require_gradients
+from shardwise.sharded.moving import Move, moved
 
 Kind = TypeVar("Kind", bound="Copying")
 
@@ -43,6 +43,7 @@ class Copying(LocalShards):
             dtype=made.dtype,
             group=group,
             init_rrefs=self._init_rrefs,
+            requires_grad=self.requires_grad and (made is model or torch.is_grad_enabled()),
             pin_memory=self.is_pinned() and made is model,
         )
 
@@ -112,12 +113,19 @@ class Copying(LocalShards):
             raise ShardedTensorError(
                 f"copy_: expected a tensor of size {tuple(self.shape)}, got {tuple(other.shape)}"
             )
-        for target, source in zip(self._tensors(), self._pieces_of(other), strict=True):
+        recorded = other.requires_grad and torch.is_grad_enabled()
+        for target, source in zip(self._tensors(), self._pieces_of(other, recorded), strict=True):
             target.copy_(source, non_blocking)
+        if recorded and can_require_gradients(self.dtype):
+            self._note_requires_grad(True)
         return self
 
-    def _pieces_of(self, other: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor of the same size, as it lies in these shards."""
+    def _pieces_of(self, other: torch.Tensor, recorded: bool = False) -> list[torch.Tensor]:
+        """A tensor of the same size, as it lies in these shards.
+
+        Arguments:
+            recorded: whether a move is differentiable.
+        """
         if not isinstance(other, LocalShards):
             return [other[box.slices] for box in self._held.by(self._group.rank)]
         if other._held == self._held:
@@ -128,7 +136,9 @@ class Copying(LocalShards):
                 f"{other._group.ranks}"
             )
         move = Move(self._group, other._held, self._held)
-        return move.run(other._tensors(), other._like())
+        if recorded:
+            move.check_gradients_return("other")
+        return moved(move, other._tensors(), other._like(), recorded)
 
     def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
         if id(self) in memo:

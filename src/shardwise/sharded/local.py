@@ -56,7 +56,7 @@ class LocalShards(ShardedTensorBase):
             device: of the placements, if it is another.
             properties: what is other than here: dtype, requires_grad, pin_memory.
         """
-        if not _can_require_gradients(properties.get("dtype", self.dtype)):
+        if not can_require_gradients(properties.get("dtype", self.dtype)):
             properties["requires_grad"] = False
         metadata = self._metadata.copy(device, **properties)
         spec = self._sharding_spec
@@ -149,5 +149,6 @@ def mine(metadata: ShardedTensorMetadata, held: Held, group: Group) -> list[Any]
     return [each for each, owner in pairs if owner == group.rank]
 
 
-def _can_require_gradients(dtype: torch.dtype) -> bool:
+def can_require_gradients(dtype: torch.dtype) -> bool:
+    """Whether autograd can follow elements of this dtype."""
     return dtype.is_floating_point or dtype.is_complex

@@ -20,6 +20,7 @@ from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
 from shardwise.redistribute.swap import Swap
 from shardwise.sharded.boxes import Corners
+from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.metadata import ShardMetadata
 
@@ -98,6 +99,17 @@ class Move:
             results.append(result)
         return results
 
+    def check_gradients_return(self, argument: str) -> None:
+        """Refuse to record a move after which a rank holds no shards: it would not take part in
+        the way back, for which the others would wait."""
+        lost = sorted(set(self.group.ranks) - set(self.after.owners))
+        if lost:
+            raise ShardedTensorError(
+                f"{argument}: gradients of what was recorded have to move back, and ranks {lost} "
+                "hold no shards after this move, so they would not know when; give each an empty "
+                "shard, or detach() first"
+            )
+
     def _taken(self, box: Box, holders: Corners) -> list[Transfer]:
         """What a box is made of, and who has that before the move."""
         return [
@@ -122,7 +134,9 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.move.reverse.run(gradients, ctx.like)
+        # By the same function, so that it can be differentiated again.
+        back = moved(ctx.move.reverse, gradients, ctx.like, torch.is_grad_enabled())
+        return None, None, None, *back
 
 
 def moved(
@@ -131,9 +145,8 @@ def moved(
     """This rank's shards after a move.
 
     Arguments:
-        differentiable: record the move. All ranks must say the same, and those that hold shards
-            before it must hold some after it: a rank takes part in the backward move by what its
-            loss is made of.
+        differentiable: record the move. All ranks must say the same, and must hold shards after
+            it, if empty ones: a rank takes part in the backward move by what its loss is made of.
     """
     if not differentiable:
         return move.run(tensors, like)
@@ -158,11 +171,17 @@ def put(held: Held, group: Group, pieces: Sequence[torch.Tensor], out: torch.Ten
 
 class _Whole(torch.autograd.Function):
     """All shards on every rank. Backward: a rank's own part of the gradient, which is the same on
-    all ranks; nothing travels."""
+    all ranks; nothing travels. The anchor makes the result require gradients also on a rank that
+    holds nothing."""
 
     @staticmethod
     def forward(
-        ctx: Any, held: Held, group: Group, out: torch.Tensor, *shards: torch.Tensor
+        ctx: Any,
+        held: Held,
+        group: Group,
+        out: torch.Tensor,
+        anchor: torch.Tensor,
+        *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.boxes = held.by(group.rank)
         counts = held.counts(group)
@@ -175,14 +194,23 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (whole,) = gradients
-        return None, None, None, *(whole[box.slices].contiguous() for box in ctx.boxes)
+        return None, None, None, None, *(whole[box.slices].contiguous() for box in ctx.boxes)
 
 
 def whole(
-    held: Held, group: Group, tensors: Sequence[torch.Tensor], out: torch.Tensor
+    held: Held,
+    group: Group,
+    tensors: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    requires_grad: bool,
 ) -> torch.Tensor:
-    """All shards as one tensor, on every rank; differentiable. `out` is written to."""
-    return _Whole.apply(held, group, out, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    """All shards as one tensor, on every rank; differentiable. `out` is written to.
+
+    Arguments:
+        requires_grad: whether that of the sharded tensor is recorded, on all ranks.
+    """
+    anchor = out.new_empty(0).requires_grad_(requires_grad)
+    return _Whole.apply(held, group, out, anchor, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gathered(
@@ -201,7 +229,9 @@ def scattered(held: Held, group: Group, tensor: torch.Tensor, index: int) -> lis
     pieces = None
     if group.ranks[index] == group.rank:
         pieces = [flat([data[box.slices] for box in held.by(rank)], data) for rank in group.ranks]
-    like = data.new_empty(sum(math.prod(box.shape) for box in own))
+    # Elsewhere than at the source, the tensor may have no elements.
+    device = torch.device("cpu") if data.is_meta else data.device
+    like = data.new_empty(sum(math.prod(box.shape) for box in own), device=device)
     with running("ShardingSpec.shard"):
         piece = group.communicator.scatter(like, pieces, index)
     parts = piece.split_with_sizes([math.prod(box.shape) for box in own])
