@@ -255,6 +255,8 @@ def from_local_tensor(
     """
     as_spec(sharding_spec, "sharding_spec")
     group = as_group(process_group)
+    if not isinstance(local_tensor, torch.Tensor):
+        raise ShardedTensorError(f"local_tensor: expected a tensor, got {local_tensor!r}")
     properties = TensorProperties.create_from_tensor(local_tensor)
     metadata = sharding_spec.build_metadata(as_size(global_size, "global_size"), properties)
     shards = mine(metadata, Held.of(metadata.shards_metadata, group), group)

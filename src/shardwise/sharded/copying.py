@@ -11,7 +11,7 @@ import torch
 
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import LocalShards, can_require_gradients
+from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
 from shardwise.sharded.moving import Move, moved
 
 Kind = TypeVar("Kind", bound="Copying")
@@ -79,11 +79,7 @@ class Copying(LocalShards):
         """The same in pinned memory; itself if it is."""
         if self.is_pinned():
             return self
-        if not torch.accelerator.is_available():
-            raise ShardedStateError(
-                "pin_memory: expected an accelerator on this rank, for which memory is pinned; "
-                "there is none that torch can use"
-            )
+        check_can_pin()
         return self._with([each.pin_memory() for each in self._tensors()], pin_memory=True)
 
     def is_pinned(self, device: Any = None) -> bool:

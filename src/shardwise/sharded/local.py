@@ -9,7 +9,7 @@ import torch
 
 from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorBase, bare
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.metadata import ShardedTensorMetadata
 from shardwise.sharded.moving import Held
@@ -152,3 +152,12 @@ def mine(metadata: ShardedTensorMetadata, held: Held, group: Group) -> list[Any]
 def can_require_gradients(dtype: torch.dtype) -> bool:
     """Whether autograd can follow elements of this dtype."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def check_can_pin() -> None:
+    """Refuse pinned memory where there is nothing that it would be pinned for."""
+    if not torch.accelerator.is_available():
+        raise ShardedStateError(
+            "pin_memory: expected an accelerator on this rank, for which memory is pinned; "
+            "there is none that torch can use"
+        )

@@ -24,7 +24,7 @@ from shardwise.sharded.building import (
 from shardwise.sharded.copying import Copying
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import mine
+from shardwise.sharded.local import check_can_pin, mine
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.moving import Held, Move
 from shardwise.sharded.shard import Shard
@@ -69,6 +69,8 @@ class ShardedTensor(Copying):
     ) -> None:
         group = as_group(process_group)
         remote.check(init_rrefs)
+        if pin_memory:
+            check_can_pin()
         held = Held.of(self._metadata.shards_metadata, group)
         shards = []
         for each, owner in zip(self._metadata.shards_metadata, held.owners, strict=True):
