@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+import shardwise as sw
 from shardwise import world
+from shardwise.comm import Event, listen
 from shardwise.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -79,6 +81,14 @@ def is_cut_of(x: ShardedTensor, whole: torch.Tensor, spec: ShardingSpec | None =
     )
 
 
+def heard(call: Callable[[], Any]) -> list[Event]:
+    """The collectives that this rank takes part in during a call."""
+    events: list[Event] = []
+    with listen(events.append):
+        call()
+    return [event for event in events if event.rank == rank_here()]
+
+
 def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
     """The message of the error that a call raises; nothing if it raises none."""
     try:
@@ -86,3 +96,18 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
     except kind as error:
         return str(error)
     return ""
+
+
+def refusals(build: Callable[[int], Any], ranks: int = 3) -> list[str]:
+    """What each rank is told, on all of which `build(rank)` must be refused."""
+    messages = sw.simulate(lambda: refusal(lambda: build(rank_here())), ranks)
+    assert all(messages), messages
+    return messages
+
+
+def refused_alike(build: Callable[[int], Any], *words: str, ranks: int = 3) -> None:
+    """All ranks are told the same, with these words in it."""
+    messages = refusals(build, ranks)
+    assert len({each.rsplit(" [", 1)[0] for each in messages}) == 1, messages
+    for word in words:
+        assert word in messages[0]

@@ -13,6 +13,7 @@ from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
 from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
 from shardwise.sharded.moving import Move, moved
+from shardwise.tensor import DTensor
 
 Kind = TypeVar("Kind", bound="Copying")
 
@@ -102,8 +103,8 @@ class Copying(LocalShards):
         """Take the elements of another tensor of the same size, and convert them if need be.
 
         Arguments:
-            other: a sharded tensor, moved here if it is cut otherwise; or a plain tensor, the same
-                on every rank.
+            other: a sharded tensor, moved here if it is cut otherwise; a DTensor, which is
+                gathered; or a plain tensor, the same on every rank.
         """
         if tuple(other.shape) != tuple(self.shape):
             raise ShardedTensorError(
@@ -122,6 +123,8 @@ class Copying(LocalShards):
         Arguments:
             recorded: whether a move is differentiable.
         """
+        if isinstance(other, DTensor):
+            other = other.full_tensor()
         if not isinstance(other, LocalShards):
             return [other[box.slices] for box in self._held.by(self._group.rank)]
         if other._held == self._held:

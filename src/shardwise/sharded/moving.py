@@ -235,5 +235,6 @@ def scattered(held: Held, group: Group, tensor: torch.Tensor, index: int) -> lis
     with running("ShardingSpec.shard"):
         piece = group.communicator.scatter(like, pieces, index)
     parts = piece.split_with_sizes([math.prod(box.shape) for box in own])
-    # Each in memory of its own, so that to hold or save one is not to hold or save all.
-    return [owned(part.view(box.shape)) for box, part in zip(own, parts, strict=True)]
+    # Each in memory of its own, so that to hold or save one is not to hold or save all; and no view
+    # to autograd, which does not let views of a split be written to.
+    return [owned(part.view(box.shape)).detach() for box, part in zip(own, parts, strict=True)]
