@@ -6,8 +6,34 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from shardwise.box import Box
 from shardwise.sharded.errors import ShardedTensorError
+
+_FEW = 64
+
+
+class Corners:
+    """Where many boxes of one tensor begin and end, to ask fast which of them meet a box."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        grid = len(boxes), len(boxes[0].start)
+        self.starts = np.array([box.start for box in boxes], dtype=np.int64).reshape(grid)
+        self.stops = np.array([box.stop for box in boxes], dtype=np.int64).reshape(grid)
+
+    def meeting(self, box: Box, first: int = 0, end: int | None = None) -> list[int]:
+        """The numbers, from `first` up to `end`, of those that have elements in common with it."""
+        if box.is_empty:
+            return []
+        starts = np.maximum(self.starts[first:end], box.start)
+        stops = np.minimum(self.stops[first:end], box.stop)
+        return (np.flatnonzero((starts < stops).all(axis=1)) + first).tolist()
+
+    def volume_within(self, box: Box) -> int:
+        """How many elements all of them together have in common with a box."""
+        starts, stops = np.maximum(self.starts, box.start), np.minimum(self.stops, box.stop)
+        return int(np.maximum(stops - starts, 0).prod(axis=1).sum())
 
 
 def check_apart(boxes: Sequence[Box], names: Sequence[str]) -> None:
@@ -61,22 +87,37 @@ def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
         return
     ndim = len(boxes[0].start)
     dim = max(range(ndim), key=lambda dim: len({boxes[at].start[dim] for at in some}))
-    open_boxes: list[int] = []
-    for at in sorted(some, key=lambda at: boxes[at].start[dim]):
-        start = boxes[at].start[dim]
-        open_boxes = [other for other in open_boxes if boxes[other].stop[dim] > start]
-        for other in open_boxes:
-            if not boxes[at].intersect(boxes[other]).is_empty:
-                yield min(at, other), max(at, other)
-        open_boxes.append(at)
+    some.sort(key=lambda at: boxes[at].start[dim])
+    corners = Corners([boxes[at] for at in some])
+    starts = corners.starts[:, dim]
+    for place, at in enumerate(some):
+        end = int(np.searchsorted(starts, boxes[at].stop[dim]))
+        for other in corners.meeting(boxes[at], place + 1, end):
+            yield min(at, some[other]), max(at, some[other])
 
 
 def _left(whole: Box, boxes: Sequence[Box]) -> Box:
     """A box, as large as is easily found, of what no box covers."""
+    corners = Corners(boxes)
+    while len(near := corners.meeting(whole)) > _FEW:
+        whole = _half_with_a_gap(whole, corners, near)
     free = [whole]
-    for box in boxes:
+    for box in (boxes[at] for at in near):
         free = [part for each in free for part in _without(each, box)]
     return max(free, key=lambda part: math.prod(part.shape))
+
+
+def _half_with_a_gap(whole: Box, corners: Corners, near: list[int]) -> Box:
+    """A part of a box that other boxes do not fill, in which there are about half of them."""
+    inner = [
+        np.unique(column[column > low])
+        for column, low in zip(corners.starts[near].T, whole.start, strict=True)
+    ]
+    dim = max(range(len(inner)), key=lambda dim: len(inner[dim]))
+    cut = int(inner[dim][len(inner[dim]) // 2])
+    low = Box(whole.start, (*whole.stop[:dim], cut, *whole.stop[dim + 1 :]))
+    high = Box((*whole.start[:dim], cut, *whole.start[dim + 1 :]), whole.stop)
+    return low if corners.volume_within(low) < math.prod(low.shape) else high
 
 
 def _without(whole: Box, box: Box) -> Iterator[Box]:

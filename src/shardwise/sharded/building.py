@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise import errors
 from shardwise.box import Box
-from shardwise.checks import as_int
-from shardwise.sharded import moving
+from shardwise.errors import ShardwiseError
 from shardwise.sharded.base import bare
 from shardwise.sharded.boxes import check_tiling
 from shardwise.sharded.errors import ShardedTensorError
@@ -56,58 +56,25 @@ def made(
     return result._become(group, held, shards, init_rrefs)
 
 
-# ---- a tensor that one rank has whole
+@dataclass(frozen=True)
+class Problem:
+    """What a rank found wrong with its own arguments, to be raised on all."""
+
+    kind: type[ShardwiseError]
+    text: str
+
+    @staticmethod
+    def of(error: ShardwiseError) -> Problem:
+        """An error, without the rank that its message ends with."""
+        return Problem(type(error), str(error).removesuffix(f" [{errors.whereabouts()}]"))
 
 
-def scattered(
-    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: GroupLike
-) -> ShardedTensor:
-    """A tensor that one rank has whole, cut up and sent out."""
-    group = as_group(process_group)
-    index = as_int(src_rank)
-    if index is None or not 0 <= index < len(group.ranks):
-        raise ShardedTensorError(
-            f"src_rank: expected an index in the process group, from 0 to "
-            f"{len(group.ranks) - 1}; got {src_rank!r}"
-        )
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise ShardedTensorError(f"tensor: expected a dense tensor, got {tensor!r}")
-    properties = TensorProperties.create_from_tensor(tensor)
-    facts = {
-        "src_rank": index,
-        "sharding_spec": spec,
-        "tensor.shape": tuple(tensor.shape),
-        "tensor.dtype": str(tensor.dtype),
-        "tensor.requires_grad": tensor.requires_grad,
-    }
-    _check_agreement(group, facts)
-    properties.pin_memory = False
-    metadata = spec.build_metadata(tensor.shape, properties)
-    held = Held.of(metadata.shards_metadata, group)
-    devices = [_device(each) for each in mine(metadata, held, group)]
-    pieces = moving.scattered(held, group, tensor, index)
-    shards = [
-        piece.to(device).requires_grad_(tensor.requires_grad)
-        for piece, device in zip(pieces, devices, strict=True)
-    ]
-    return made(metadata, spec, shards, group, held)
-
-
-def _check_agreement(group: Group, facts: dict[str, Any]) -> None:
-    """Refuse arguments that are not the same on all ranks."""
-    everywhere = group.communicator.gather_objects(facts)
-    for rank, theirs in zip(group.ranks, everywhere, strict=True):
-        for name, first in everywhere[0].items():
-            if theirs[name] != first:
-                raise ShardedTensorError(
-                    f"{name}: expected the same on every rank; rank {group.ranks[0]} has "
-                    f"{first}, rank {rank} has {theirs[name]}"
-                )
-
-
-def _device(shard: ShardMetadata) -> torch.device:
-    assert shard.placement is not None, "it has an owner"
-    return shard.placement.device()
+def refuse_problems(group: Group, problems: list[Problem | None]) -> None:
+    """Raise what any rank found wrong with its arguments, on all ranks."""
+    for rank, problem in zip(group.ranks, problems, strict=True):
+        if problem is not None:
+            everybody = all(each == problem for each in problems)
+            raise problem.kind(problem.text if everybody else f"rank {rank}: {problem.text}")
 
 
 # ---- shards that each rank has
@@ -121,7 +88,7 @@ class _Brought:
     shards: list[ShardMetadata]
     properties: list[dict[str, Any]]
     """Of each shard's tensor, by name."""
-    problem: str = ""
+    problem: Problem | None = None
 
 
 def from_local_shards(
@@ -145,9 +112,7 @@ def from_local_shards(
     group = as_group(process_group)
     brought = _brought(local_shards, global_size, group)
     everywhere: list[_Brought] = group.communicator.gather_objects(brought)
-    for rank, theirs in zip(group.ranks, everywhere, strict=True):
-        if theirs.problem:
-            raise ShardedTensorError(f"rank {rank}: {theirs.problem}")
+    refuse_problems(group, [each.problem for each in everywhere])
     size, unknown = _agreed_size(group, everywhere)
     properties = _agreed_properties(group, everywhere)
     if unknown:
@@ -170,6 +135,10 @@ def _brought(local_shards: Any, global_size: Any, group: Group) -> _Brought:
     try:
         as_size([0 if each is None else each for each in sizes], "global_size")
         told.size = tuple(None if each is None else int(each) for each in sizes)
+        if not isinstance(local_shards, Sequence):
+            raise ShardedTensorError(
+                f"local_shards: expected a list of Shards, got {type(local_shards).__name__}"
+            )
         for at, shard in enumerate(local_shards):
             if not isinstance(shard, Shard):
                 raise ShardedTensorError(
@@ -181,10 +150,11 @@ def _brought(local_shards: Any, global_size: Any, group: Group) -> _Brought:
                     f"local_shards[{at}].metadata.placement: expected this rank, {group.rank}; "
                     f"got {shard.metadata.placement}"
                 )
+            shard.check()
             told.shards.append(shard.metadata.copy())
             told.properties.append(_properties(shard.tensor))
-    except ShardedTensorError as error:
-        told.problem = str(error)
+    except ShardwiseError as error:
+        told.problem = Problem.of(error)
     return told
 
 
@@ -285,6 +255,8 @@ def from_local_tensor(
     """
     as_spec(sharding_spec, "sharding_spec")
     group = as_group(process_group)
+    if not isinstance(local_tensor, torch.Tensor):
+        raise ShardedTensorError(f"local_tensor: expected a tensor, got {local_tensor!r}")
     properties = TensorProperties.create_from_tensor(local_tensor)
     metadata = sharding_spec.build_metadata(as_size(global_size, "global_size"), properties)
     shards = mine(metadata, Held.of(metadata.shards_metadata, group), group)
@@ -319,7 +291,7 @@ def from_local_shards_and_global_metadata(
         sharding_spec: how it is cut; found out by default.
     """
     group = as_group(process_group)
-    metadata = sharded_tensor_metadata
+    metadata = sharded_tensor_metadata.copy()  # it is the caller's, and requires_grad_ writes to it
     spec = checked_spec(metadata, sharding_spec)
     held = Held.of(metadata.shards_metadata, group)
     expected = mine(metadata, held, group)
@@ -358,4 +330,18 @@ def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> 
         )
     boxes: list[Box] = [each.box for each in shards]
     check_tiling(boxes, metadata.size, shard_names(shards))
-    return inferred_spec(shards, metadata.size) if spec is None else as_spec(spec, "sharding_spec")
+    if spec is None:
+        return inferred_spec(shards, metadata.size)
+    as_spec(spec, "sharding_spec")
+    cut = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
+    if _some(cut) != _some(shards):
+        raise ShardedTensorError(
+            f"sharding_spec: expected one that cuts a tensor of size {tuple(metadata.size)} into "
+            f"the metadata's shards {shards}; got {spec}"
+        )
+    return spec
+
+
+def _some(shards: Sequence[ShardMetadata]) -> set[ShardMetadata]:
+    """Those that hold elements; where others begin does not matter."""
+    return {each for each in shards if not each.box.is_empty}

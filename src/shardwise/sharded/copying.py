@@ -11,8 +11,8 @@ import torch
 
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import LocalShards
-from shardwise.sharded.moving import Move
+from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
+from shardwise.sharded.moving import Move, moved
 from shardwise.tensor import DTensor
 
 Kind = TypeVar("Kind", bound="Copying")
@@ -44,6 +44,7 @@ class Copying(LocalShards):
             dtype=made.dtype,
             group=group,
             init_rrefs=self._init_rrefs,
+            requires_grad=self.requires_grad and (made is model or torch.is_grad_enabled()),
             pin_memory=self.is_pinned() and made is model,
         )
 
@@ -79,11 +80,7 @@ class Copying(LocalShards):
         """The same in pinned memory; itself if it is."""
         if self.is_pinned():
             return self
-        if not torch.accelerator.is_available():
-            raise ShardedStateError(
-                "pin_memory: expected an accelerator on this rank, for which memory is pinned; "
-                "there is none that torch can use"
-            )
+        check_can_pin()
         return self._with([each.pin_memory() for each in self._tensors()], pin_memory=True)
 
     def is_pinned(self, device: Any = None) -> bool:
@@ -106,19 +103,26 @@ class Copying(LocalShards):
         """Take the elements of another tensor of the same size, and convert them if need be.
 
         Arguments:
-            other: a sharded tensor, moved here if it is cut otherwise; or a plain tensor, the same
-                on every rank.
+            other: a sharded tensor, moved here if it is cut otherwise; a DTensor, which is
+                gathered; or a plain tensor, the same on every rank.
         """
         if tuple(other.shape) != tuple(self.shape):
             raise ShardedTensorError(
                 f"copy_: expected a tensor of size {tuple(self.shape)}, got {tuple(other.shape)}"
             )
-        for target, source in zip(self._tensors(), self._pieces_of(other), strict=True):
+        recorded = other.requires_grad and torch.is_grad_enabled()
+        for target, source in zip(self._tensors(), self._pieces_of(other, recorded), strict=True):
             target.copy_(source, non_blocking)
+        if recorded and can_require_gradients(self.dtype):
+            self._note_requires_grad(True)
         return self
 
-    def _pieces_of(self, other: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor of the same size, as it lies in these shards."""
+    def _pieces_of(self, other: torch.Tensor, recorded: bool = False) -> list[torch.Tensor]:
+        """A tensor of the same size, as it lies in these shards.
+
+        Arguments:
+            recorded: whether a move is differentiable.
+        """
         if isinstance(other, DTensor):
             other = other.full_tensor()
         if not isinstance(other, LocalShards):
@@ -131,7 +135,9 @@ class Copying(LocalShards):
                 f"{other._group.ranks}"
             )
         move = Move(self._group, other._held, self._held)
-        return move.run(other._tensors(), other._like())
+        if recorded:
+            move.check_gradients_return("other")
+        return moved(move, other._tensors(), other._like(), recorded)
 
     def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
         if id(self) in memo:

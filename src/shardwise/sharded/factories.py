@@ -5,6 +5,7 @@ All take the size, as numbers or one sequence of them, and the keywords of `Shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any
     """One value everywhere.
 
     Arguments:
-        size: a sequence of numbers.
+        size: a number or a sequence of them.
         fill_value: the value. Unlike in torch.full, it does not decide the dtype.
     """
-    made = ShardedTensor(sharding_spec, *size, **options)
+    made = ShardedTensor(
+        sharding_spec, *(size if isinstance(size, Sequence) else (size,)), **options
+    )
     with torch.no_grad():
         for shard in made.local_shards():
             shard.tensor.fill_(fill_value)

@@ -10,7 +10,7 @@ import torch
 from shardwise.layout import Layout
 from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorBase, bare
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.metadata import ShardedTensorMetadata
 from shardwise.sharded.moving import Held
@@ -63,7 +63,7 @@ class LocalShards(ShardedTensorBase):
         """
         metadata = self._metadata.copy(device, **properties)
         common = metadata.tensor_properties
-        if not _can_require_gradients(common.dtype):
+        if not can_require_gradients(common.dtype):
             common.requires_grad = False
         spec = self._sharding_spec
         if device is not None:
@@ -159,5 +159,15 @@ def mine(metadata: ShardedTensorMetadata, held: Held, group: Group) -> list[Any]
     return [each for each, owner in pairs if owner == group.rank]
 
 
-def _can_require_gradients(dtype: torch.dtype) -> bool:
+def can_require_gradients(dtype: torch.dtype) -> bool:
+    """Whether autograd can follow elements of this dtype."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def check_can_pin() -> None:
+    """Refuse pinned memory where there is nothing that it would be pinned for."""
+    if not torch.accelerator.is_available():
+        raise ShardedStateError(
+            "pin_memory: expected an accelerator on this rank, for which memory is pinned; "
+            "there is none that torch can use"
+        )

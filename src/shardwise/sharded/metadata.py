@@ -90,6 +90,10 @@ class ShardMetadata:
             placement = on_device(placement, device)
         return ShardMetadata(self.shard_offsets, self.shard_sizes, placement)
 
+    def __repr__(self) -> str:
+        where = None if self.placement is None else str(self.placement)
+        return f"ShardMetadata({self.shard_offsets}, {self.shard_sizes}, {where!r})"
+
     def __hash__(self) -> int:
         return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.box import Box
@@ -20,6 +19,8 @@ from shardwise.comm.buffers import owned
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
 from shardwise.redistribute.swap import Swap
+from shardwise.sharded.boxes import Corners
+from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.metadata import ShardMetadata
 
@@ -70,45 +71,51 @@ class Move:
             like: tells dtype and device, also to a rank that holds nothing.
         """
         rank = self.group.rank
-        own, wanted = self.before.by(rank), self.after.by(rank)
+        own = list(zip(self.before.by(rank), tensors, strict=True))
         parts = {}
         given = []
-        for box, tensor in zip(own, tensors, strict=True):
-            for common, peer in _common(box, self.after):
+        takers = Corners(self.after.boxes)
+        for box, tensor in own:
+            for at in takers.meeting(box):
+                common = box.intersect(self.after.boxes[at])
                 parts[common] = tensor.detach()[common.within(box).slices]
-                given.append(Transfer(peer, common))
-        taken = [
-            Transfer(peer, common) for box in wanted for common, peer in _common(box, self.before)
-        ]
+                given.append(Transfer(self.after.owners[at], common))
+        holders = Corners(self.before.boxes)
+        wanted = [(box, self._taken(box, holders)) for box in self.after.by(rank)]
+        taken = [each for _, transfers in wanted for each in transfers]
         # Both ends of a message put its parts in the same order.
         swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
         with running("ShardedTensor.reshard"):
             arrived = dict(swap.of_boxes(parts, like).wait())
-        here = dict(zip(own, tensors, strict=True))
+        here = dict(own)
         results = []
-        for box in wanted:
+        for box, transfers in wanted:
             if box in here and not box.is_empty:
                 results.append(here[box].detach())
                 continue
             result = like.new_empty(box.shape)
-            for common, _ in _common(box, self.before):
+            for _, common in transfers:
                 result[common.within(box).slices] = arrived[common]
             results.append(result)
         return results
 
+    def check_gradients_return(self, argument: str) -> None:
+        """Refuse to record a move after which a rank holds no shards: it would not take part in
+        the way back, for which the others would wait."""
+        lost = sorted(set(self.group.ranks) - set(self.after.owners))
+        if lost:
+            raise ShardedTensorError(
+                f"{argument}: gradients of what was recorded have to move back, and ranks {lost} "
+                "hold no shards after this move, so they would not know when; give each an empty "
+                "shard, or detach() first"
+            )
 
-def _common(box: Box, held: Held) -> list[tuple[Box, int]]:
-    """What a box has in common with each of some shards, and who holds that."""
-    if box.is_empty:
-        return []
-    grid = len(held.boxes), len(box.start)
-    starts = np.array([each.start for each in held.boxes], dtype=np.int64).reshape(grid)
-    stops = np.array([each.stop for each in held.boxes], dtype=np.int64).reshape(grid)
-    shared = np.minimum(stops, box.stop) > np.maximum(starts, box.start)
-    return [
-        (box.intersect(held.boxes[at]), held.owners[at])
-        for at in np.flatnonzero(shared.all(axis=1)).tolist()
-    ]
+    def _taken(self, box: Box, holders: Corners) -> list[Transfer]:
+        """What a box is made of, and who has that before the move."""
+        return [
+            Transfer(self.before.owners[at], box.intersect(self.before.boxes[at]))
+            for at in holders.meeting(box)
+        ]
 
 
 class _Moved(torch.autograd.Function):
@@ -127,7 +134,9 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.move.reverse.run(gradients, ctx.like)
+        # By the same function, so that it can be differentiated again.
+        back = moved(ctx.move.reverse, gradients, ctx.like, torch.is_grad_enabled())
+        return None, None, None, *back
 
 
 def moved(
@@ -136,9 +145,8 @@ def moved(
     """This rank's shards after a move.
 
     Arguments:
-        differentiable: record the move. All ranks must say the same, and those that hold shards
-            before it must hold some after it: a rank takes part in the backward move by what its
-            loss is made of.
+        differentiable: record the move. All ranks must say the same, and must hold shards after
+            it, if empty ones: a rank takes part in the backward move by what its loss is made of.
     """
     if not differentiable:
         return move.run(tensors, like)
@@ -163,11 +171,17 @@ def put(held: Held, group: Group, pieces: Sequence[torch.Tensor], out: torch.Ten
 
 class _Whole(torch.autograd.Function):
     """All shards on every rank. Backward: a rank's own part of the gradient, which is the same on
-    all ranks; nothing travels."""
+    all ranks; nothing travels. The anchor makes the result require gradients also on a rank that
+    holds nothing."""
 
     @staticmethod
     def forward(
-        ctx: Any, held: Held, group: Group, out: torch.Tensor, *shards: torch.Tensor
+        ctx: Any,
+        held: Held,
+        group: Group,
+        out: torch.Tensor,
+        anchor: torch.Tensor,
+        *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.boxes = held.by(group.rank)
         counts = held.counts(group)
@@ -180,14 +194,23 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (whole,) = gradients
-        return None, None, None, *(whole[box.slices].contiguous() for box in ctx.boxes)
+        return None, None, None, None, *(whole[box.slices].contiguous() for box in ctx.boxes)
 
 
 def whole(
-    held: Held, group: Group, tensors: Sequence[torch.Tensor], out: torch.Tensor
+    held: Held,
+    group: Group,
+    tensors: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    requires_grad: bool,
 ) -> torch.Tensor:
-    """All shards as one tensor, on every rank; differentiable. `out` is written to."""
-    return _Whole.apply(held, group, out, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    """All shards as one tensor, on every rank; differentiable. `out` is written to.
+
+    Arguments:
+        requires_grad: whether that of the sharded tensor is recorded, on all ranks.
+    """
+    anchor = out.new_empty(0).requires_grad_(requires_grad)
+    return _Whole.apply(held, group, out, anchor, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gathered(
@@ -206,9 +229,12 @@ def scattered(held: Held, group: Group, tensor: torch.Tensor, index: int) -> lis
     pieces = None
     if group.ranks[index] == group.rank:
         pieces = [flat([data[box.slices] for box in held.by(rank)], data) for rank in group.ranks]
-    like = data.new_empty(sum(math.prod(box.shape) for box in own))
+    # Elsewhere than at the source, the tensor may have no elements.
+    device = torch.device("cpu") if data.is_meta else data.device
+    like = data.new_empty(sum(math.prod(box.shape) for box in own), device=device)
     with running("ShardingSpec.shard"):
         piece = group.communicator.scatter(like, pieces, index)
     parts = piece.split_with_sizes([math.prod(box.shape) for box in own])
-    # Each in memory of its own, so that to hold or save one is not to hold or save all.
-    return [owned(part.view(box.shape)) for box, part in zip(own, parts, strict=True)]
+    # Each in memory of its own, so that to hold or save one is not to hold or save all; and no view
+    # to autograd, which does not let views of a split be written to.
+    return [owned(part.view(box.shape)).detach() for box, part in zip(own, parts, strict=True)]

@@ -24,6 +24,10 @@ class Shard:
     metadata: ShardMetadata
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse a tensor that is not of the size or on the device that the metadata says."""
         if list(self.tensor.shape) != self.metadata.shard_sizes:
             raise ShardedTensorError(
                 f"tensor: expected the metadata's shard_sizes {self.metadata.shard_sizes}, "

@@ -64,7 +64,7 @@ class ShardingSpec(ABC):
             src_rank: whose data it becomes, by its index in the process group.
             process_group: the ranks that take part; all by default.
         """
-        from shardwise.sharded.building import scattered
+        from shardwise.sharded.scattering import scattered
 
         return scattered(tensor, self, src_rank, process_group)
 
@@ -89,7 +89,7 @@ class ChunkShardingSpec(ShardingSpec):
         number = as_int(dim)
         if number is None:
             raise ShardedTensorError(f"dim: expected the number of a dim, got {dim!r}")
-        if isinstance(placements, str | RemoteDevice) or len(placements) == 0:
+        if isinstance(placements, str) or not isinstance(placements, Sequence) or not placements:
             raise ShardedTensorError(
                 f"placements: expected one for each chunk, and at least one; got {placements!r}"
             )
@@ -97,6 +97,9 @@ class ChunkShardingSpec(ShardingSpec):
         self.placements = [
             as_placement(each, f"placements[{at}]") for at, each in enumerate(placements)
         ]
+
+    def __repr__(self) -> str:
+        return f"ChunkShardingSpec({self.dim}, {[str(each) for each in self.placements]})"
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
@@ -150,7 +153,11 @@ class EnumerableShardingSpec(ShardingSpec):
 def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
     """Chunks of one dim if the shards are that, and else the shards themselves."""
     for dim in range(len(size)):
-        ordered = sorted(shards, key=lambda each: (each.shard_offsets[dim], each.shard_sizes[dim]))
+        # Empty shards, which may begin anywhere, are the last chunks.
+        ordered = sorted(
+            shards,
+            key=lambda each: (each.box.is_empty, each.shard_offsets[dim], each.shard_sizes[dim]),
+        )
         placements = [each.placement for each in ordered]
         if None in placements:
             break
@@ -171,11 +178,11 @@ def shard_names(shards: Sequence[ShardMetadata]) -> list[str]:
 
 def as_size(sizes: Any, argument: str) -> torch.Size:
     """The size of a tensor from numbers, or from one sequence of them."""
-    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+    if isinstance(sizes, Sequence) and len(sizes) == 1 and isinstance(sizes[0], Sequence):
         (sizes,) = sizes
     found = as_ints(sizes)
     if found is None or any(size < 0 for size in found):
-        raise ShardedTensorError(f"{argument}: expected numbers from 0 on, got {tuple(sizes)}")
+        raise ShardedTensorError(f"{argument}: expected numbers from 0 on, got {sizes!r}")
     return torch.Size(found)
 
 

@@ -7,6 +7,8 @@ autograd knows, are in the local shards. `shardwise.sharded.operators` gives the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from shardwise.sharded.building import (
 from shardwise.sharded.copying import Copying
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
+from shardwise.sharded.local import check_can_pin, mine
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.moving import Held, Move
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import ShardingSpec, as_spec
@@ -65,6 +69,8 @@ class ShardedTensor(Copying):
     ) -> None:
         group = as_group(process_group)
         remote.check(init_rrefs)
+        if pin_memory:
+            check_can_pin()
         held = Held.of(self._metadata.shards_metadata, group)
         shards = []
         for each, owner in zip(self._metadata.shards_metadata, held.owners, strict=True):
@@ -144,7 +150,7 @@ class ShardedTensor(Copying):
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable, if what follows is the same on all."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return moving.whole(self._held, self._group, self._tensors(), out)
+        return moving.whole(self._held, self._group, self._tensors(), out, self.requires_grad)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Cut it otherwise, in place; returns itself. All ranks call it.
@@ -153,16 +159,18 @@ class ShardedTensor(Copying):
         moves with it; of what was computed, the move is recorded and gradients move back.
         """
         as_spec(resharding_spec, "resharding_spec")
-        metadata = resharding_spec.build_metadata(self.shape, self._metadata.tensor_properties)
+        properties = replace(self._metadata.tensor_properties)
+        metadata = resharding_spec.build_metadata(self.shape, properties)
+        _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
         held = Held.of(metadata.shards_metadata, self._group)
-        if held == self._held:
-            self._sharding_spec = resharding_spec
+        if held == self._held:  # perhaps by other names of the same ranks
+            self._become_cut(resharding_spec, metadata, held, self._tensors())
             return self
         move = Move(self._group, self._held, held)
         was_computed, has_gradient = self._history() if self.requires_grad else (False, False)
         recorded = was_computed and torch.is_grad_enabled()
         if recorded:
-            _check_gradients_return(move)
+            move.check_gradients_return("resharding_spec")
         tensors = moving.moved(move, self._tensors(), self._like(), recorded)
         if self.requires_grad and not was_computed:
             tensors = [each.requires_grad_() for each in tensors]
@@ -170,14 +178,21 @@ class ShardedTensor(Copying):
                 old = [_gradient(each) for each in self._tensors()]
                 for tensor, new in zip(tensors, move.run(old, self._like()), strict=True):
                     tensor.grad = new
-        self._metadata, self._sharding_spec, self._held = metadata, resharding_spec, held
-        own = zip(metadata.shards_metadata, held.owners, strict=True)
-        mine = [each for each, owner in own if owner == self._group.rank]
-        self._local_shards = list(map(Shard, tensors, mine))
+        self._become_cut(resharding_spec, metadata, held, tensors)
         self._note_requires_grad(self.requires_grad and (recorded or not was_computed))
         if self._init_rrefs:
             remote.register(self)
         return self
+
+    def _become_cut(
+        self,
+        spec: ShardingSpec,
+        metadata: ShardedTensorMetadata,
+        held: Held,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self._metadata, self._sharding_spec, self._held = metadata, spec, held
+        self._local_shards = list(map(Shard, tensors, mine(metadata, held, self._group)))
 
     def _history(self) -> tuple[bool, bool]:
         """Whether a shard of any rank is the result of a recorded operation; has a gradient."""
@@ -263,26 +278,44 @@ def _check_out(
         raise ShardedTensorError(
             f"out: expected a tensor of size {tuple(source.shape)}, got {tuple(out.shape)}"
         )
-    if enforce_dtype and out.dtype != source.dtype:
-        raise ShardedTensorError(
-            f"out: expected {source.dtype}, as enforce_dtype says; got {out.dtype}"
-        )
-    kept = out.dtype.is_floating_point == dtype.is_floating_point or dtype == torch.bool
-    if torch.promote_types(out.dtype, dtype) != out.dtype or not kept:
+    if enforce_dtype and out.dtype != dtype:
+        raise ShardedTensorError(f"out: expected {dtype}, as enforce_dtype says; got {out.dtype}")
+    if not _holds(out.dtype, dtype):
         raise ShardedTensorError(
             f"out: expected {dtype}, or what holds it without loss; got {out.dtype}. "
             f"To convert, say gather(dtype={out.dtype})"
         )
 
 
-def _check_gradients_return(move: Move) -> None:
-    lost = sorted(set(move.before.owners) - set(move.after.owners))
-    if lost:
-        raise ShardedTensorError(
-            f"resharding_spec: ranks {lost} hold shards before and none after, so they would not "
-            "know of the gradients of what was recorded; give each an empty shard, or detach() "
-            "first"
-        )
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether elements of the other dtype can be converted to the first without loss."""
+    if dtype == other or other == torch.bool:
+        return True
+    if _is_whole(dtype) != _is_whole(other):
+        return False
+    try:
+        return torch.promote_types(dtype, other) == dtype
+    except RuntimeError:  # torch does not promote the smallest floats and the unsigned integers
+        return False
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def _check_devices(after: Sequence[ShardMetadata], before: Sequence[ShardMetadata]) -> None:
+    """Refuse placements on devices that no shard was on: to reshard is to move between ranks."""
+    known = {_device_type(each) for each in before}
+    for each in after:
+        if _device_type(each) not in known:
+            raise ShardedTensorError(
+                f"resharding_spec: expected placements on {' or '.join(sorted(known))}, where the "
+                f"shards are; got {each.placement}. To change the device, say to(device) first"
+            )
+
+
+def _device_type(shard: ShardMetadata) -> str:
+    return "" if shard.placement is None else shard.placement.device().type
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

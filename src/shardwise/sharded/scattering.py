@@ -1,0 +1,105 @@
+"""A tensor that one rank has whole becomes a sharded one.
+
+As in `shardwise.sharded.building`, all ranks raise what one finds wrong with its arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.checks import as_int
+from shardwise.errors import ShardwiseError
+from shardwise.sharded import moving
+from shardwise.sharded.building import Problem, made, refuse_problems
+from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.group import Group, GroupLike, as_group
+from shardwise.sharded.local import mine
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.moving import Held
+from shardwise.sharded.specs import ShardingSpec
+
+if TYPE_CHECKING:
+    from shardwise.sharded.tensor import ShardedTensor
+
+
+def scattered(
+    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: GroupLike
+) -> ShardedTensor:
+    """A tensor that one rank has whole, cut up and sent out."""
+    group = as_group(process_group)
+    index, metadata = _agreed_cut(tensor, spec, src_rank, group)
+    held = Held.of(metadata.shards_metadata, group)
+    devices = [_device(each) for each in mine(metadata, held, group)]
+    pieces = moving.scattered(held, group, tensor, index)
+    shards = [
+        piece.to(device).requires_grad_(tensor.requires_grad)
+        for piece, device in zip(pieces, devices, strict=True)
+    ]
+    return made(metadata, spec, shards, group, held)
+
+
+@dataclass
+class _Asked:
+    """What a rank tells the others of the cut that it asks for."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What must be the same on every rank, by name."""
+    problem: Problem | None = None
+
+
+def _agreed_cut(
+    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, group: Group
+) -> tuple[int, ShardedTensorMetadata]:
+    """The index of the source and the shards, if all ranks ask for the same."""
+    asked = _Asked()
+    try:
+        index = as_int(src_rank)
+        if index is None or not 0 <= index < len(group.ranks):
+            raise ShardedTensorError(
+                f"src_rank: expected an index in the process group, from 0 to "
+                f"{len(group.ranks) - 1}; got {src_rank!r}"
+            )
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise ShardedTensorError(f"tensor: expected a dense tensor, got {tensor!r}")
+        if tensor.is_meta and group.ranks[index] == group.rank:
+            raise ShardedTensorError(
+                "tensor: expected elements on the rank that they are taken from, got a tensor on "
+                "the meta device"
+            )
+        asked.facts = {
+            "src_rank": index,
+            "tensor.shape": tuple(tensor.shape),
+            "tensor.dtype": str(tensor.dtype),
+            "tensor.requires_grad": tensor.requires_grad,
+        }
+        properties = TensorProperties.create_from_tensor(tensor)
+        properties.pin_memory = False
+        metadata = spec.build_metadata(tensor.shape, properties)
+        group.owners(metadata.shards_metadata)
+        asked.facts["sharding_spec"] = str(metadata.shards_metadata)
+    except ShardwiseError as error:
+        asked.problem = Problem.of(error)
+    everywhere: list[_Asked] = group.communicator.gather_objects(asked)
+    _check_agreement(group, [each.facts for each in everywhere])
+    refuse_problems(group, [each.problem for each in everywhere])
+    assert index is not None, "checked"
+    return index, metadata
+
+
+def _check_agreement(group: Group, everywhere: list[dict[str, Any]]) -> None:
+    """Refuse arguments that are not the same on all ranks."""
+    for rank, theirs in zip(group.ranks, everywhere, strict=True):
+        for name, first in everywhere[0].items():
+            if theirs.get(name, first) != first:
+                raise ShardedTensorError(
+                    f"{name}: expected the same on every rank; rank {group.ranks[0]} has "
+                    f"{first}, rank {rank} has {theirs[name]}"
+                )
+
+
+def _device(shard: ShardMetadata) -> torch.device:
+    assert shard.placement is not None, "it has an owner"
+    return shard.placement.device()

@@ -1,0 +1,113 @@
+"""What tests of sharded tensors share: specs, tensors that every rank can make, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import shardwise as sw
+from shardwise import world
+from shardwise.comm import Event, listen
+from shardwise.sharded import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardedTensor,
+    ShardingSpec,
+    ShardMetadata,
+)
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
+    """A dim in chunks, held by these ranks in this order."""
+    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
+
+
+def shard_at(offsets: Sequence[int], sizes: Sequence[int], rank: int = 0) -> ShardMetadata:
+    """A shard of a rank."""
+    return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
+
+
+def cut(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableShardingSpec:
+    """Boxes by their offsets, sizes and ranks."""
+    return EnumerableShardingSpec([shard_at(*each) for each in shards])
+
+
+def rank_here() -> int:
+    """The global rank that asks."""
+    return world.current().rank
+
+
+def numbers(size: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """1, 2, 3, ... as far as the dtype goes, in this size; the same on every rank."""
+    count = torch.arange(1, math.prod(size) + 1).reshape(tuple(size))
+    return (count % 13 if dtype.itemsize == 1 else count).to(dtype)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether shape, dtype and every bit are the same."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = (each.detach().contiguous().reshape(-1) for each in (one, other))
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def is_cut_of(x: ShardedTensor, whole: torch.Tensor, spec: ShardingSpec | None = None) -> bool:
+    """Whether each of this rank's shards is the part of `whole` that its metadata says, and whether
+    they are the shards that a spec, by default its own, gives to this rank."""
+    spec = x.sharding_spec() if spec is None else spec
+    described = spec.build_metadata(whole.shape, x.metadata().tensor_properties)
+    mine = [each for each in described.shards_metadata if each.placement.rank() == rank_here()]
+    shards = x.local_shards()
+    return (
+        x.shape == whole.shape
+        and x.dtype == whole.dtype
+        and x.metadata() == described
+        and [each.metadata for each in shards] == mine
+        and all(same(each.tensor, whole[each.metadata.box.slices]) for each in shards)
+    )
+
+
+def heard(call: Callable[[], Any]) -> list[Event]:
+    """The collectives that this rank takes part in during a call."""
+    events: list[Event] = []
+    with listen(events.append):
+        call()
+    return [event for event in events if event.rank == rank_here()]
+
+
+def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+    """The message of the error that a call raises; nothing if it raises none."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def refusals(build: Callable[[int], Any], ranks: int = 3) -> list[str]:
+    """What each rank is told, on all of which `build(rank)` must be refused."""
+    messages = sw.simulate(lambda: refusal(lambda: build(rank_here())), ranks)
+    assert all(messages), messages
+    return messages
+
+
+def refused_alike(build: Callable[[int], Any], *words: str, ranks: int = 3) -> None:
+    """All ranks are told the same, with these words in it."""
+    messages = refusals(build, ranks)
+    assert len({each.rsplit(" [", 1)[0] for each in messages}) == 1, messages
+    for word in words:
+        assert word in messages[0]
