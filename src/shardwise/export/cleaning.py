@@ -1,0 +1,85 @@
+"""A recorded graph without what only the recording needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+_SAME = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+_META = torch.device("meta")
+
+
+def clean(graph: fx.Graph, device: torch.device) -> None:
+    """Drop aliases and what nobody uses, share what is computed twice, put things on a device."""
+    _drop_aliases(graph)
+    _place(graph, device)
+    if not any(writes(node) for node in graph.nodes):
+        _share(graph)
+    graph.eliminate_dead_code(is_impure_node=_must_stay)
+    graph.lint()
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node writes to one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ranks meet in a node."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and target._opname != "wait_tensor"
+    )
+
+
+def _must_stay(node: fx.Node) -> bool:
+    # All ranks must run the same collectives, also where one has no use for the result.
+    return node.op in ("placeholder", "output") or writes(node) or is_collective(node)
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in _SAME:
+            (same,) = node.args
+            for name in ("layout", "nn_module_stack", "stack_trace"):
+                if name in node.meta:
+                    same.meta.setdefault(name, node.meta[name])
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _place(graph: fx.Graph, device: torch.device) -> None:
+    def placed(found: torch.device) -> torch.device:
+        return device if found == _META else found
+
+    for node in graph.nodes:
+        node.args, node.kwargs = pytree.tree_map_only(
+            torch.device, placed, (node.args, node.kwargs)
+        )
+
+
+def _share(graph: fx.Graph) -> None:
+    """The same operator on the same values is run once; also collectives."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _is_random(node):
+            continue
+        flat, structure = pytree.tree_flatten((node.args, node.kwargs))
+        key = (node.target, str(structure), *((type(each), each) for each in flat))
+        try:
+            first = seen.setdefault(key, node)
+        except TypeError:  # an argument that cannot be a key
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

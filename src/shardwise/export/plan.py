@@ -1,0 +1,132 @@
+"""What a plan says of a program: how each of its inputs lies on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+
+from shardwise.export.errors import ExportError
+from shardwise.mesh import DeviceMesh
+from shardwise.parallel.names import PlanError, check_pattern, matches, unmatched
+from shardwise.parallel.specs import placements_of
+from shardwise.placement import Placement, Replicate
+
+STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+Placements = list[Placement]
+
+
+class Inputs:
+    """The inputs of a program: parameters, buffers, constants, and what users give.
+
+    Arguments:
+        program: an exported program.
+    """
+
+    def __init__(self, program: ExportedProgram) -> None:
+        nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+        self.all: list[tuple[fx.Node, InputSpec]] = list(
+            zip(nodes, program.graph_signature.input_specs, strict=True)
+        )
+        self.names = _names(program, self.all)
+        """The names of parameters, buffers and constants, tied ones too, by placeholder."""
+
+    @property
+    def users(self) -> list[fx.Node]:
+        """What users give, in order."""
+        return [node for node, spec in self.all if spec.kind == InputKind.USER_INPUT]
+
+
+def _names(
+    program: ExportedProgram, inputs: Sequence[tuple[fx.Node, InputSpec]]
+) -> dict[str, list[str]]:
+    held = {**program.state_dict, **program.constants}
+    found: dict[str, list[str]] = {}
+    for node, spec in inputs:
+        if spec.kind in STATE and spec.target is not None:
+            tensor = held.get(spec.target)
+            found[node.name] = [spec.target]
+            if isinstance(tensor, torch.Tensor):
+                found[node.name] += [
+                    name
+                    for name, other in held.items()
+                    if name != spec.target and other is tensor
+                ]
+    return found
+
+
+def placements_by_input(
+    inputs: Inputs, mesh: DeviceMesh, plan: Mapping[str, Any], input_placements: Any
+) -> dict[str, Placements]:
+    """The placements that a plan, and those given for users' inputs, name; by placeholder."""
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+    chosen: dict[str, Placements] = {}
+    everything = [name for names in inputs.names.values() for name in names]
+    for pattern, wanted in plan.items():
+        check_pattern("plan", pattern)
+        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]")
+        fitting = [
+            placeholder
+            for placeholder, names in inputs.names.items()
+            if any(matches(pattern, name) for name in names)
+        ]
+        if not fitting:
+            raise unmatched("plan", pattern, everything, "parameters, buffers or constants")
+        chosen |= dict.fromkeys(fitting, asked)
+    users = [node.name for node in inputs.users]
+    return chosen | _given("input_placements", input_placements, users, mesh)
+
+
+def _given(argument: str, given: Any, names: list[str], mesh: DeviceMesh) -> dict[str, Placements]:
+    """Placements by name, or in order with None for what is whole."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        for name in given:
+            if name not in names:
+                raise unmatched(argument, name, names, "inputs")
+        pairs = list(given.items())
+    else:
+        if len(given) != len(names):
+            raise ExportError(
+                f"{argument}: expected one for each of {names}, or a dict by their names; "
+                f"got {len(given)}"
+            )
+        pairs = [pair for pair in zip(names, given, strict=True) if pair[1] is not None]
+    return {name: placements_of(each, mesh, f"{argument}[{name!r}]") for name, each in pairs}
+
+
+def output_placements_of(given: Any, count: int, mesh: DeviceMesh) -> list[Placements]:
+    """The placements of each of the users' outputs; whole by default."""
+    whole: Placements = [Replicate()] * mesh.ndim
+    if given is None:
+        return [whole] * count
+    names = [str(at) for at in range(count)]
+    if isinstance(given, Sequence) and given and all(isinstance(e, Placement) for e in given):
+        given = [given] * count  # the same for all
+    found = _given("output_placements", given, names, mesh)
+    return [found.get(name, whole) for name in names]
+
+
+def check_fits(name: str, value: Any, placements: Placements, mesh: DeviceMesh) -> None:
+    """Refuse placements that an input cannot have."""
+    if not isinstance(value, torch.Tensor):
+        raise ExportError(f"{name}: expected a tensor to place, the program has {value!r} there")
+    if any(each.is_partial() for each in placements):
+        raise ExportError(f"{name}: expected Shard or Replicate for an input, got {placements}")
+    for axis, each in enumerate(placements):
+        if each.is_shard():
+            dim = each.dim % max(value.dim(), 1)  # type: ignore[attr-defined]
+            if dim < value.dim() and isinstance(value.shape[dim], torch.SymInt):
+                raise ExportError(
+                    f"{name}: dim {dim} is dynamic ({value.shape[dim]}), and axis "
+                    f"{mesh.axis_name(axis)} would split it: ranks could not know the lengths of "
+                    "each other's pieces. Fix its size at export, or split another dim"
+                )
+

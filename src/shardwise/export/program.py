@@ -1,0 +1,285 @@
+"""shard_program: from an exported program to that of one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
+
+from shardwise import world
+from shardwise.export import cleaning, sizes
+from shardwise.export.errors import ExportError
+from shardwise.export.plan import (
+    Inputs,
+    Placements,
+    check_fits,
+    output_placements_of,
+    placements_by_input,
+)
+from shardwise.export.recording import RecordingWorld
+from shardwise.export.tracing import OnDTensors, as_dtensor, as_piece, record
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.placement import Replicate
+from shardwise.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+
+def shard_program(
+    exported_program: ExportedProgram,
+    mesh: DeviceMesh | TorchMesh,
+    plan: Mapping[str, Any],
+    *,
+    input_placements: Any = None,
+    output_placements: Any = None,
+) -> ExportedProgram:
+    """The program of the calling rank: local shapes, explicit collectives, local state.
+
+    Arguments:
+        exported_program: of a model in one process; it is not changed.
+        mesh: the ranks that will run it. On an abstract mesh, the program of its first rank.
+        plan: placements by name patterns of parameters, buffers and constants, as for
+            `shardwise.parallel.shard_module`; what no pattern matches is whole on every rank.
+        input_placements: of what users give, by name or in order; whole by default. A rank is
+            then given its piece.
+        output_placements: of what users get, in order, or one for all; whole by default.
+
+    Example:
+        >>> program = torch.export.export(model, (x,))
+        >>> local = shard_program(program, mesh, {"up.weight": [Shard(0)], "down.weight": [Shard(1)]})
+        >>> local.module()(x)
+    """
+    if not isinstance(exported_program, ExportedProgram):
+        raise ExportError(
+            f"exported_program: expected one of torch.export, got {type(exported_program).__name__}"
+        )
+    mesh = as_mesh(mesh)
+    here = world.current()
+    if mesh.is_abstract:
+        recording = RecordingWorld(0, mesh.size())
+    else:
+        if mesh.get_coordinate() is None:
+            raise ExportError(f"mesh: expected one that this rank is in, got {mesh!r}")
+        name_of = None if here.is_simulated else lambda ranks: here.process_group(ranks).group_name
+        recording = RecordingWorld(here.rank, here.size, name_of)
+    with world.use(recording):
+        real = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    return Sharding(
+        exported_program, real, recording, plan, input_placements, output_placements
+    ).program()
+
+
+class Sharding:
+    """The making of one rank's program."""
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        mesh: DeviceMesh,
+        here: RecordingWorld,
+        plan: Mapping[str, Any],
+        input_placements: Any = None,
+        output_placements: Any = None,
+        after: Any = None,
+    ) -> None:
+        self._original, self._mesh, self._here, self._after = program, mesh, here, after
+        sizes.check_backed(program)
+        self._inputs = Inputs(program)
+        self._placements = placements_by_input(self._inputs, mesh, plan, input_placements)
+        for node, _ in self._inputs.all:
+            if node.name in self._placements:
+                name = self._inputs.names.get(node.name, [node.name])[0]
+                check_fits(name, node.meta.get("val"), self._placements[node.name], mesh)
+        outputs = program.graph_signature.output_specs
+        users = sum(each.kind == OutputKind.USER_OUTPUT for each in outputs)
+        self._output_placements = output_placements_of(output_placements, users, mesh)
+        self._symbols = sizes.symbols_of(program)
+        self._whole: Placements = [Replicate()] * mesh.ndim
+
+    # ---- the graph
+
+    def program(self) -> ExportedProgram:
+        """Record, clean up, and put together with the local state."""
+        samples = sizes.samples(self._symbols)
+        modules = [self._recorded(each) for each in samples]
+        module = sizes.merged(modules) if len(modules) > 1 else modules[0]
+        graph = module.graph
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        for (original, _), node in zip(self._inputs.all, placeholders, strict=True):
+            _rename(node, original.name)
+            node.meta = {**original.meta, **{k: v for k, v in node.meta.items() if k == "layout"}}
+        if len(modules) > 1:
+            sizes.Emitter(graph, self._original, self._symbols, samples).fill()
+        cleaning.clean(graph, torch.device(self._mesh.device_type))
+        self._propagate(module, placeholders)
+        return self._assembled(module)
+
+    def _recorded(self, at: sizes.Sizes) -> fx.GraphModule:
+        """The local graph at some sizes."""
+        layouts: dict[str, Layout] = {}
+        inputs: list[Any] = []
+        with world.use(self._here):
+            for node, spec in self._inputs.all:
+                value = node.meta.get("val")
+                if not isinstance(value, torch.Tensor):
+                    inputs.append(getattr(spec.arg, "value", value))
+                    continue
+                shape = [sizes.number(size, at) for size in value.shape]
+                placements = self._placements.get(node.name, self._whole)
+                layout = Layout.from_placements(self._mesh, shape, placements)
+                layouts[node.name] = layout
+                inputs.append(torch.empty(layout.local_shape(), dtype=value.dtype, device="meta"))
+        names = [node.name for node, _ in self._inputs.all]
+
+        def run(*given: Any) -> list[Any]:
+            values = [
+                as_dtensor(value, layouts[name]) if name in layouts else value
+                for name, value in zip(names, given, strict=True)
+            ]
+            results = OnDTensors(self._original.graph_module, self._after).run(*values)
+            return self._outputs(results, layouts)
+
+        return record(run, inputs, self._here)
+
+    def _outputs(self, results: Any, layouts: dict[str, Layout]) -> list[Any]:
+        """The results as this rank returns them: what was mutated lies as it did."""
+        by_target = {
+            spec.target or node.name: layouts.get(node.name) for node, spec in self._inputs.all
+        }
+        wanted = iter(self._output_placements)
+        pieces = []
+        for spec, result in zip(
+            self._original.graph_signature.output_specs, results, strict=True
+        ):
+            placements = next(wanted) if spec.kind == OutputKind.USER_OUTPUT else None
+            if not isinstance(result, DTensor):
+                pieces.append(result)
+                continue
+            if placements is None:
+                layout = by_target[spec.target] if spec.target in by_target else None
+                layout = layout or Layout(self._mesh, result.shape)
+            else:
+                layout = Layout.from_placements(self._mesh, result.shape, placements)
+            pieces.append(as_piece(result, layout))
+        return pieces
+
+    def _propagate(self, module: fx.GraphModule, placeholders: list[fx.Node]) -> None:
+        """Give every node its value without data, with symbols where sizes are dynamic."""
+        values = [node.meta.get("val") for node, _ in self._inputs.all]
+        mode = next(each.fake_mode for each in values if hasattr(each, "fake_mode"))
+        locals_ = []
+        for node, value in zip(placeholders, values, strict=True):
+            placements = self._placements.get(node.name)
+            if placements is not None and isinstance(value, torch.Tensor):
+                with world.use(self._here):
+                    shape = list(value.shape)
+                    known = [size if isinstance(size, int) else 1 for size in shape]
+                    local = Layout.from_placements(self._mesh, known, placements).local_shape()
+                    shape = [
+                        here if isinstance(size, int) else size
+                        for here, size in zip(local, shape, strict=True)
+                    ]
+                with mode:
+                    value = torch.empty(shape, dtype=value.dtype, device=value.device)
+            locals_.append(value)
+        with torch.no_grad():
+            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*locals_)
+        for node, value in zip(placeholders, locals_, strict=True):
+            node.meta["val"] = value
+        for node in module.graph.nodes:
+            node.meta.pop("tensor_meta", None)
+            if "layout" in node.meta:  # in words too, which are saved with a program
+                node.meta["custom"] = {
+                    **node.meta.get("custom", {}), "layout": repr(node.meta["layout"])
+                }
+
+    # ---- the rest of a program
+
+    def _assembled(self, module: fx.GraphModule) -> ExportedProgram:
+        original = self._original
+        signature = original.graph_signature
+        (output,) = [node for node in module.graph.nodes if node.op == "output"]
+        output.args = (tuple(output.args[0]),)
+        outputs = [
+            _named(spec, value)
+            for spec, value in zip(signature.output_specs, output.args[0], strict=True)
+        ]
+        made = ExportedProgram(
+            root=module,
+            graph=module.graph,
+            graph_signature=ExportGraphSignature(copy.deepcopy(signature.input_specs), outputs),
+            state_dict=self._pieces(original.state_dict),
+            range_constraints=copy.deepcopy(original.range_constraints),
+            module_call_graph=copy.deepcopy(original.module_call_graph),
+            example_inputs=self._example(),
+            constants=self._pieces(original.constants),
+            verifiers=original.verifiers,
+        )
+        return made
+
+    def _pieces(self, held: Mapping[str, Any]) -> dict[str, Any]:
+        """The local part of parameters, buffers or constants; tied ones stay tied."""
+        placed = {
+            name: self._placements[placeholder]
+            for placeholder, names in self._inputs.names.items()
+            if placeholder in self._placements
+            for name in names
+        }
+        made: dict[int, Any] = {}
+        result = {}
+        for name, value in held.items():
+            if name in placed and isinstance(value, torch.Tensor):
+                if id(value) not in made:
+                    made[id(value)] = self._piece(value, placed[name])
+                result[name] = made[id(value)]
+            else:
+                result[name] = value
+        return result
+
+    def _piece(self, value: torch.Tensor, placements: Placements) -> torch.Tensor:
+        with world.use(self._here), torch.no_grad():
+            layout = Layout.from_placements(self._mesh, value.shape, placements)
+            local = layout.piece_of(value.detach()).clone(memory_format=torch.contiguous_format)
+        if isinstance(value, torch.nn.Parameter):
+            return torch.nn.Parameter(local, value.requires_grad)
+        return local
+
+    def _example(self) -> Any:
+        """The example's inputs, as this rank would be given them."""
+        if self._original.example_inputs is None:
+            return None
+        args, kwargs = self._original.example_inputs
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        names = [node.name for node in self._inputs.users]
+        if len(names) != len(leaves):
+            return self._original.example_inputs
+        leaves = [
+            self._piece(leaf, self._placements[name]) if name in self._placements else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, structure)
+
+
+def _rename(node: fx.Node, name: str) -> None:
+    node.name = node.target = name
+
+
+def _named(spec: OutputSpec, value: Any) -> OutputSpec:
+    argument = copy.copy(spec.arg)
+    if isinstance(value, fx.Node):
+        argument = TensorArgument(name=value.name)
+    return OutputSpec(spec.kind, argument, spec.target)

@@ -1,0 +1,182 @@
+"""Collectives that are not run but written down: torch's functional ones, on tensors without data.
+
+The world of a rank that need not exist: programs can be made for every rank of a mesh anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from shardwise.comm.alone import AloneCommunicator
+from shardwise.comm.arguments import Shape
+from shardwise.comm.interface import Communicator
+from shardwise.comm.pending import Pending
+from shardwise.export.errors import ExportError
+from shardwise.world import World
+
+_functional: Any = torch.ops._c10d_functional
+
+GroupName = Callable[[tuple[int, ...]], str]
+"""What torch calls the process group of some ranks, where the program will run."""
+
+
+def default_group_name(ranks: tuple[int, ...], size: int) -> str:
+    """The name of a group where nobody has made it yet.
+
+    All ranks in order are torch's default group. Others are named by their ranks, as
+    `shardwise.comm` names those it makes.
+    """
+    if ranks == tuple(range(size)):
+        return "0"
+    digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+    return f"shardwise_{digest}_1"
+
+
+class RecordingWorld(World):
+    """One rank of a program that is being made."""
+
+    def __init__(self, rank: int, size: int, group_name: GroupName | None = None) -> None:
+        super().__init__(rank, size)
+        self._group_name = group_name or (lambda ranks: default_group_name(ranks, size))
+
+    def describe(self) -> str:
+        """What kind of ranks these are."""
+        return f"a program for {self.size} ranks is being made"
+
+    def communicator(
+        self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
+    ) -> Communicator:
+        """The way these ranks will talk."""
+        if len(ranks) == 1:
+            return AloneCommunicator(ranks, 0, axes)
+        return RecordingCommunicator(
+            ranks, ranks.index(self.rank), axes, self._group_name(ranks)
+        )
+
+
+class RecordingCommunicator(Communicator):
+    """Collectives as calls of torch's functional ones.
+
+    Those want equal pieces, along dim 0: what is uneven is padded, and cut afterwards.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...], group_name: str
+    ) -> None:
+        super().__init__(ranks, index, axes)
+        self.group_name = group_name
+
+    def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+        return self._under_way(_functional.all_reduce(x, op, self.group_name))
+
+    def _start_reduce_scatter(
+        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...], op: str
+    ) -> Pending[torch.Tensor]:
+        longest = max(sizes)
+        rows = x.movedim(dim, 0)
+        if min(sizes) != longest:
+            rows = torch.cat([_padded(each, longest) for each in rows.split_with_sizes(sizes)])
+        started = _functional.reduce_scatter_tensor(
+            rows.contiguous(), op, self.size, self.group_name
+        )
+        own = sizes[self.index]
+        return self._under_way(started).then(
+            lambda piece: _as_dim(piece if own == longest else piece[:own], dim)
+        )
+
+    def _start_all_gather(
+        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
+    ) -> Pending[torch.Tensor]:
+        longest = max(sizes)
+        rows = _padded(x.movedim(dim, 0), longest).contiguous()
+        started = _functional.all_gather_into_tensor(rows, self.size, self.group_name)
+
+        def joined(gathered: torch.Tensor) -> torch.Tensor:
+            if min(sizes) != longest:
+                pieces = gathered.split(longest)
+                pieces = [each[:size] for each, size in zip(pieces, sizes, strict=True) if size]
+                gathered = torch.cat(pieces) if pieces else gathered[:0]
+            return _as_dim(gathered, dim)
+
+        return self._under_way(started).then(joined)
+
+    def _start_all_to_all(
+        self, pieces: list[torch.Tensor], shapes: list[Shape]
+    ) -> Pending[list[torch.Tensor]]:
+        given = [piece.numel() for piece in pieces]
+        taken = [math.prod(shape) for shape in shapes]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        started = _functional.all_to_all_single(flat, taken, given, self.group_name)
+
+        def apart(received: torch.Tensor) -> list[torch.Tensor]:
+            parts = received.split_with_sizes(taken)
+            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        return self._under_way(started).then(apart)
+
+    def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
+        return self._under_way(_functional.broadcast(x, source, self.group_name))
+
+    def _start_exchange(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+    ) -> Pending[None]:
+        like = next(iter((*sends.values(), *receives.values())), None)
+        if like is None:
+            raise self._impossible("exchange of nothing")
+        nothing = like.new_empty(0)
+        pieces = [sends.get(peer, nothing) for peer in range(self.size)]
+        shapes = [tuple(receives.get(peer, nothing).shape) for peer in range(self.size)]
+
+        def fill(received: list[torch.Tensor]) -> None:
+            for peer, target in receives.items():
+                target.copy_(received[peer])
+
+        return self._start_all_to_all(pieces, shapes).then(fill)
+
+    def _start_scatter(
+        self, like: torch.Tensor, pieces: list[torch.Tensor] | None, source: int
+    ) -> NoReturn:
+        raise self._impossible("scatter")
+
+    def _start_gather(
+        self, x: torch.Tensor, shapes: list[Shape], destination: int
+    ) -> NoReturn:
+        raise self._impossible("gather")
+
+    def _start_send(self, x: torch.Tensor, destination: int) -> NoReturn:
+        raise self._impossible("send")
+
+    def _start_recv(self, like: torch.Tensor, source: int) -> NoReturn:
+        raise self._impossible("recv")
+
+    def _start_barrier(self) -> NoReturn:
+        raise self._impossible("barrier")
+
+    def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> NoReturn:
+        raise self._impossible("gather_objects")
+
+    def _under_way(self, started: torch.Tensor) -> Pending[torch.Tensor]:
+        return Pending(lambda: _functional.wait_tensor(started))
+
+    def _impossible(self, what: str) -> ExportError:
+        return ExportError(
+            f"{what}: torch has no functional collective for it, so a program cannot contain it"
+        )
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    missing = length - rows.shape[0]
+    if not missing:
+        return rows
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+
+
+def _as_dim(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Dim 0 where it belongs, in memory of its own."""
+    return rows.movedim(0, dim).contiguous() if dim else rows
+

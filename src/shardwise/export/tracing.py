@@ -1,0 +1,196 @@
+"""Run a graph on DTensors without data, as one rank would, and write down what happens locally.
+
+The DTensors leave no trace: what is recorded are the local operators and the collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, make_fx
+from torch.utils import _pytree as pytree
+
+from shardwise import world
+from shardwise.comm import Event, listen
+from shardwise.export.errors import ExportError
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor, as_local, unwrap, wrap
+from shardwise.world import World
+
+_META = torch.device("meta")
+
+
+class OnDTensors(fx.Interpreter):
+    """Runs a graph on DTensors of meta tensors, and notes at each recorded node how it lies.
+
+    Arguments:
+        module: the graph.
+        after: may move the result of a node: it gets the node and its result.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, after: Callable[[fx.Node, Any], Any] | None = None
+    ) -> None:
+        super().__init__(module)
+        self._after = after
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; its recorded ones get its metadata and layout."""
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
+            raise
+        if self._after is not None:
+            result = self._after(n, result)
+        pytree.tree_map_only(DTensor, note_layout, result)
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; what it would put on a device stays without data."""
+        if target in _INLINE:
+            return _INLINE[target](self, *args, **kwargs)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            raise ExportError(
+                f"exported_program: {target} has graphs of its own, which are not supported"
+            )
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: _META, (args, kwargs))
+        if target is torch.ops.aten.sym_size.int:
+            tensor, dim = args
+            return tensor.shape[dim]
+        return super().call_function(target, args, kwargs)
+
+
+def _with_grad_mode(interpreter: OnDTensors, enabled: Any, graph: Any, *args: Any) -> Any:
+    """A block within `no_grad`: nothing is differentiated here."""
+    return OnDTensors(graph, interpreter._after).run(*args)
+
+
+def _with_autocast(
+    interpreter: OnDTensors,
+    device: Any,
+    dtype: Any,
+    enabled: Any,
+    cache: Any,
+    graph: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with torch.autocast(device, dtype, enabled, cache):
+        return OnDTensors(graph, interpreter._after).run(*args, **kwargs)
+
+
+_INLINE: dict[Any, Callable[..., Any]] = {
+    torch.ops.higher_order.wrap_with_set_grad_enabled: _with_grad_mode,
+    torch.ops.higher_order.wrap_with_autocast: _with_autocast,
+}
+
+
+def _place_of(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(list(stack.values()))), "")
+    return f"module {path}" if path else "no module"
+
+
+# ---- recording
+
+
+class Recording:
+    """What is recorded on this thread: which tensors have nodes, and why there are collectives."""
+
+    def __init__(self) -> None:
+        self.tracer: Any = None
+        self.event: Event | None = None
+
+
+def record(
+    function: Callable[..., Any], inputs: Sequence[Any], here: World
+) -> fx.GraphModule:
+    """The graph of what a function of plain tensors does, as the rank of this world.
+
+    On a thread of its own: what a thread remembers of calls is of one rank.
+
+    Arguments:
+        inputs: meta tensors, or what is no tensor and stays as it is.
+    """
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            with world.use(here), torch.no_grad(), _traceable(), fx_traceback.preserve_node_meta():
+                traced = make_fx(function, tracing_mode="real", pre_dispatch=True)
+                results.append(traced(*inputs))
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, name="record")
+    thread.start()
+    thread.join()
+    (result,) = results
+    if isinstance(result, BaseException):
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+_tracing = threading.Lock()
+_count = 0
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """While anybody records, aliases of DTensors are made by an operator that can be recorded."""
+    global _count
+    with _tracing:
+        _count += 1
+        DTensor.as_subclass = _alias  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        with _tracing:
+            _count -= 1
+            if not _count:
+                del DTensor.as_subclass
+
+
+def _alias(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+    with as_local():
+        if kind is torch.Tensor:
+            return torch.ops.aten.alias.default(tensor)
+        return torch.Tensor.as_subclass(tensor, kind)
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """The node that made a tensor which is being recorded."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def note_layout(tensor: DTensor) -> None:
+    """Write at the node of a DTensor's piece how it lies."""
+    node = node_of(tensor)
+    if node is not None:
+        node.meta["layout"] = tensor._layout
+
+
+def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
+    """An input that is being recorded, as a piece of a DTensor."""
+    made = wrap(torch.ops.aten.alias.default(local), layout)
+    note_layout(made)
+    return made
+
+
+def as_piece(tensor: DTensor, layout: Layout) -> torch.Tensor:
+    """A result that is being recorded, as a rank has it in a layout."""
+    moved: DTensor = tensor.redistribute(placements=layout.placements)
+    return unwrap(moved)
