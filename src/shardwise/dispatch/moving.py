@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.policy import PolicyError
 from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import dual, plan_redistribute
-from shardwise.tensor import DTensor, wrap
+from shardwise.tensor import DTensor, unwrap, wrap
 
 _BASE: Any = torch._C.TensorBase
 _version = _BASE._version.__get__
@@ -199,8 +199,7 @@ def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | No
 
 def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
     with torch.no_grad():
-        local = torch._C.TensorBase.as_subclass(tensor, torch.Tensor)
-        return how.pair.forward.run(local)
+        return how.pair.forward.run(unwrap(tensor) if type(tensor) is DTensor else tensor)
 
 
 # A tensor remembers what it was moved to, as long as it is not changed; what plain tensors are

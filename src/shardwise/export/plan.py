@@ -53,9 +53,7 @@ def _names(
             found[node.name] = [spec.target]
             if isinstance(tensor, torch.Tensor):
                 found[node.name] += [
-                    name
-                    for name, other in held.items()
-                    if name != spec.target and other is tensor
+                    name for name, other in held.items() if name != spec.target and other is tensor
                 ]
     return found
 
@@ -129,4 +127,3 @@ def check_fits(name: str, value: Any, placements: Placements, mesh: DeviceMesh) 
                     f"{mesh.axis_name(axis)} would split it: ranks could not know the lengths of "
                     "each other's pieces. Fix its size at export, or split another dim"
                 )
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
     ExportGraphSignature,
+    InputKind,
+    InputSpec,
     OutputKind,
     OutputSpec,
     TensorArgument,
@@ -20,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import world
 from shardwise.export import cleaning, sizes
+from shardwise.export.cleaning import writes
 from shardwise.export.errors import ExportError
 from shardwise.export.plan import (
     Inputs,
@@ -29,7 +32,14 @@ from shardwise.export.plan import (
     placements_by_input,
 )
 from shardwise.export.recording import RecordingWorld
-from shardwise.export.tracing import OnDTensors, as_dtensor, as_piece, record
+from shardwise.export.tracing import (
+    After,
+    OnDTensors,
+    as_dtensor,
+    as_piece,
+    record,
+    without_writes,
+)
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Replicate
@@ -60,7 +70,8 @@ def shard_program(
 
     Example:
         >>> program = torch.export.export(model, (x,))
-        >>> local = shard_program(program, mesh, {"up.weight": [Shard(0)], "down.weight": [Shard(1)]})
+        >>> plan = {"up.weight": [Shard(0)], "down.weight": [Shard(1)]}
+        >>> local = shard_program(program, mesh, plan)
         >>> local.module()(x)
     """
     if not isinstance(exported_program, ExportedProgram):
@@ -84,7 +95,14 @@ def shard_program(
 
 
 class Sharding:
-    """The making of one rank's program."""
+    """The making of one rank's program.
+
+    Arguments:
+        program: the original.
+        mesh: the ranks.
+        here: the rank that the program is for.
+        after: may move the result of a node of the original (see `tracing.OnDTensors`).
+    """
 
     def __init__(
         self,
@@ -94,7 +112,7 @@ class Sharding:
         plan: Mapping[str, Any],
         input_placements: Any = None,
         output_placements: Any = None,
-        after: Any = None,
+        after: After | None = None,
     ) -> None:
         self._original, self._mesh, self._here, self._after = program, mesh, here, after
         sizes.check_backed(program)
@@ -120,13 +138,14 @@ class Sharding:
         graph = module.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for (original, _), node in zip(self._inputs.all, placeholders, strict=True):
-            _rename(node, original.name)
+            node.name = node.target = original.name
             node.meta = {**original.meta, **{k: v for k, v in node.meta.items() if k == "layout"}}
         if len(modules) > 1:
             sizes.Emitter(graph, self._original, self._symbols, samples).fill()
         cleaning.clean(graph, torch.device(self._mesh.device_type))
-        self._propagate(module, placeholders)
-        return self._assembled(module)
+        lifted = self._lifted(module)
+        self._propagate(module, lifted)
+        return self._assembled(module, lifted)
 
     def _recorded(self, at: sizes.Sizes) -> fx.GraphModule:
         """The local graph at some sizes."""
@@ -135,14 +154,14 @@ class Sharding:
         with world.use(self._here):
             for node, spec in self._inputs.all:
                 value = node.meta.get("val")
-                if not isinstance(value, torch.Tensor):
-                    inputs.append(getattr(spec.arg, "value", value))
-                    continue
-                shape = [sizes.number(size, at) for size in value.shape]
-                placements = self._placements.get(node.name, self._whole)
-                layout = Layout.from_placements(self._mesh, shape, placements)
-                layouts[node.name] = layout
-                inputs.append(torch.empty(layout.local_shape(), dtype=value.dtype, device="meta"))
+                if isinstance(value, torch.Tensor):
+                    shape = [sizes.number(size, at) for size in value.shape]
+                    layout = self._layout(node.name, shape)
+                    layouts[node.name] = layout
+                    value = torch.empty(layout.local_shape(), dtype=value.dtype, device="meta")
+                else:
+                    value = getattr(spec.arg, "value", value)
+                inputs.append(value)
         names = [node.name for node, _ in self._inputs.all]
 
         def run(*given: Any) -> list[Any]:
@@ -153,83 +172,121 @@ class Sharding:
             results = OnDTensors(self._original.graph_module, self._after).run(*values)
             return self._outputs(results, layouts)
 
-        return record(run, inputs, self._here)
+        module = record(run, inputs, self._here)
+        if self._original.dialect != "TRAINING" and any(map(writes, module.graph.nodes)):
+            module = without_writes(module, inputs)
+        return module
+
+    def _layout(self, placeholder: str, shape: Sequence[int]) -> Layout:
+        placements = self._placements.get(placeholder, self._whole)
+        return Layout.from_placements(self._mesh, shape, placements)
 
     def _outputs(self, results: Any, layouts: dict[str, Layout]) -> list[Any]:
-        """The results as this rank returns them: what was mutated lies as it did."""
-        by_target = {
-            spec.target or node.name: layouts.get(node.name) for node, spec in self._inputs.all
-        }
+        """The results as this rank returns them: what was written to lies as it did."""
+        before = {spec.target or node.name: node.name for node, spec in self._inputs.all}
         wanted = iter(self._output_placements)
         pieces = []
-        for spec, result in zip(
-            self._original.graph_signature.output_specs, results, strict=True
-        ):
-            placements = next(wanted) if spec.kind == OutputKind.USER_OUTPUT else None
-            if not isinstance(result, DTensor):
-                pieces.append(result)
-                continue
-            if placements is None:
-                layout = by_target[spec.target] if spec.target in by_target else None
-                layout = layout or Layout(self._mesh, result.shape)
-            else:
+        specs = self._original.graph_signature.output_specs
+        for spec, result in zip(specs, results, strict=True):
+            placements = next(wanted) if spec.kind == OutputKind.USER_OUTPUT else self._whole
+            if isinstance(result, DTensor):
                 layout = Layout.from_placements(self._mesh, result.shape, placements)
-            pieces.append(as_piece(result, layout))
+                if spec.target in before and spec.kind != OutputKind.USER_OUTPUT:
+                    layout = layouts[before[spec.target]]
+                result = as_piece(result, layout)
+            pieces.append(result)
         return pieces
 
-    def _propagate(self, module: fx.GraphModule, placeholders: list[fx.Node]) -> None:
+    def _lifted(self, module: fx.GraphModule) -> dict[str, torch.Tensor]:
+        """Tensors with data that rules made, such as indices, as constants of the program.
+
+        They become inputs, in front of those of users; returned by the names of these.
+        """
+        found: dict[str, torch.Tensor] = {}
+        users = {node.name for node in self._inputs.users}
+        nodes = list(module.graph.nodes)
+        first = next(node for node in nodes if node.op != "placeholder" or node.name in users)
+        for node in nodes:
+            value = getattr(module, node.target) if node.op == "get_attr" else None
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.is_meta:
+                raise ExportError(
+                    f"exported_program: {node.name} was computed in a way that is not recorded; "
+                    "this is a mistake in shardwise"
+                )
+            name = f"c_shardwise_{len(found)}"
+            with module.graph.inserting_before(first):
+                placeholder = module.graph.placeholder(name)
+            found[name] = value.to(self._mesh.device_type)
+            node.replace_all_uses_with(placeholder)
+            module.graph.erase_node(node)
+        return found
+
+    def _propagate(self, module: fx.GraphModule, lifted: Mapping[str, torch.Tensor]) -> None:
         """Give every node its value without data, with symbols where sizes are dynamic."""
-        values = [node.meta.get("val") for node, _ in self._inputs.all]
-        mode = next(each.fake_mode for each in values if hasattr(each, "fake_mode"))
-        locals_ = []
-        for node, value in zip(placeholders, values, strict=True):
-            placements = self._placements.get(node.name)
-            if placements is not None and isinstance(value, torch.Tensor):
-                with world.use(self._here):
-                    shape = list(value.shape)
-                    known = [size if isinstance(size, int) else 1 for size in shape]
-                    local = Layout.from_placements(self._mesh, known, placements).local_shape()
-                    shape = [
-                        here if isinstance(size, int) else size
-                        for here, size in zip(local, shape, strict=True)
-                    ]
-                with mode:
-                    value = torch.empty(shape, dtype=value.dtype, device=value.device)
-            locals_.append(value)
+        values = {node.name: node.meta.get("val") for node, _ in self._inputs.all}
+        mode = next(filter(None, (getattr(each, "fake_mode", None) for each in values.values())))
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        given = []
+        for node in placeholders:
+            if node.name in lifted:
+                given.append(mode.from_tensor(lifted[node.name], static_shapes=True))
+            else:
+                given.append(self._local_value(node.name, values[node.name], mode))
+        module.recompile()
         with torch.no_grad():
-            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*locals_)
-        for node, value in zip(placeholders, locals_, strict=True):
+            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*given)
+        for node, value in zip(placeholders, given, strict=True):
             node.meta["val"] = value
         for node in module.graph.nodes:
             node.meta.pop("tensor_meta", None)
             if "layout" in node.meta:  # in words too, which are saved with a program
-                node.meta["custom"] = {
-                    **node.meta.get("custom", {}), "layout": repr(node.meta["layout"])
-                }
+                said = {"layout": repr(node.meta["layout"])}
+                node.meta["custom"] = {**node.meta.get("custom", {}), **said}
+
+    def _local_value(self, name: str, value: Any, mode: Any) -> Any:
+        """What stands for a rank's piece of an input: its dynamic sizes are those of the whole."""
+        if name not in self._placements:
+            return value
+        known = [size if isinstance(size, int) else 1 for size in value.shape]
+        with world.use(self._here):
+            local = self._layout(name, known).local_shape()
+        sizes_here = [
+            here if isinstance(size, int) else size
+            for here, size in zip(local, value.shape, strict=True)
+        ]
+        with mode:
+            return torch.empty(sizes_here, dtype=value.dtype, device=value.device)
 
     # ---- the rest of a program
 
-    def _assembled(self, module: fx.GraphModule) -> ExportedProgram:
+    def _assembled(
+        self, module: fx.GraphModule, lifted: Mapping[str, torch.Tensor]
+    ) -> ExportedProgram:
         original = self._original
         signature = original.graph_signature
-        (output,) = [node for node in module.graph.nodes if node.op == "output"]
-        output.args = (tuple(output.args[0]),)
-        outputs = [
-            _named(spec, value)
-            for spec, value in zip(signature.output_specs, output.args[0], strict=True)
-        ]
-        made = ExportedProgram(
+        specs = {node.name: copy.deepcopy(spec) for node, spec in self._inputs.all}
+        for name in lifted:
+            argument = TensorArgument(name=name)
+            specs[name] = InputSpec(InputKind.CONSTANT_TENSOR, argument, name.removeprefix("c_"))
+        inputs = [specs[node.name] for node in module.graph.nodes if node.op == "placeholder"]
+        output = module.graph.output_node()
+        results: Any = output.args[0]
+        output.args = (tuple(results),)
+        outputs = list(map(_named, signature.output_specs, results))
+        constants = {name.removeprefix("c_"): value for name, value in lifted.items()}
+        return ExportedProgram(
             root=module,
             graph=module.graph,
-            graph_signature=ExportGraphSignature(copy.deepcopy(signature.input_specs), outputs),
+            graph_signature=ExportGraphSignature(inputs, outputs),
             state_dict=self._pieces(original.state_dict),
             range_constraints=copy.deepcopy(original.range_constraints),
             module_call_graph=copy.deepcopy(original.module_call_graph),
             example_inputs=self._example(),
-            constants=self._pieces(original.constants),
+            constants={**self._pieces(original.constants), **constants},
             verifiers=original.verifiers,
         )
-        return made
 
     def _pieces(self, held: Mapping[str, Any]) -> dict[str, Any]:
         """The local part of parameters, buffers or constants; tied ones stay tied."""
@@ -272,10 +329,6 @@ class Sharding:
             for name, leaf in zip(names, leaves, strict=True)
         ]
         return pytree.tree_unflatten(leaves, structure)
-
-
-def _rename(node: fx.Node, name: str) -> None:
-    node.name = node.target = name
 
 
 def _named(spec: OutputSpec, value: Any) -> OutputSpec:

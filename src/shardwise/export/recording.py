@@ -54,9 +54,7 @@ class RecordingWorld(World):
         """The way these ranks will talk."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
-        return RecordingCommunicator(
-            ranks, ranks.index(self.rank), axes, self._group_name(ranks)
-        )
+        return RecordingCommunicator(ranks, ranks.index(self.rank), axes, self._group_name(ranks))
 
 
 class RecordingCommunicator(Communicator):
@@ -98,7 +96,7 @@ class RecordingCommunicator(Communicator):
 
         def joined(gathered: torch.Tensor) -> torch.Tensor:
             if min(sizes) != longest:
-                pieces = gathered.split(longest)
+                pieces = gathered.split_with_sizes([longest] * self.size)
                 pieces = [each[:size] for each, size in zip(pieces, sizes, strict=True) if size]
                 gathered = torch.cat(pieces) if pieces else gathered[:0]
             return _as_dim(gathered, dim)
@@ -143,9 +141,7 @@ class RecordingCommunicator(Communicator):
     ) -> NoReturn:
         raise self._impossible("scatter")
 
-    def _start_gather(
-        self, x: torch.Tensor, shapes: list[Shape], destination: int
-    ) -> NoReturn:
+    def _start_gather(self, x: torch.Tensor, shapes: list[Shape], destination: int) -> NoReturn:
         raise self._impossible("gather")
 
     def _start_send(self, x: torch.Tensor, destination: int) -> NoReturn:
@@ -179,4 +175,3 @@ def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
 def _as_dim(rows: torch.Tensor, dim: int) -> torch.Tensor:
     """Dim 0 where it belongs, in memory of its own."""
     return rows.movedim(0, dim).contiguous() if dim else rows
-

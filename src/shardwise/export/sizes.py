@@ -20,6 +20,9 @@ from torch.utils import _pytree as pytree
 
 from shardwise.export.errors import ExportError
 
+_MOST = 2**31
+"""What a size without an upper limit is taken to be less than."""
+
 Sizes = dict[Any, int]
 """A number for each symbol."""
 
@@ -61,10 +64,9 @@ def symbols_of(program: torch.export.ExportedProgram) -> list[Symbol]:
 def _symbol(program: torch.export.ExportedProgram, expression: Any, size: torch.SymInt) -> Symbol:
     limits = program.range_constraints.get(expression)
     lower = max(2, int(limits.lower)) if limits is not None else 2
-    unbounded = limits is None or not limits.upper.is_finite or int(limits.upper) > 2**31
-    upper = 2**31 if unbounded else int(limits.upper)
+    upper = _MOST if limits is None or limits.upper > _MOST else int(limits.upper)
     environment = size.node.shape_env
-    example = int(environment.var_to_val.get(expression, lower))  # type: ignore[union-attr]
+    example = int(environment.backed_var_to_val.get(expression, lower))
     return Symbol(expression, str(expression), min(max(example, lower), upper), lower, upper)
 
 
@@ -101,7 +103,7 @@ def number(size: Any, sizes: Sizes) -> int:
 
 
 def samples(symbols: Sequence[Symbol]) -> list[Sizes]:
-    """Sizes to record at: the example's first, then enough to find polynomials and to check them."""
+    """Sizes to record at: the example's first, and enough to find polynomials and check them."""
     if not symbols:
         return [{}]
     needed = len(_monomials(len(symbols))) + 2
@@ -122,7 +124,7 @@ def samples(symbols: Sequence[Symbol]) -> list[Sizes]:
 def _near(symbol: Symbol, step: int) -> int:
     """The example's size, or one a few above or below it that is allowed."""
     room = symbol.upper - symbol.lower + 1
-    return symbol.lower + (symbol.example - symbol.lower + step) % min(room, 2**31)
+    return symbol.lower + (symbol.example - symbol.lower + step) % room
 
 
 def _monomials(count: int) -> list[tuple[int, ...]]:
@@ -155,7 +157,7 @@ def merged(graphs: Sequence[fx.GraphModule]) -> fx.GraphModule:
         arguments = [pytree.tree_flatten((other.args, other.kwargs)) for other in others]
         if any(structure != arguments[0][1] for _, structure in arguments):
             raise _differs(f"the arguments of {node.name}")
-        flat = []
+        flat: list[Any] = []
         for values in zip(*(leaves for leaves, _ in arguments), strict=True):
             if isinstance(values[0], fx.Node):
                 if len({places[value] for places, value in zip(index, values, strict=True)}) > 1:
@@ -307,9 +309,7 @@ def _sources(
     yield from exact.items()
 
 
-def _solution(
-    rows: list[list[Fraction]], values: list[Fraction]
-) -> list[Fraction] | None:
+def _solution(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction] | None:
     """Solve more equations than unknowns, exactly; None if they contradict each other."""
     table = [[*row, value] for row, value in zip(rows, values, strict=True)]
     unknowns = len(rows[0])
@@ -334,4 +334,3 @@ def _solution(
     for at, column in enumerate(pivots):
         solution[column] = table[at][-1]
     return solution
-

@@ -6,18 +6,17 @@ The DTensors leave no trace: what is recorded are the local operators and the co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
 from shardwise import world
-from shardwise.comm import Event, listen
 from shardwise.export.errors import ExportError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
@@ -25,18 +24,19 @@ from shardwise.world import World
 
 _META = torch.device("meta")
 
+After = Callable[[fx.Node, Any], Any]
+"""What may move the result of a node: it gets the node and its result."""
+
 
 class OnDTensors(fx.Interpreter):
     """Runs a graph on DTensors of meta tensors, and notes at each recorded node how it lies.
 
     Arguments:
         module: the graph.
-        after: may move the result of a node: it gets the node and its result.
+        after: may move the result of each node.
     """
 
-    def __init__(
-        self, module: fx.GraphModule, after: Callable[[fx.Node, Any], Any] | None = None
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, after: After | None = None) -> None:
         super().__init__(module)
         self._after = after
 
@@ -101,17 +101,7 @@ def _place_of(node: fx.Node) -> str:
 # ---- recording
 
 
-class Recording:
-    """What is recorded on this thread: which tensors have nodes, and why there are collectives."""
-
-    def __init__(self) -> None:
-        self.tracer: Any = None
-        self.event: Event | None = None
-
-
-def record(
-    function: Callable[..., Any], inputs: Sequence[Any], here: World
-) -> fx.GraphModule:
+def record(function: Callable[..., Any], inputs: Sequence[Any], here: World) -> fx.GraphModule:
     """The graph of what a function of plain tensors does, as the rank of this world.
 
     On a thread of its own: what a thread remembers of calls is of one rank.
@@ -138,6 +128,17 @@ def record(
     return result  # type: ignore[no-any-return]
 
 
+def without_writes(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The same graph, with results in place of writes, as decomposed programs have it."""
+
+    def run(*given: Any) -> Any:
+        return fx.Interpreter(module).run(*given)
+
+    with torch.no_grad(), fx_traceback.preserve_node_meta():
+        functional = torch.func.functionalize(run, remove="mutations")
+        return make_fx(functional, tracing_mode="real")(*inputs)
+
+
 _tracing = threading.Lock()
 _count = 0
 
@@ -161,14 +162,12 @@ def _traceable() -> Iterator[None]:
 def _alias(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     with as_local():
         if kind is torch.Tensor:
-            return torch.ops.aten.alias.default(tensor)
+            return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
         return torch.Tensor.as_subclass(tensor, kind)
 
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:
     """The node that made a tensor which is being recorded."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     mode = get_proxy_mode()
     if mode is None:
         return None
