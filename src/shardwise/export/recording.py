@@ -96,8 +96,8 @@ class RecordingCommunicator(Communicator):
 
         def joined(gathered: torch.Tensor) -> torch.Tensor:
             if min(sizes) != longest:
-                pieces = gathered.split_with_sizes([longest] * self.size)
-                pieces = [each[:size] for each, size in zip(pieces, sizes, strict=True) if size]
+                chunks = gathered.split_with_sizes([longest] * self.size)
+                pieces = [each[:size] for each, size in zip(chunks, sizes, strict=True) if size]
                 gathered = torch.cat(pieces) if pieces else gathered[:0]
             return _as_dim(gathered, dim)
 
