@@ -2,5 +2,6 @@
 
 from shardwise.export.errors import ExportError
 from shardwise.export.program import shard_program
+from shardwise.export.styles import tensor_parallel_transformation
 
-__all__ = ["ExportError", "shard_program"]
+__all__ = ["ExportError", "shard_program", "tensor_parallel_transformation"]

@@ -33,7 +33,7 @@ from shardwise.export.plan import (
 )
 from shardwise.export.recording import RecordingWorld
 from shardwise.export.tracing import (
-    After,
+    Moves,
     OnDTensors,
     as_dtensor,
     as_piece,
@@ -101,7 +101,7 @@ class Sharding:
         program: the original.
         mesh: the ranks.
         here: the rank that the program is for.
-        after: may move the result of a node of the original (see `tracing.OnDTensors`).
+        moves: what may move arguments and results of nodes of the original.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class Sharding:
         plan: Mapping[str, Any],
         input_placements: Any = None,
         output_placements: Any = None,
-        after: After | None = None,
+        moves: Moves | None = None,
     ) -> None:
-        self._original, self._mesh, self._here, self._after = program, mesh, here, after
+        self._original, self._mesh, self._here, self._moves = program, mesh, here, moves
         sizes.check_backed(program)
         self._inputs = Inputs(program)
         self._placements = placements_by_input(self._inputs, mesh, plan, input_placements)
@@ -169,7 +169,7 @@ class Sharding:
                 as_dtensor(value, layouts[name]) if name in layouts else value
                 for name, value in zip(names, given, strict=True)
             ]
-            results = OnDTensors(self._original.graph_module, self._after).run(*values)
+            results = OnDTensors(self._original.graph_module, self._moves).run(*values)
             return self._outputs(results, layouts)
 
         module = record(run, inputs, self._here)

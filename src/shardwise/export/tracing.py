@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -24,8 +24,15 @@ from shardwise.world import World
 
 _META = torch.device("meta")
 
-After = Callable[[fx.Node, Any], Any]
-"""What may move the result of a node: it gets the node and its result."""
+
+class Moves(Protocol):
+    """What may move tensors on their way from node to node."""
+
+    def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
+        """What a node gets in place of the value of another."""
+
+    def leaving(self, node: fx.Node, value: Any) -> Any:
+        """What others get in place of a node's result."""
 
 
 class OnDTensors(fx.Interpreter):
@@ -33,12 +40,12 @@ class OnDTensors(fx.Interpreter):
 
     Arguments:
         module: the graph.
-        after: may move the result of each node.
+        moves: what may move arguments and results of its nodes.
     """
 
-    def __init__(self, module: fx.GraphModule, after: After | None = None) -> None:
+    def __init__(self, module: fx.GraphModule, moves: Moves | None = None) -> None:
         super().__init__(module)
-        self._after = after
+        self._moves = moves
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; its recorded ones get its metadata and layout."""
@@ -47,10 +54,17 @@ class OnDTensors(fx.Interpreter):
         except Exception as error:
             error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
             raise
-        if self._after is not None:
-            result = self._after(n, result)
+        if self._moves is not None:
+            result = self._moves.leaving(n, result)
         pytree.tree_map_only(DTensor, note_layout, result)
         return result
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        """What a node is run on."""
+        moves = self._moves
+        if moves is None:
+            return super().map_nodes_to_values(args, n)
+        return fx.node.map_arg(args, lambda source: moves.entering(n, source, self.env[source]))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; what it would put on a device stays without data."""
@@ -69,7 +83,7 @@ class OnDTensors(fx.Interpreter):
 
 def _with_grad_mode(interpreter: OnDTensors, enabled: Any, graph: Any, *args: Any) -> Any:
     """A block within `no_grad`: nothing is differentiated here."""
-    return OnDTensors(graph, interpreter._after).run(*args)
+    return OnDTensors(graph, interpreter._moves).run(*args)
 
 
 def _with_autocast(
@@ -83,7 +97,7 @@ def _with_autocast(
     **kwargs: Any,
 ) -> Any:
     with torch.autocast(device, dtype, enabled, cache):
-        return OnDTensors(graph, interpreter._after).run(*args, **kwargs)
+        return OnDTensors(graph, interpreter._moves).run(*args, **kwargs)
 
 
 _INLINE: dict[Any, Callable[..., Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def _given(**split: Any) -> dict[str, Any]:
     return asked
 
 
-class _Projection(ModuleStyle):
+class Projection(ModuleStyle):
     """What column- and row-wise parallelism have in common."""
 
     input_layouts: tuple[Placement | None]
@@ -64,14 +65,22 @@ class _Projection(ModuleStyle):
                 "in it, or use shard_module, which lays out any parameter"
             )
 
-    def _rest(self, module: nn.Module, known: dict[str, Placement]) -> dict[str, Placement]:
-        """Parameters that a subclass may have added are whole."""
+    @abstractmethod
+    def of_kind(self, kind: str | None) -> dict[str, Placement]:
+        """How weight and bias of such a module lie (see `kind_of`)."""
+
+    @abstractmethod
+    def wanted(self, kind: str | None) -> Placement:
+        """How such a module needs its input."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        # Parameters that a subclass may have added are whole.
         own: dict[str, Placement] = {slot.path: WHOLE for slot in slots(module)}
+        known = self.of_kind(kind_of(module))
         return own | {name: each for name, each in known.items() if name in own}
 
-    def _hook(self, path: str, module: nn.Module, mesh: DeviceMesh, wanted: Placement) -> None:
-        """Put hooks at the entrance, where inputs are to lie as `wanted`, and at the exit."""
-        what = self.shown(path)
+    def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        what, wanted = self.shown(path), self.wanted(kind_of(module))
         given = self.input_layouts[0] or wanted
         enter = entrance(f"input of {what}", module, mesh, given, wanted, _features(module))
         leave = leaving(f"output of {what}", self.output_layouts[0], self.use_local_output)
@@ -86,7 +95,7 @@ class _Projection(ModuleStyle):
         )
 
 
-class ColwiseParallel(_Projection):
+class ColwiseParallel(Projection):
     """Split the outputs of a Linear or Embedding over the ranks.
 
     Every rank gets the whole input and makes its columns of the output. Backward, the gradient of
@@ -120,15 +129,15 @@ class ColwiseParallel(_Projection):
         self.use_local_output = use_local_output
         self._split = _given(pieces=pieces, unit=unit)
 
-    def placements(self, module: nn.Module) -> dict[str, Placement]:
-        weight = Shard(_OUT_DIM[kind_of(module)], **self._split)
-        return self._rest(module, {"weight": weight, "bias": Shard(0, **self._split)})
+    def of_kind(self, kind: str | None) -> dict[str, Placement]:
+        weight = Shard(_OUT_DIM[kind], **self._split)
+        return {"weight": weight, "bias": Shard(0, **self._split)}
 
-    def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        self._hook(path, module, mesh, WHOLE)
+    def wanted(self, kind: str | None) -> Placement:
+        return WHOLE
 
 
-class RowwiseParallel(_Projection):
+class RowwiseParallel(Projection):
     """Split the inputs of a Linear, or the rows of an Embedding, over the ranks.
 
     Every rank has its columns of the input and makes a contribution to the output, which an
@@ -156,13 +165,11 @@ class RowwiseParallel(_Projection):
         self.use_local_output = use_local_output
         self._split = _given(unit=unit)
 
-    def placements(self, module: nn.Module) -> dict[str, Placement]:
-        weight = Shard(_IN_DIM[kind_of(module)], **self._split)
-        return self._rest(module, {"weight": weight, "bias": WHOLE})
+    def of_kind(self, kind: str | None) -> dict[str, Placement]:
+        return {"weight": Shard(_IN_DIM[kind], **self._split), "bias": WHOLE}
 
-    def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        wanted = WHOLE if _features(module) is None else Shard(-1, **self._split)
-        self._hook(path, module, mesh, wanted)
+    def wanted(self, kind: str | None) -> Placement:
+        return WHOLE if kind == "embedding" else Shard(-1, **self._split)
 
 
 class SequenceParallel(ModuleStyle):
