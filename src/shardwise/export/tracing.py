@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
@@ -127,7 +129,7 @@ def record(function: Callable[..., Any], inputs: Sequence[Any], here: World) -> 
 
     def run() -> None:
         try:
-            with world.use(here), torch.no_grad(), _traceable(), fx_traceback.preserve_node_meta():
+            with world.use(here), torch.no_grad(), _traceable(), _noting():
                 traced = make_fx(function, tracing_mode="real", pre_dispatch=True)
                 results.append(traced(*inputs))
         except BaseException as error:
@@ -148,9 +150,19 @@ def without_writes(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphMod
     def run(*given: Any) -> Any:
         return fx.Interpreter(module).run(*given)
 
-    with torch.no_grad(), fx_traceback.preserve_node_meta():
+    with torch.no_grad(), _noting():
         functional = torch.func.functionalize(run, remove="mutations")
         return make_fx(functional, tracing_mode="real")(*inputs)
+
+
+@contextmanager
+def _noting() -> Iterator[None]:
+    """Nodes get the metadata of those that are run."""
+    # make_fx makes a FakeTensorMode of its own for each node if none is about, which is half of
+    # the time of a recording.
+    context = TracingContext(FakeTensorMode())
+    with torch._guards.tracing(context), fx_traceback.preserve_node_meta():
+        yield
 
 
 _tracing = threading.Lock()
