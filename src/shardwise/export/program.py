@@ -303,6 +303,9 @@ class Sharding:
                 if id(value) not in made:
                     made[id(value)] = self._piece(value, placed[name])
                 result[name] = made[id(value)]
+            elif isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                # What a program writes to is its own; parameters, which it does not, are shared.
+                result[name] = made.setdefault(id(value), value.clone())
             else:
                 result[name] = value
         return result
