@@ -1,6 +1,7 @@
 """Copies of sharded tensors: on another device, of another dtype, apart from autograd, written to.
 
-None of this communicates, but `copy_` from a tensor that is cut otherwise.
+None of this communicates, but `copy_` from a tensor that is cut otherwise, and what is moved or
+copied with its references to remote shards.
 """
 
 from __future__ import annotations
@@ -141,17 +142,22 @@ class Copying(LocalShards):
                 "copy.deepcopy: only leaves of the graph can be copied, as in torch; "
                 "detach() it, or clone() it to keep its history"
             )
-        with torch.no_grad():
-            made = self._with(
-                [each.detach().clone() for each in self._tensors()], init_rrefs=self._init_rrefs
-            )
-        made.requires_grad_(self.requires_grad)
+        made = self._copy([each.detach().clone() for each in self._tensors()])
         for before, after in zip(self._tensors(), made._tensors(), strict=True):
             if before.grad is not None:
                 after.grad = before.grad.detach().clone()
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self: Kind) -> Kind:
+        return self._copy([each.detach() for each in self._tensors()])
+
+    def _copy(self: Kind, tensors: list[torch.Tensor]) -> Kind:
+        """With these tensors, a leaf that is else the same."""
+        made = self._with(tensors, init_rrefs=self._init_rrefs)
+        made.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             made._is_param = True
-        memo[id(self)] = made
         return made
 
 

@@ -22,6 +22,7 @@ from shardwise.sharded.building import (
 from shardwise.sharded.copying import Copying
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
+from shardwise.sharded.local import mine
 from shardwise.sharded.moving import Held, Move
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import ShardingSpec, as_spec
@@ -64,12 +65,10 @@ class ShardedTensor(Copying):
         init_rrefs: bool = False,
     ) -> None:
         group = as_group(process_group)
-        remote.check(init_rrefs)
-        held = Held.of(self._metadata.shards_metadata, group)
-        shards = []
-        for each, owner in zip(self._metadata.shards_metadata, held.owners, strict=True):
-            if owner == group.rank:
-                assert each.placement is not None, "it has an owner"
+        with remote.together(group, init_rrefs):
+            held = Held.of(self._metadata.shards_metadata, group)
+            shards = []
+            for each in mine(self._metadata, held, group):
                 tensor = torch.empty(
                     each.shard_sizes,
                     dtype=self.dtype,
@@ -98,13 +97,21 @@ class ShardedTensor(Copying):
         return self._group.handle
 
     def remote_shards(self) -> dict[int, list[Any]]:
-        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank."""
+        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank.
+
+        Ranks that hold no shards are not among them.
+
+        Example:
+            >>> (reference,) = x.remote_shards()[1]
+            >>> reference.to_here().tensor  # a copy of what rank 1 holds
+        """
         if not self._init_rrefs:
             raise ShardedStateError(
                 "remote_shards: it was made with init_rrefs=False, so there are no references; "
                 "start RPC (torch.distributed.rpc.init_rpc) and make it with init_rrefs=True"
             )
-        return remote.references(self)
+        given = self._references
+        return {rank: list(given[rank]) for rank in self._group.ranks if rank in given}
 
     # ---- moves
 
@@ -171,9 +178,8 @@ class ShardedTensor(Copying):
                 for tensor, new in zip(tensors, move.run(old, self._like()), strict=True):
                     tensor.grad = new
         self._metadata, self._sharding_spec, self._held = metadata, resharding_spec, held
-        own = zip(metadata.shards_metadata, held.owners, strict=True)
-        mine = [each for each, owner in own if owner == self._group.rank]
-        self._local_shards = list(map(Shard, tensors, mine))
+        own = mine(metadata, held, self._group)
+        self._local_shards = list(map(Shard, tensors, own))
         self._note_requires_grad(self.requires_grad and (recorded or not was_computed))
         if self._init_rrefs:
             remote.register(self)
@@ -222,6 +228,8 @@ class ShardedTensor(Copying):
         local = ", ".join(f"{each.metadata.box}: {each.tensor!r}" for each in self._local_shards)
         text = f"{name}{size}, {self._sharding_spec}{history}, local={{{local}}}"
         return f"{type(self).__name__}({text})"
+
+    ProcessGroupState = saving.ProcessGroupState
 
     def __getstate__(self) -> saving.State:
         return saving.state_of(self)
@@ -287,3 +295,7 @@ def _check_gradients_return(move: Move) -> None:
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+# What a pickled one is made of, so that torch.load takes it.
+torch.serialization.add_safe_globals([ShardedTensor, *saving.SAFE])
