@@ -288,18 +288,33 @@ def registered_again():
     assert torch.equal(y.full_tensor(), WHOLE.double())
     with pytest.raises(RuntimeError, match="init_rrefs=False"):
         y.clone().remote_shards()
+    with pytest.raises(ValueError, match="resharding_spec"):  # of one rank, refused on all
+        x.reshard("no spec" if dist.get_rank() == 1 else chunks(range(4)))
+    check_references(x, WHOLE)
 
 
 def test_what_is_resharded_converted_or_copied_has_references_of_its_own(workers):
     workers.run(registered_again)
 
 
-def recorded_and_pickled():
-    x = torch.nn.Parameter(filled(boxes(1, 2), requires_grad=True))
+def shared_by_a_parameter():
+    x = torch.nn.Parameter(filled(boxes(1, 2)))
+    check_references(x, WHOLE)
+    for references in x.remote_shards().values():
+        for reference in references:
+            rpc.rpc_sync(reference.owner(), add, (reference, 1))
+    meet(x)
+    assert torch.equal(x.full_tensor(), WHOLE + 3) and x.requires_grad  # 3 other ranks
+
+
+def test_a_parameter_has_the_references_of_what_it_is_made_of(workers):
+    workers.run(shared_by_a_parameter)
+
+
+def pickled():
     data = pickle.dumps(filled(boxes(1, 2), requires_grad=True))
     y = pickle.loads(data)
     check_references(y, WHOLE)
-    assert y.requires_grad and not x._init_rrefs
     for references in y.remote_shards().values():
         assert all(each.to_here().tensor.requires_grad for each in references)
     meet(y)
@@ -310,7 +325,7 @@ def recorded_and_pickled():
 
 
 def test_a_pickle_is_loaded_with_references_by_all_ranks_or_none(workers):
-    workers.run(recorded_and_pickled)
+    workers.run(pickled)
 
 
 def placed_by_name():

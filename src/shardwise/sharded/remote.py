@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -33,46 +32,34 @@ _delivered: WeakValueDictionary[int, References] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """What a rank tells the others when they meet."""
-
-    worker: int | None
-    """Its rank among the RPC workers, if they run."""
-    number: int = -1
-    """Under which references are delivered to it."""
-    problem: str = ""
-    is_value: bool = False
-    """Whether the problem is with what was given, or with what is around."""
-
-
 @contextmanager
 def together(group: Group, init_rrefs: bool) -> Iterator[None]:
-    """What a rank raises in here, all ranks of the group refuse.
-
-    Comes before `register`, where the others would wait for it. If RPC is not as it must be, they
-    do not even begin.
+    """What a rank raises in here, all ranks of the group refuse: they would wait for it later, when
+    references are exchanged. If RPC is not as it must be, they do not even begin.
     """
     if not init_rrefs:
         yield
         return
-    worker = workers.own_rank()
-    _check(group, group.communicator.gather_objects(_Entry(worker)))
+    _check(group, group.communicator.gather_objects(workers.own_rank()))
     try:
         yield
     except Exception as error:
-        entry = _Entry(worker, problem=str(error), is_value=isinstance(error, ValueError))
-        group.communicator.gather_objects(entry)
+        group.communicator.gather_objects((isinstance(error, ValueError), str(error)))
         raise
+    for rank, problem in zip(group.ranks, group.communicator.gather_objects(None), strict=True):
+        if problem is not None:
+            is_value, message = problem
+            kind = ShardedTensorError if is_value else ShardedStateError
+            raise kind(f"rank {rank} could not make its shards: {message}")
 
 
 def register(tensor: LocalShards) -> None:
     """Give every rank references to this rank's shards, and get theirs; all ranks call it."""
     group, references, number = tensor._group, References(), next(_numbers)
     _delivered[number] = tensor._references = references
-    entries = group.communicator.gather_objects(_Entry(workers.own_rank(), number))
-    _check(group, entries)
-    numbers = {rank: each.number for rank, each in zip(group.ranks, entries, strict=True)}
+    told = group.communicator.gather_objects((workers.own_rank(), number))
+    _check(group, [worker for worker, _ in told])
+    numbers = {rank: theirs for rank, (_, theirs) in zip(group.ranks, told, strict=True)}
     del numbers[group.rank]
     problem = ""
     try:
@@ -107,19 +94,17 @@ def _take(number: int, rank: int, references: list[Any]) -> None:
     _delivered[number][rank] = references
 
 
-def _check(group: Group, entries: list[_Entry]) -> None:
-    missing = [rank for rank, each in zip(group.ranks, entries, strict=True) if each.worker is None]
+def _check(group: Group, ranks: list[int | None]) -> None:
+    """Refuse ranks among the RPC workers that are not those of the processes."""
+    missing = [rank for rank, worker in zip(group.ranks, ranks, strict=True) if worker is None]
     if missing:
         raise ShardedStateError(
             f"init_rrefs: expected RPC to run on every rank, for references to remote shards; it "
             f"does not on ranks {missing}; {workers.how_to_start()}"
         )
-    for rank, each in zip(group.ranks, entries, strict=True):
-        if each.worker != rank:
+    for rank, worker in zip(group.ranks, ranks, strict=True):
+        if worker != rank:
             raise ShardedTensorError(
                 f"init_rrefs: expected the same rank among the processes and among the RPC "
-                f"workers; rank {rank} of the processes is {each.worker} among the workers"
+                f"workers; rank {rank} of the processes is {worker} among the workers"
             )
-        if each.problem:
-            kind = ShardedTensorError if each.is_value else ShardedStateError
-            raise kind(f"rank {rank} could not make its shards: {each.problem}")

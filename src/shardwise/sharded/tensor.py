@@ -159,9 +159,10 @@ class ShardedTensor(Copying):
         Any spec can follow any other. A leaf, such as a parameter, stays one, and its gradient
         moves with it; of what was computed, the move is recorded and gradients move back.
         """
-        as_spec(resharding_spec, "resharding_spec")
-        metadata = resharding_spec.build_metadata(self.shape, self._metadata.tensor_properties)
-        held = Held.of(metadata.shards_metadata, self._group)
+        with remote.together(self._group, self._init_rrefs):
+            as_spec(resharding_spec, "resharding_spec")
+            metadata = resharding_spec.build_metadata(self.shape, self._metadata.tensor_properties)
+            held = Held.of(metadata.shards_metadata, self._group)
         if held == self._held:
             self._sharding_spec = resharding_spec
             return self
