@@ -20,6 +20,7 @@ from shardwise.sharded.metadata import (
     TensorProperties,
 )
 from shardwise.sharded.registered import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.sharded.saving import load_with_process_group
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import (
     ChunkShardingSpec,
@@ -53,6 +54,7 @@ __all__ = [
     "init_from_local_shards",
     "init_from_local_shards_and_global_metadata",
     "init_from_local_tensor",
+    "load_with_process_group",
     "ones",
     "rand",
     "randn",

@@ -1,6 +1,7 @@
 """Copies of sharded tensors: on another device, of another dtype, apart from autograd, written to.
 
-None of this communicates, but `copy_` from a tensor that is cut otherwise.
+None of this communicates, but `copy_` from a tensor that is cut otherwise, and what is moved or
+copied with its references to remote shards.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Copying(LocalShards):
 
     def detach(self: Kind) -> Kind:
         """The same elements, apart from what autograd has recorded."""
-        return self._with([each.detach() for each in self._tensors()], requires_grad=False)
+        made = self._with([each.detach() for each in self._tensors()], requires_grad=False)
+        return made._share_references(self)
 
     def copy_(self: Kind, other: torch.Tensor, non_blocking: bool = False) -> Kind:
         """Take the elements of another tensor of the same size, and convert them if need be.
@@ -147,18 +149,29 @@ class Copying(LocalShards):
                 "copy.deepcopy: only leaves of the graph can be copied, as in torch; "
                 "detach() it, or clone() it to keep its history"
             )
-        with torch.no_grad():
-            made = self._with(
-                [each.detach().clone() for each in self._tensors()], init_rrefs=self._init_rrefs
-            )
-        made.requires_grad_(self.requires_grad)
+        tensors = [each.detach().clone() for each in self._tensors()]
+        made = self._as_leaf(self._with(tensors, init_rrefs=self._init_rrefs))
         for before, after in zip(self._tensors(), made._tensors(), strict=True):
             if before.grad is not None:
                 after.grad = before.grad.detach().clone()
-        if getattr(self, "_is_param", False):
-            made._is_param = True
         memo[id(self)] = made
         return made
+
+    def __copy__(self: Kind) -> Kind:
+        return self._as_leaf(self.detach())
+
+    def _as_leaf(self: Kind, made: Kind) -> Kind:
+        """A copy that records gradients, and is a parameter, if this is."""
+        made.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        return made
+
+    def _share_references(self: Kind, other: Kind) -> Kind:
+        """References to the shards of another tensor in the same memory are good for this one."""
+        if other._init_rrefs:
+            self._init_rrefs, self._references = True, other._references
+        return self
 
 
 def _for_placements(device: torch.device) -> torch.device:

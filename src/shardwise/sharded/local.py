@@ -35,6 +35,8 @@ class LocalShards(ShardedTensorBase):
     """Which layout these shards are, if that was asked (`converting.layout_of`)."""
     _nothing: torch.Tensor | None = None
     """The empty piece of a rank without shards, where the shards are a layout."""
+    _references: remote.References
+    """To the shards of other ranks, if it was made with init_rrefs."""
 
     def _become(
         self: Kind, group: Group, held: Held, shards: list[Shard], init_rrefs: bool = False

@@ -68,14 +68,12 @@ class ShardedTensor(Copying):
         init_rrefs: bool = False,
     ) -> None:
         group = as_group(process_group)
-        remote.check(init_rrefs)
-        if pin_memory:
-            check_can_pin()
-        held = Held.of(self._metadata.shards_metadata, group)
-        shards = []
-        for each, owner in zip(self._metadata.shards_metadata, held.owners, strict=True):
-            if owner == group.rank:
-                assert each.placement is not None, "it has an owner"
+        with remote.together(group, init_rrefs):
+            if pin_memory:
+                check_can_pin()
+            held = Held.of(self._metadata.shards_metadata, group)
+            shards = []
+            for each in mine(self._metadata, held, group):
                 tensor = torch.empty(
                     each.shard_sizes,
                     dtype=self.dtype,
@@ -104,13 +102,21 @@ class ShardedTensor(Copying):
         return self._group.handle
 
     def remote_shards(self) -> dict[int, list[Any]]:
-        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank."""
+        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank.
+
+        Ranks that hold no shards are not among them.
+
+        Example:
+            >>> (reference,) = x.remote_shards()[1]
+            >>> reference.to_here().tensor  # a copy of what rank 1 holds
+        """
         if not self._init_rrefs:
             raise ShardedStateError(
                 "remote_shards: it was made with init_rrefs=False, so there are no references; "
                 "start RPC (torch.distributed.rpc.init_rpc) and make it with init_rrefs=True"
             )
-        return remote.references(self)
+        given = self._references
+        return {rank: list(given[rank]) for rank in self._group.ranks if rank in given}
 
     # ---- moves
 
@@ -158,11 +164,12 @@ class ShardedTensor(Copying):
         Any spec can follow any other. A leaf, such as a parameter, stays one, and its gradient
         moves with it; of what was computed, the move is recorded and gradients move back.
         """
-        as_spec(resharding_spec, "resharding_spec")
-        properties = replace(self._metadata.tensor_properties)
-        metadata = resharding_spec.build_metadata(self.shape, properties)
-        _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
-        held = Held.of(metadata.shards_metadata, self._group)
+        with remote.together(self._group, self._init_rrefs):
+            as_spec(resharding_spec, "resharding_spec")
+            properties = replace(self._metadata.tensor_properties)
+            metadata = resharding_spec.build_metadata(self.shape, properties)
+            _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
+            held = Held.of(metadata.shards_metadata, self._group)
         if held == self._held:  # perhaps by other names of the same ranks
             self._become_cut(resharding_spec, metadata, held, self._tensors())
             return self
@@ -180,8 +187,6 @@ class ShardedTensor(Copying):
                     tensor.grad = new
         self._become_cut(resharding_spec, metadata, held, tensors)
         self._note_requires_grad(self.requires_grad and (recorded or not was_computed))
-        if self._init_rrefs:
-            remote.register(self)
         return self
 
     def _become_cut(
@@ -193,6 +198,8 @@ class ShardedTensor(Copying):
     ) -> None:
         self._metadata, self._sharding_spec, self._held = metadata, spec, held
         self._local_shards = list(map(Shard, tensors, mine(metadata, held, self._group)))
+        if self._init_rrefs:
+            remote.register(self)
 
     def _history(self) -> tuple[bool, bool]:
         """Whether a shard of any rank is the result of a recorded operation; has a gradient."""
@@ -237,6 +244,8 @@ class ShardedTensor(Copying):
         local = ", ".join(f"{each.metadata.box}: {each.tensor!r}" for each in self._local_shards)
         text = f"{name}{size}, {self._sharding_spec}{history}, local={{{local}}}"
         return f"{type(self).__name__}({text})"
+
+    ProcessGroupState = saving.ProcessGroupState
 
     def __getstate__(self) -> saving.State:
         return saving.state_of(self)
@@ -320,3 +329,7 @@ def _device_type(shard: ShardMetadata) -> str:
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+# What a pickled one is made of, so that torch.load takes it.
+torch.serialization.add_safe_globals([ShardedTensor, *saving.SAFE])
