@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise import errors
 from shardwise.box import Box
 from shardwise.errors import ShardwiseError
 from shardwise.sharded import remote
+from shardwise.sharded.agreeing import Problem, refuse_problems
 from shardwise.sharded.base import bare
 from shardwise.sharded.boxes import check_tiling
 from shardwise.sharded.errors import ShardedTensorError
@@ -55,27 +55,6 @@ def made(
     result = bare(ShardedTensor, spec, metadata, [])
     shards = list(map(Shard, tensors, mine(metadata, held, group)))
     return result._become(group, held, shards, init_rrefs)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a rank found wrong with its own arguments, to be raised on all."""
-
-    kind: type[ShardwiseError]
-    text: str
-
-    @staticmethod
-    def of(error: ShardwiseError) -> Problem:
-        """An error, without the rank that its message ends with."""
-        return Problem(type(error), str(error).removesuffix(f" [{errors.whereabouts()}]"))
-
-
-def refuse_problems(group: Group, problems: list[Problem | None]) -> None:
-    """Raise what any rank found wrong with its arguments, on all ranks."""
-    for rank, problem in zip(group.ranks, problems, strict=True):
-        if problem is not None:
-            everybody = all(each == problem for each in problems)
-            raise problem.kind(problem.text if everybody else f"rank {rank}: {problem.text}")
 
 
 # ---- shards that each rank has

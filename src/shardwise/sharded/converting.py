@@ -61,29 +61,12 @@ def _as_one(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
         local = shards[0].tensor
         return local if local.shape == shape else local.reshape(shape)
     if not shards:
-        return nothing_of(tensor, shape)
+        return tensor._empty(shape)
     whole = tensor._like().new_zeros(shape)
     for box, shard in zip(tensor._held.by(tensor._group.rank), shards, strict=True):
         if not box.is_empty:
             whole[box.within(frame).slices] = shard.tensor
     return whole
-
-
-def nothing_of(tensor: ShardedTensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The empty piece of a rank without shards; one for all uses, so that it has their history.
-
-    Arguments:
-        shape: what a layout gives this rank; any by default.
-    """
-    made = tensor._nothing
-    if (
-        made is None
-        or made.requires_grad != tensor.requires_grad
-        or shape not in (None, tuple(made.shape))
-    ):
-        made = tensor._like().new_empty(shape or (0,)).requires_grad_(tensor.requires_grad)
-        tensor._nothing = made
-    return made
 
 
 def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> ShardedTensor:
@@ -103,7 +86,7 @@ def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> Sha
         pieces, dtype=local.dtype, requires_grad=local.requires_grad, pin_memory=False
     )
     made._known_layout = model._known_layout
-    made._nothing = None if shards else local
+    made._nothing = None if shards else local.reshape(0)
     return made
 
 

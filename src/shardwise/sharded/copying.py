@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
+from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin, mine
 from shardwise.sharded.moving import Move, moved
 from shardwise.tensor import DTensor
+
+_set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 Kind = TypeVar("Kind", bound="Copying")
 
@@ -101,6 +104,23 @@ class Copying(LocalShards):
         made = self._with([each.detach() for each in self._tensors()], requires_grad=False)
         return made._share_references(self)
 
+    def _take_data(self, value: Copying) -> None:
+        """Hold the elements of another with the same shards, of another dtype perhaps. The local
+        tensors stay the objects that optimizers know."""
+        for tensor, new in zip(self._tensors(), value._tensors(), strict=True):
+            tensor.data = new
+        metadata = value._metadata.copy(requires_grad=self.requires_grad)
+        size = bare(type(self), value._sharding_spec, metadata, [])
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data(self, size)
+        self._metadata, self._sharding_spec = metadata, value._sharding_spec
+        own = mine(metadata, self._held, self._group)
+        for shard, described in zip(self._local_shards, own, strict=True):
+            shard.metadata = described
+        before, self._nothing = self._nothing, None
+        if before is not None and before.grad is not None:
+            self._note_gradient()
+
     def copy_(self: Kind, other: torch.Tensor, non_blocking: bool = False) -> Kind:
         """Take the elements of another tensor of the same size, and convert them if need be.
 
@@ -139,7 +159,8 @@ class Copying(LocalShards):
         move = Move(self._group, other._held, self._held)
         if recorded:
             move.check_gradients_return("other")
-        return moved(move, other._tensors(), other._like(), recorded)
+        nothing = other._empty() if recorded else None
+        return moved(move, other._tensors(), other._like(), nothing)
 
     def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
         if id(self) in memo:
@@ -154,6 +175,8 @@ class Copying(LocalShards):
         for before, after in zip(self._tensors(), made._tensors(), strict=True):
             if before.grad is not None:
                 after.grad = before.grad.detach().clone()
+        if not self._local_shards:
+            made.grad = self.grad
         memo[id(self)] = made
         return made
 

@@ -123,7 +123,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, move: Move, like: torch.Tensor, anchor: torch.Tensor, *shards: torch.Tensor
+        ctx: Any, move: Move, like: torch.Tensor, nothing: torch.Tensor, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.move, ctx.like = move, like
         kept = {shard.untyped_storage().data_ptr() for shard in shards}
@@ -135,24 +135,24 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # By the same function, so that it can be differentiated again.
-        back = moved(ctx.move.reverse, gradients, ctx.like, torch.is_grad_enabled())
-        return None, None, None, *back
+        nothing = ctx.like.new_empty(0)
+        again = nothing.requires_grad_() if torch.is_grad_enabled() else None
+        return None, None, nothing, *moved(ctx.move.reverse, gradients, ctx.like, again)
 
 
 def moved(
-    move: Move, tensors: Sequence[torch.Tensor], like: torch.Tensor, differentiable: bool
+    move: Move, tensors: Sequence[torch.Tensor], like: torch.Tensor, nothing: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """This rank's shards after a move.
 
     Arguments:
-        differentiable: record the move. All ranks must say the same, and must hold shards after
-            it, if empty ones: a rank takes part in the backward move by what its loss is made of.
+        nothing: by which a rank that holds none takes part in the backward move; None if the move
+            is not recorded. All ranks must say the same, and must hold shards after it, if empty
+            ones: a rank takes part in the backward move by what its loss is made of.
     """
-    if not differentiable:
+    if nothing is None:
         return move.run(tensors, like)
-    # A rank that holds nothing yet must take part in the backward move all the same.
-    anchor = like.new_empty(0).requires_grad_()
-    return list(_Moved.apply(move, like, anchor, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Moved.apply(move, like, nothing, *tensors))  # type: ignore[no-untyped-call]
 
 
 def flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -171,8 +171,7 @@ def put(held: Held, group: Group, pieces: Sequence[torch.Tensor], out: torch.Ten
 
 class _Whole(torch.autograd.Function):
     """All shards on every rank. Backward: a rank's own part of the gradient, which is the same on
-    all ranks; nothing travels. The anchor makes the result require gradients also on a rank that
-    holds nothing."""
+    all ranks; nothing travels. By `nothing`, a rank that holds none is a part of the graph too."""
 
     @staticmethod
     def forward(
@@ -180,7 +179,7 @@ class _Whole(torch.autograd.Function):
         held: Held,
         group: Group,
         out: torch.Tensor,
-        anchor: torch.Tensor,
+        nothing: torch.Tensor,
         *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.boxes = held.by(group.rank)
@@ -194,7 +193,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (whole,) = gradients
-        return None, None, None, None, *(whole[box.slices].contiguous() for box in ctx.boxes)
+        pieces = (whole[box.slices].contiguous() for box in ctx.boxes)
+        return None, None, None, whole.new_empty(0), *pieces
 
 
 def whole(
@@ -202,15 +202,14 @@ def whole(
     group: Group,
     tensors: Sequence[torch.Tensor],
     out: torch.Tensor,
-    requires_grad: bool,
+    nothing: torch.Tensor,
 ) -> torch.Tensor:
     """All shards as one tensor, on every rank; differentiable. `out` is written to.
 
     Arguments:
-        requires_grad: whether that of the sharded tensor is recorded, on all ranks.
+        nothing: that is recorded as the shards are, on all ranks.
     """
-    anchor = out.new_empty(0).requires_grad_(requires_grad)
-    return _Whole.apply(held, group, out, anchor, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _Whole.apply(held, group, out, nothing, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gathered(

@@ -22,7 +22,7 @@ from shardwise.rules.calls import tensors_in
 from shardwise.rules.foreach import one_by_one
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import lookup, name_of
-from shardwise.sharded import as_dtensors, converting, filling, pointwise
+from shardwise.sharded import as_dtensors, converting, filling, norms, pointwise
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.methods import OWN
 from shardwise.sharded.registered import is_registered, registered
@@ -65,6 +65,8 @@ def dispatch(
     result = pointwise.run(func, args, kwargs, tensors)
     if result is None:
         result = filling.run(func, args, kwargs, first)
+    if result is None:
+        result = norms.run(func, args, kwargs, first)
     if result is None:
         raise _refusal(func, tensors)
     return result

@@ -16,7 +16,6 @@ from shardwise.box import Box
 from shardwise.rules.calls import input_of, tensors_in
 from shardwise.rules.registry import lookup
 from shardwise.rules.spec import Dims, Spec
-from shardwise.sharded import converting
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -41,7 +40,7 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
 
     def piece(box: Box, at: int, value: Any) -> Any:
         if isinstance(value, ShardedTensor):
-            parts = value._tensors() or [converting.nothing_of(value, box.shape)]
+            parts = value._tensors() or [value._empty(box.shape)]
             return parts[at]
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return value[_slices(dims[id(value)], whole, box)]

@@ -156,7 +156,7 @@ class ShardedTensor(Copying):
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable, if what follows is the same on all."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return moving.whole(self._held, self._group, self._tensors(), out, self.requires_grad)
+        return moving.whole(self._held, self._group, self._tensors(), out, self._empty())
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Cut it otherwise, in place; returns itself. All ranks call it.
@@ -178,7 +178,8 @@ class ShardedTensor(Copying):
         recorded = was_computed and torch.is_grad_enabled()
         if recorded:
             move.check_gradients_return("resharding_spec")
-        tensors = moving.moved(move, self._tensors(), self._like(), recorded)
+        nothing = self._empty() if recorded else None
+        tensors = moving.moved(move, self._tensors(), self._like(), nothing)
         if self.requires_grad and not was_computed:
             tensors = [each.requires_grad_() for each in tensors]
             if has_gradient:
@@ -186,7 +187,10 @@ class ShardedTensor(Copying):
                 for tensor, new in zip(tensors, move.run(old, self._like()), strict=True):
                     tensor.grad = new
         self._become_cut(resharding_spec, metadata, held, tensors)
+        self._nothing = None
         self._note_requires_grad(self.requires_grad and (recorded or not was_computed))
+        if has_gradient and not was_computed and not tensors:
+            self._note_gradient()
         return self
 
     def _become_cut(
