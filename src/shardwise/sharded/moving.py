@@ -16,6 +16,7 @@ import torch
 
 from shardwise.box import Box
 from shardwise.comm.buffers import owned
+from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
 from shardwise.redistribute.swap import Swap
@@ -71,33 +72,38 @@ class Move:
             like: tells dtype and device, also to a rank that holds nothing.
         """
         rank = self.group.rank
-        own = list(zip(self.before.by(rank), tensors, strict=True))
-        parts = {}
-        given = []
-        takers = Corners(self.after.boxes)
-        for box, tensor in own:
-            for at in takers.meeting(box):
+        here = dict(zip(self.before.by(rank), tensors, strict=True))
+        holders, takers = Corners(self.before.boxes), Corners(self.after.boxes)
+        wanted = self.after.by(rank)
+        stays = {box for box in wanted if box in here and not box.is_empty}
+        parts, places = {}, {}
+        given, taken, results = [], [], []
+        for box, tensor in here.items():
+            for at in takers.meeting(box) if box not in stays else ():
                 common = box.intersect(self.after.boxes[at])
                 parts[common] = tensor.detach()[common.within(box).slices]
                 given.append(Transfer(self.after.owners[at], common))
-        holders = Corners(self.before.boxes)
-        wanted = [(box, self._taken(box, holders)) for box in self.after.by(rank)]
-        taken = [each for _, transfers in wanted for each in transfers]
+        for box in wanted:
+            result = here[box].detach() if box in stays else like.new_empty(box.shape)
+            results.append(result)
+            for at in holders.meeting(box) if box not in stays else ():
+                common = box.intersect(self.before.boxes[at])
+                places[common] = result[common.within(box).slices]
+                taken.append(Transfer(self.before.owners[at], common))
         # Both ends of a message put its parts in the same order.
         swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
         with running("ShardedTensor.reshard"):
-            arrived = dict(swap.of_boxes(parts, like).wait())
-        here = dict(own)
-        results = []
-        for box, transfers in wanted:
-            if box in here and not box.is_empty:
-                results.append(here[box].detach())
-                continue
-            result = like.new_empty(box.shape)
-            for _, common in transfers:
-                result[common.within(box).slices] = arrived[common]
-            results.append(result)
+            if self._is_large(like):
+                swap.into(parts, places).wait()
+            else:
+                for box, part in swap.of_boxes(parts, like).wait():
+                    places[box].copy_(part)
         return results
+
+    def _is_large(self, like: torch.Tensor) -> bool:
+        """Whether messages are too long to be packed; the same on all ranks."""
+        count = sum(math.prod(box.shape) for box in self.before.boxes)
+        return count * like.itemsize >= LARGE * len(self.group.ranks)
 
     def check_gradients_return(self, argument: str) -> None:
         """Refuse to record a move after which a rank holds no shards: it would not take part in
@@ -109,13 +115,6 @@ class Move:
                 "hold no shards after this move, so they would not know when; give each an empty "
                 "shard, or detach() first"
             )
-
-    def _taken(self, box: Box, holders: Corners) -> list[Transfer]:
-        """What a box is made of, and who has that before the move."""
-        return [
-            Transfer(self.before.owners[at], box.intersect(self.before.boxes[at]))
-            for at in holders.meeting(box)
-        ]
 
 
 class _Moved(torch.autograd.Function):
@@ -156,7 +155,9 @@ def moved(
 
 
 def flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Shards one after the other."""
+    """Shards one after the other; as it lies, if it is one."""
+    if len(tensors) == 1:
+        return tensors[0].detach().reshape(-1)
     return torch.cat([like.new_empty(0), *(each.detach().reshape(-1) for each in tensors)])
 
 
