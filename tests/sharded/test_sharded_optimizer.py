@@ -1,5 +1,8 @@
 """ShardedOptimizer, and torch's optimizers on sharded parameters, train as one process does."""
 
+import copy
+import io
+
 import pytest
 import torch
 from sharded_module_cases import (
@@ -234,6 +237,28 @@ def test_gradients_can_be_set_to_zeros_or_to_none():
     assert sw.simulate(run, 3) == [(True, True)] * 3
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("order", [0, 1, 2, 3.5, float("inf")])
+def test_the_norm_of_gradients_is_that_of_the_whole(order, foreach):
+    reference = Recommender()
+    loss_of(reference).backward()
+    expected = clip_grad_norm_(reference.parameters(), 1e9, order)
+
+    def run():
+        for cuts in (in_order, uneven):
+            model = cut(Recommender(), cuts(3))
+            loss_of(model).backward()
+            found = clip_grad_norm_(model.parameters(), 1e9, order, foreach=foreach)
+            torch.testing.assert_close(whole(found), expected)
+            bias = model.fc1.bias  # of which a rank has nothing
+            norm = torch.linalg.vector_norm(bias.grad.float(), order)
+            torch.testing.assert_close(
+                norm, torch.linalg.vector_norm(reference.fc1.bias.grad.float(), order)
+            )
+
+    sw.simulate(run, 3)
+
+
 # ---- saved and loaded
 
 
@@ -307,6 +332,25 @@ def test_whole_state_and_sharded_state_take_each_other_s_place():
         check(plain, losses + train(plain, back, 2), expected)
 
     sw.simulate(run, 2)
+
+
+def test_the_state_dict_can_be_saved_in_a_file():
+    expected = expected_after("Adam", steps=3)
+
+    def run():
+        model = cut(Recommender(), uneven(3))
+        optimizer = sharded_optimizer(model, "Adam")
+        losses = train(model, optimizer, 2)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        resumed = sharded_optimizer(model, "Adam")
+        resumed.load_state_dict(torch.load(file, weights_only=False))
+        check(model, losses + train(model, resumed, 1), expected)
+        with pytest.raises(ShardedStateError, match="neither pickled nor copied"):
+            copy.deepcopy(optimizer)
+
+    sw.simulate(run, 3)
 
 
 def test_groups_have_names_and_options_of_their_own():

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def run(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
     """The norm on every rank; None for other functions, of some dims, or recorded."""
     recorded = model.requires_grad and torch.is_grad_enabled()
-    if func is not torch.linalg.vector_norm or recorded:
+    if func not in _NORMS or recorded:
         return None
-    return _norm(*args, **kwargs)
+    return _NORMS[func](*args, **kwargs)
 
 
 def _norm(
@@ -41,3 +41,22 @@ def _norm(
     power = ord or 1  # of order 0 it is how many are not 0
     total = communicator.all_reduce((norms**power).sum(), "sum")
     return (total ** (1 / power)).to(result.dtype)
+
+
+def _old_norm(
+    x: ShardedTensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """`torch.norm`, which has another name for order 2."""
+    order = 2 if p in ("fro", None) else p
+    return None if isinstance(order, str) else _norm(x, order, dim, keepdim, dtype=dtype)
+
+
+_NORMS: dict[Any, Any] = {
+    torch.linalg.vector_norm: _norm,
+    torch.norm: _old_norm,
+    torch.Tensor.norm: _old_norm,
+}

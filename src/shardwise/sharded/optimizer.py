@@ -7,7 +7,7 @@ the parameters are. So it can be loaded where they are cut otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn, optim
@@ -131,6 +131,12 @@ class ShardedOptimizer(optim.Optimizer):
         self._optim.load_state_dict(optimizer_state.loaded(self._parameters(), state_dict))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise ShardedStateError(
+            "ShardedOptimizer: it is neither pickled nor copied, as its shards are those of the "
+            "parameters it was made with; save its state_dict(), and load that into another"
+        )
 
     def _parameters(self) -> Parameters:
         return Parameters(self.named_params, self._groups, self._optim)
