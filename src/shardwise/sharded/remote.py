@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from shardwise import errors
 from shardwise.sharded import workers
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
@@ -44,13 +45,14 @@ def together(group: Group, init_rrefs: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        group.communicator.gather_objects((isinstance(error, ValueError), str(error)))
+        message = str(error).removesuffix(f" [{errors.whereabouts()}]")
+        group.communicator.gather_objects((isinstance(error, ValueError), message))
         raise
     for rank, problem in zip(group.ranks, group.communicator.gather_objects(None), strict=True):
         if problem is not None:
             is_value, message = problem
             kind = ShardedTensorError if is_value else ShardedStateError
-            raise kind(f"rank {rank} could not make its shards: {message}")
+            raise kind(f"rank {rank}: {message}")
 
 
 def register(tensor: LocalShards) -> None:
