@@ -87,7 +87,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
 
 def _written(x: Any) -> Any:
     x[1] = 7.0
-    x[:, 0] += 1
+    x[:, 0] = x[:, 0] + 1
     return x
 
 
@@ -98,10 +98,9 @@ def test_other_functions_work_on_shards_that_are_a_layout(name: str, count: int)
         check(WHOLE[name], [spec], [X], count)
 
 
-@COUNTS
 @pytest.mark.parametrize("name", [each for each in WHOLE if each != "written"])
-def test_other_functions_say_a_spec_that_works(name: str, count: int) -> None:
-    specs = odd(count)
+def test_other_functions_say_a_spec_that_works(name: str) -> None:
+    specs = odd(3)
 
     def run() -> Any:
         results = []
@@ -117,7 +116,7 @@ def test_other_functions_say_a_spec_that_works(name: str, count: int) -> None:
         return results
 
     expected = whole(WHOLE[name](X))
-    for results in on_ranks(run, count):
+    for results in on_ranks(run, 3):
         for result in results:
             torch.testing.assert_close(result, expected)
 
@@ -267,6 +266,20 @@ def test_what_is_written_may_bring_a_history() -> None:
 
     for spec in all_specs(3).values():
         check(write, [spec], [X], 3)
+
+
+def test_views_share_memory_or_say_on_all_ranks_that_they_do_not() -> None:
+    def run() -> None:
+        tensor = chunks(0, 1, 2, 0).shard(X.detach())
+        tensor[:, 1:3].view(5, 2).zero_()
+        assert tensor.full_tensor()[:, 1:3].abs().sum() == 0
+        pieces = layouts(3)["pieces"].shard(X.detach())
+        for view in (pieces[:, 1:3], pieces.view(20), pieces.T):
+            with pytest.raises(sw.ShardwiseError, match="writing to it would not reach"):
+                view.add_(1)
+        assert torch.equal(pieces, X.detach())
+
+    on_ranks(run, 3)
 
 
 def test_a_plain_tensor_is_not_written_to_with_a_rank_s_shard() -> None:

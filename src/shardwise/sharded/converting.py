@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """The same tensor as a DTensor; it shares memory if every rank holds one shard."""
+    """The same tensor as a DTensor; it shares memory if no rank holds several shards."""
     layout = layout_of(tensor, None if device_mesh is None else as_mesh(device_mesh))
     if layout is None:
         where = "" if device_mesh is None else f" on {device_mesh!r}"
@@ -58,16 +58,24 @@ def _as_one(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
     """This rank's shards as the one piece that a layout gives it."""
     shards = tensor._local_shards
     shape = _piece(layout, tensor._group.rank).shape
-    if len(shards) == 1:
+    if is_shared(tensor):
+        if not shards:
+            return tensor._empty(shape)
         local = shards[0].tensor
         return local if local.shape == shape else local.reshape(shape)
     if not shards:
-        return tensor._empty(shape)
+        return tensor._empty(shape).clone()
     whole = tensor._like().new_zeros(shape)
     for place, shard in zip(_places(tensor, layout), shards, strict=True):
         if place is not None:
             whole[place.slices] = shard.tensor
     return whole
+
+
+def is_shared(tensor: ShardedTensor) -> bool:
+    """Whether the pieces of a layout are the shards' own memory: on all ranks, or on none."""
+    owners = tensor._held.owners
+    return len(set(owners)) == len(owners)
 
 
 def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> ShardedTensor:
@@ -92,6 +100,8 @@ def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> Sha
 
 def write_back(tensor: ShardedTensor, layout: Layout, local: torch.Tensor) -> None:
     """Write this rank's piece, in which several shards were copied together, to the shards."""
+    if not tensor._local_shards:  # it refuses what the others refuse
+        tensor._empty(tuple(local.shape)).copy_(local)
     for target, part in zip(tensor._tensors(), _parts(tensor, layout, local), strict=True):
         target.copy_(part)
 
@@ -100,7 +110,7 @@ def _parts(tensor: ShardedTensor, layout: Layout, local: torch.Tensor) -> list[t
     """Of the piece that a layout gives this rank, what is in each of its shards."""
     places = zip(_places(tensor, layout), tensor._held.by(tensor._group.rank), strict=True)
     return [
-        local.new_empty(box.shape) if place is None else local[place.slices]
+        local.reshape(-1)[:0].view(box.shape) if place is None else local[place.slices]
         for place, box in places
     ]
 

@@ -24,7 +24,7 @@ from shardwise.rules.foreach import one_by_one
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import lookup, name_of
 from shardwise.rules.spellings import SPELLINGS
-from shardwise.sharded import as_dtensors, converting, filling, norms, pointwise
+from shardwise.sharded import as_dtensors, comparing, converting, filling, norms, pointwise
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.methods import OWN
 from shardwise.sharded.registered import is_registered, registered
@@ -50,7 +50,9 @@ def dispatch(
         return locally(func, types, args, kwargs)
     own = OWN.get(func)
     if own is not None:
-        return own(*args, **kwargs)
+        result = own(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     _check_groups(func, tensors)
     if func in _LOOKUPS:
         _check_indices(func, args, kwargs, first)
@@ -70,6 +72,8 @@ def dispatch(
         result = filling.run(func, args, kwargs, first)
     if result is None:
         result = norms.run(func, args, kwargs, first)
+    if result is None:
+        result = comparing.run(func, args, kwargs, first)
     if result is None:
         raise _refusal(func, tensors)
     return result
