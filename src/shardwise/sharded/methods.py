@@ -92,6 +92,13 @@ def _contiguous(tensor: ShardedTensor, memory_format: Any = torch.contiguous_for
     return tensor._with(pieces)
 
 
+def _view_as(tensor: Any, other: torch.Tensor) -> Any:
+    """Of the same shape: an alias of every shard."""
+    if not isinstance(tensor, ShardedTensor) or other.shape != tensor.shape:
+        return NotImplemented
+    return tensor._with([each.view_as(each) for each in tensor._tensors()])
+
+
 def _refused(name: str) -> Method:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ShardedTensorError(
@@ -146,6 +153,7 @@ OWN: dict[Any, Method] = {
     _Tensor.data.__set__: _set_data,
     torch._has_compatible_shallow_copy_type: _can_take_data,
     _Tensor.contiguous: _contiguous,
+    _Tensor.view_as: _view_as,
     _Tensor.share_memory_: _in_place("share_memory_"),
     _Tensor.is_shared: _is_shared,
     **{getattr(_Tensor, name): _refused(name) for name in _MEMORY},
@@ -174,4 +182,4 @@ OWN: dict[Any, Method] = {
     torch.detach_: gradients.detach_,
 }  # fmt: skip
 """By torch function. Each is called as the function is, if a sharded tensor is its input, or a
-list in its place."""
+list in its place. NotImplemented from one leaves the call to the rules."""

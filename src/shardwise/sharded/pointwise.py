@@ -73,12 +73,15 @@ def _nothing(model: ShardedTensor) -> Box:
 
 def _joined(model: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor:
     """A result of each shard as a sharded tensor; of a rank without shards, of none."""
-    return model._with(
+    made = model._with(
         pieces[: len(model._local_shards)],
         dtype=pieces[0].dtype,
         requires_grad=pieces[0].requires_grad,
         pin_memory=False,
     )
+    if not model._local_shards:
+        made._nothing = pieces[0]
+    return made
 
 
 def _spec(func: Any, args: Any, kwargs: Any) -> Spec | None:

@@ -221,7 +221,7 @@ class ShardedTensor(Copying):
     def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
         """The same tensor as a DTensor, if the shards are such a layout; differentiable.
 
-        It shares the memory of the shard, if every rank holds one.
+        It shares the memory of the shards, if no rank holds several.
 
         Arguments:
             device_mesh: on which mesh; by default on one whose ranks are in the order of the
