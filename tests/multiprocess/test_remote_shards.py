@@ -153,13 +153,37 @@ def made_of_pieces():
         y.local_shards(), y.metadata(), init_rrefs=True
     )
     check_references(z, WHOLE[:4])
-    for make in (sharded.zeros, sharded.randn):
+    for make in (sharded.ones, sharded.randn):
         made = make(chunks(range(4)), 7, 6, init_rrefs=True)
         check_references(made, made.full_tensor())
 
 
 def test_every_way_to_make_a_tensor_gives_references(workers):
     workers.run(made_of_pieces)
+
+
+def filled_late():
+    """Rank 1 takes its time before it fills its shard, and nobody sees what was there before."""
+    if dist.get_rank() == 1:
+        fill = torch.Tensor.fill_
+
+        def slowly(tensor, value):
+            time.sleep(0.3)
+            return fill(tensor, value)
+
+        torch.Tensor.fill_ = slowly
+    try:
+        x = sharded.ones(chunks(range(4)), 7, 6, init_rrefs=True)
+    finally:
+        if dist.get_rank() == 1:
+            torch.Tensor.fill_ = fill
+    for references in x.remote_shards().values():
+        assert all(bool((each.to_here().tensor == 1).all()) for each in references)
+    meet(x)
+
+
+def test_what_a_factory_makes_is_filled_before_others_can_read_it(workers):
+    workers.run(filled_late)
 
 
 def numbered_apart():
