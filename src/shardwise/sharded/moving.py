@@ -124,7 +124,7 @@ class _Moved(torch.autograd.Function):
     def forward(
         ctx: Any, move: Move, like: torch.Tensor, nothing: torch.Tensor, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.move, ctx.like = move, like
+        ctx.move, ctx.like, ctx.shape = move, like, nothing.shape
         kept = {shard.untyped_storage().data_ptr() for shard in shards}
         return tuple(
             each.clone() if each.untyped_storage().data_ptr() in kept else each
@@ -134,7 +134,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # By the same function, so that it can be differentiated again.
-        nothing = ctx.like.new_empty(0)
+        nothing = ctx.like.new_empty(ctx.shape)
         again = nothing.requires_grad_() if torch.is_grad_enabled() else None
         return None, None, nothing, *moved(ctx.move.reverse, gradients, ctx.like, again)
 
