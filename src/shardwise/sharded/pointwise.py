@@ -80,7 +80,7 @@ def _joined(model: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTe
         pin_memory=False,
     )
     if not model._local_shards:
-        made._nothing = pieces[0]
+        made._nothing = pieces[0].reshape(0)
     return made
 
 
