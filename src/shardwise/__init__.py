@@ -142,6 +142,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Submodules that few programs need, and that take long to import."""
-    if name in ("fsdp", "interop", "parallel", "testing"):
+    if name in ("fsdp", "interop", "parallel", "sharded", "testing"):
         return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -68,22 +68,45 @@ class Swap:
         self, local: torch.Tensor, before: Box | None, after: Box | None
     ) -> Pending[torch.Tensor]:
         """From slices of `local`, which lies in `before`, into slices of the result, which lies in
-        `after`: nothing is packed that need not be."""
-        index = self._index()
+        `after`."""
         result = local.new_empty(0 if after is None else after.shape)
         parts = {
-            peer: local[box.within(before).slices] for peer, box in self.given if before is not None
+            box: local[box.within(before).slices] for _, box in self.given if before is not None
         }
         places = {
-            peer: result[box.within(after).slices] for peer, box in self.taken if after is not None
+            box: result[box.within(after).slices] for _, box in self.taken if after is not None
         }
-        if self.rank in places:
-            places.pop(self.rank).copy_(parts.pop(self.rank))
-        started = self.group.exchange_async(
-            {index[peer]: part for peer, part in parts.items()},
-            {index[peer]: place for peer, place in places.items()},
-        )
-        return started.then(lambda _: result)
+        return self.into(parts, places).then(lambda _: result)
+
+    def into(
+        self, parts: dict[Box, torch.Tensor], places: dict[Box, torch.Tensor]
+    ) -> Pending[None]:
+        """From parts that lie anywhere to where they belong: nothing is packed if two ranks
+        exchange but one."""
+        index = self._index()
+        outgoing: dict[int, list[torch.Tensor]] = {}
+        for peer, box in self.given:
+            if peer == self.rank:
+                places[box].copy_(parts[box])
+            else:
+                outgoing.setdefault(index[peer], []).append(parts[box])
+        incoming: dict[int, list[Box]] = {}
+        for peer, box in self.taken:
+            if peer != self.rank:
+                incoming.setdefault(index[peer], []).append(box)
+        receives = {
+            peer: places[boxes[0]] if len(boxes) == 1 else _room(boxes, places[boxes[0]])
+            for peer, boxes in incoming.items()
+        }
+        sends = {peer: _joined(each) for peer, each in outgoing.items()}
+
+        def finish(_: None) -> None:
+            for peer, boxes in incoming.items():
+                if len(boxes) > 1:
+                    for box, part in zip(boxes, _taken_apart(boxes, receives[peer]), strict=True):
+                        places[box].copy_(part)
+
+        return self.group.exchange_async(sends, receives).then(finish)
 
     def _index(self) -> dict[int, int]:
         return {peer: at for at, peer in enumerate(self.group.ranks)}
@@ -91,6 +114,10 @@ class Swap:
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def _room(boxes: list[Box], like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(sum(math.prod(box.shape) for box in boxes))
 
 
 def _taken_apart(boxes: list[Box], piece: torch.Tensor) -> list[torch.Tensor]:

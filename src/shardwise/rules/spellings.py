@@ -17,14 +17,32 @@ from shardwise.tensor import DTensor
 Tensor = torch.Tensor
 
 
+SPELLINGS: set[Any] = set()
+"""The handlers here: they hand on whatever kind of tensor they are given."""
+
+
+def _spelled(name: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(made: Callable[..., Any]) -> Callable[..., Any]:
+        SPELLINGS.add(made)
+        return handler(name)(made)
+
+    return register
+
+
+def _run(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if args and type(args[0]) is DTensor:  # without asking torch who is to run it
+        return dispatched(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
 def _same(name: Any, function: Any) -> None:
     """`name(...)` is `function(...)`."""
-    handler(name)(lambda func, args, kwargs: dispatched(function, *args, **kwargs))
+    _spelled(name)(lambda func, args, kwargs: _run(function, *args, **kwargs))
 
 
 def _swapped(name: Any, function: Any) -> None:
     """`name(x, y)` is `function(y, x)`."""
-    handler(name)(lambda func, args, kwargs: dispatched(function, args[1], args[0]))
+    _spelled(name)(lambda func, args, kwargs: _run(function, args[1], args[0]))
 
 
 _same(Tensor.__pow__, Tensor.pow)
@@ -47,10 +65,10 @@ _swapped(Tensor.__rrshift__, torch.bitwise_right_shift)
 _swapped(Tensor.__rmatmul__, torch.matmul)
 
 
-@handler(Tensor.__rdiv__)
+@_spelled(Tensor.__rdiv__)
 def rdiv(func: Any, args: Any, kwargs: Any) -> Any:
     """As torch does it: one rounding more than a division."""
-    return dispatched(Tensor.mul, args[0].reciprocal(), args[1])
+    return _run(Tensor.mul, args[0].reciprocal(), args[1])
 
 
 def _activation(python: Any, function: Any, inplace: Any) -> None:
@@ -65,9 +83,9 @@ def _activation(python: Any, function: Any, inplace: Any) -> None:
         elif "inplace" in kwargs:
             kwargs = dict(kwargs)
             chosen = inplace if kwargs.pop("inplace") else function
-        return dispatched(chosen, *args, **kwargs)
+        return _run(chosen, *args, **kwargs)
 
-    handler(python)(activation)
+    _spelled(python)(activation)
 
 
 _builtin: Any = torch._C._nn

@@ -19,7 +19,19 @@ from shardwise.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
+from shardwise.sharded.modules import (
+    collect_local_shard,
+    pre_load_state_dict_hook,
+    reshard_output,
+    shard_module,
+    shard_parameter,
+    shard_tensor,
+    state_dict_hook,
+)
+from shardwise.sharded.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
+from shardwise.sharded.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.sharded.registered import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.sharded.saving import load_with_process_group
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import (
     ChunkShardingSpec,
@@ -30,6 +42,11 @@ from shardwise.sharded.specs import (
 )
 from shardwise.sharded.tensor import ShardedTensor
 
+# The names that these have in torch.
+_collect_local_shard = collect_local_shard
+_reshard_output = reshard_output
+_shard_tensor = shard_tensor
+
 __all__ = [
     "MEM_FORMAT_ENCODING",
     "ChunkShardingSpec",
@@ -38,13 +55,18 @@ __all__ = [
     "PlacementSpec",
     "Shard",
     "ShardMetadata",
+    "ShardedOptimizer",
     "ShardedStateError",
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorError",
     "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
     "ShardingSpec",
     "TensorProperties",
+    "collect_local_shard",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
     "empty",
@@ -53,9 +75,17 @@ __all__ = [
     "init_from_local_shards",
     "init_from_local_shards_and_global_metadata",
     "init_from_local_tensor",
+    "load_with_process_group",
+    "named_params_with_sharded_tensor",
     "ones",
+    "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "reshard_output",
+    "shard_module",
+    "shard_parameter",
+    "shard_tensor",
+    "state_dict_hook",
     "to_dtensor",
     "zeros",
 ]

@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from shardwise.layout import Layout
 from shardwise.placement import Shard
+from shardwise.rules.registry import name_of
 from shardwise.sharded import converting
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor, locally, unwrap
 
-_version_of: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+_base_of = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
 _CONTAINERS = list, tuple, dict
 
 
@@ -56,7 +57,7 @@ def run(
     named = {name: as_dtensor(each) for name, each in kwargs.items()} if kwargs else kwargs
     result = func(*given, **named)
     for each in by_id.values():
-        each.finish()
+        each.finish(func)
     return back(result) if type(result) is DTensor else pytree.tree_map(back, result)
 
 
@@ -66,30 +67,45 @@ class _StandIn(NamedTuple):
     tensor: ShardedTensor
     layout: Layout
     dtensor: DTensor
-    version: int | None
-    """Of the memory that several shards were copied to; None where it is the shard's own."""
+    copy: _Copy | None
+    """The memory of the DTensor, where it is not the shard's own."""
 
     @staticmethod
     def of(tensor: ShardedTensor, layout: Layout) -> _StandIn:
         made = converting.as_dtensor(tensor, layout)
-        is_copy = len(tensor._local_shards) > 1
-        return _StandIn(tensor, layout, made, _written(made) if is_copy else None)
+        copy = None
+        if not converting.is_shared(tensor):
+            memory = locally(_base_of, (), (made,))
+            copy = _Copy(memory, memory._version, memory.grad_fn)
+        return _StandIn(tensor, layout, made, copy)
 
-    def finish(self) -> None:
+    def finish(self, func: Any) -> None:
         """Note what was done to the DTensor in place."""
-        if self.version is not None and _written(self.dtensor) != self.version:
-            converting.write_back(self.tensor, self.layout, unwrap(self.dtensor))
+        if self.copy is not None:
+            memory, version, history = self.copy
+            if memory._version != version:
+                was_recorded = memory.grad_fn is not history
+                with torch.set_grad_enabled(was_recorded and torch.is_grad_enabled()):
+                    converting.write_back(self.tensor, self.layout, memory)
+            # What is written to a view of it from now on would be lost: dispatch refuses that.
+            memory._severed = name_of(func)  # type: ignore[attr-defined]
         if not self.tensor.requires_grad and self.dtensor.requires_grad:
             self.tensor._note_requires_grad(True)
 
 
-def _written(tensor: DTensor) -> int:
-    """How often its memory was written to."""
-    return locally(_version_of, (), (tensor,))  # type: ignore[no-any-return]
+class _Copy(NamedTuple):
+    """What several shards were copied to, and how it was."""
+
+    memory: torch.Tensor
+    version: int
+    history: Any
 
 
 def _sharded(result: DTensor, model: ShardedTensor, layout: Layout) -> torch.Tensor:
     """A result as a sharded tensor, if it is split; with the shards of the model, if it lies so."""
+    if result.requires_grad and result.is_leaf:  # as of torch.rand_like(x, requires_grad=True)
+        apart: Any = result.detach()
+        return _sharded(apart, model, layout).requires_grad_()
     if result._layout is layout:
         return converting.with_piece(model, layout, unwrap(result))
     layout = result._layout

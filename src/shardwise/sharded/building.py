@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise import errors
 from shardwise.box import Box
 from shardwise.errors import ShardwiseError
+from shardwise.sharded import remote
+from shardwise.sharded.agreeing import Problem, refuse_problems
 from shardwise.sharded.base import bare
 from shardwise.sharded.boxes import check_tiling
 from shardwise.sharded.errors import ShardedTensorError
@@ -56,27 +57,6 @@ def made(
     return result._become(group, held, shards, init_rrefs)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a rank found wrong with its own arguments, to be raised on all."""
-
-    kind: type[ShardwiseError]
-    text: str
-
-    @staticmethod
-    def of(error: ShardwiseError) -> Problem:
-        """An error, without the rank that its message ends with."""
-        return Problem(type(error), str(error).removesuffix(f" [{errors.whereabouts()}]"))
-
-
-def refuse_problems(group: Group, problems: list[Problem | None]) -> None:
-    """Raise what any rank found wrong with its arguments, on all ranks."""
-    for rank, problem in zip(group.ranks, problems, strict=True):
-        if problem is not None:
-            everybody = all(each == problem for each in problems)
-            raise problem.kind(problem.text if everybody else f"rank {rank}: {problem.text}")
-
-
 # ---- shards that each rank has
 
 
@@ -110,7 +90,8 @@ def from_local_shards(
         init_rrefs: as for `ShardedTensor`.
     """
     group = as_group(process_group)
-    brought = _brought(local_shards, global_size, group)
+    with remote.together(group, init_rrefs):
+        brought = _brought(local_shards, global_size, group)
     everywhere: list[_Brought] = group.communicator.gather_objects(brought)
     refuse_problems(group, [each.problem for each in everywhere])
     size, unknown = _agreed_size(group, everywhere)
@@ -246,32 +227,31 @@ def from_local_tensor(
     process_group: GroupLike = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """A sharded tensor of which each rank has its one shard; nothing is communicated.
+    """A sharded tensor of which each rank has its one shard; nothing is communicated, but for
+    `init_rrefs`.
 
     Arguments:
         local_tensor: the shard that the spec gives to this rank.
         sharding_spec: how the whole is cut: one shard for each rank.
         global_size: as numbers or one sequence of them.
     """
-    as_spec(sharding_spec, "sharding_spec")
     group = as_group(process_group)
-    if not isinstance(local_tensor, torch.Tensor):
-        raise ShardedTensorError(f"local_tensor: expected a tensor, got {local_tensor!r}")
-    properties = TensorProperties.create_from_tensor(local_tensor)
-    metadata = sharding_spec.build_metadata(as_size(global_size, "global_size"), properties)
-    shards = mine(metadata, Held.of(metadata.shards_metadata, group), group)
-    if len(shards) != 1:
-        raise ShardedTensorError(
-            f"sharding_spec: expected one shard for each rank, this one gets {len(shards)}; "
-            "use init_from_local_shards"
-        )
-    return from_local_shards_and_global_metadata(
-        [Shard(local_tensor, shards[0])],
-        metadata,
-        process_group=group,
-        init_rrefs=init_rrefs,
-        sharding_spec=sharding_spec,
-    )
+    with remote.together(group, init_rrefs):
+        as_spec(sharding_spec, "sharding_spec")
+        if not isinstance(local_tensor, torch.Tensor):
+            raise ShardedTensorError(f"local_tensor: expected a tensor, got {local_tensor!r}")
+        properties = TensorProperties.create_from_tensor(local_tensor)
+        metadata = sharding_spec.build_metadata(as_size(global_size, "global_size"), properties)
+        checked_spec(metadata, sharding_spec)
+        held = Held.of(metadata.shards_metadata, group)
+        shards = mine(metadata, held, group)
+        if len(shards) != 1:
+            raise ShardedTensorError(
+                f"sharding_spec: expected one shard for each rank, this one gets {len(shards)}; "
+                "use init_from_local_shards"
+            )
+        _check_against([Shard(local_tensor, shards[0])], metadata, shards)
+    return made(metadata, sharding_spec, [local_tensor], group, held, init_rrefs)
 
 
 def from_local_shards_and_global_metadata(
@@ -281,7 +261,8 @@ def from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """A sharded tensor of this rank's shards and the metadata of all; nothing is communicated.
+    """A sharded tensor of this rank's shards and the metadata of all; nothing is communicated, but
+    for `init_rrefs`.
 
     This rank's shards are checked against the metadata, which must be the same on every rank.
 
@@ -292,9 +273,18 @@ def from_local_shards_and_global_metadata(
     """
     group = as_group(process_group)
     metadata = sharded_tensor_metadata.copy()  # it is the caller's, and requires_grad_ writes to it
-    spec = checked_spec(metadata, sharding_spec)
-    held = Held.of(metadata.shards_metadata, group)
-    expected = mine(metadata, held, group)
+    with remote.together(group, init_rrefs):
+        spec = checked_spec(metadata, sharding_spec)
+        held = Held.of(metadata.shards_metadata, group)
+        _check_against(local_shards, metadata, mine(metadata, held, group))
+    tensors = [each.tensor for each in local_shards]
+    return made(metadata, spec, tensors, group, held, init_rrefs)
+
+
+def _check_against(
+    local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, expected: list[ShardMetadata]
+) -> None:
+    """Refuse shards of this rank that are not as metadata says."""
     if len(local_shards) != len(expected):
         raise ShardedTensorError(
             f"local_shards: expected {len(expected)}, as many as the metadata gives to this rank; "
@@ -314,8 +304,6 @@ def from_local_shards_and_global_metadata(
                     f"local_shards[{at}].tensor: expected {name} {properties[name]}, as in the "
                     f"metadata's tensor_properties; got {actual[name]}"
                 )
-    tensors = [each.tensor for each in local_shards]
-    return made(metadata, spec, tensors, group, held, init_rrefs)
 
 
 def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """The same tensor as a DTensor; it shares memory if every rank holds one shard."""
+    """The same tensor as a DTensor; it shares memory if no rank holds several shards."""
     layout = layout_of(tensor, None if device_mesh is None else as_mesh(device_mesh))
     if layout is None:
         where = "" if device_mesh is None else f" on {device_mesh!r}"
@@ -55,35 +56,26 @@ def as_dtensor(tensor: ShardedTensor, layout: Layout) -> DTensor:
 
 def _as_one(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
     """This rank's shards as the one piece that a layout gives it."""
-    frame, shape = _piece(layout, tensor._group.rank)
     shards = tensor._local_shards
-    if len(shards) == 1:
+    shape = _piece(layout, tensor._group.rank).shape
+    if is_shared(tensor):
+        if not shards:
+            return tensor._empty(shape)
         local = shards[0].tensor
         return local if local.shape == shape else local.reshape(shape)
     if not shards:
-        return nothing_of(tensor, shape)
+        return tensor._empty(shape).clone()
     whole = tensor._like().new_zeros(shape)
-    for box, shard in zip(tensor._held.by(tensor._group.rank), shards, strict=True):
-        if not box.is_empty:
-            whole[box.within(frame).slices] = shard.tensor
+    for place, shard in zip(_places(tensor, layout), shards, strict=True):
+        if place is not None:
+            whole[place.slices] = shard.tensor
     return whole
 
 
-def nothing_of(tensor: ShardedTensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The empty piece of a rank without shards; one for all uses, so that it has their history.
-
-    Arguments:
-        shape: what a layout gives this rank; any by default.
-    """
-    made = tensor._nothing
-    if (
-        made is None
-        or made.requires_grad != tensor.requires_grad
-        or shape not in (None, tuple(made.shape))
-    ):
-        made = tensor._like().new_empty(shape or (0,)).requires_grad_(tensor.requires_grad)
-        tensor._nothing = made
-    return made
+def is_shared(tensor: ShardedTensor) -> bool:
+    """Whether the pieces of a layout are the shards' own memory: on all ranks, or on none."""
+    owners = tensor._held.owners
+    return len(set(owners)) == len(owners)
 
 
 def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> ShardedTensor:
@@ -92,41 +84,63 @@ def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> Sha
     Arguments:
         local: the piece that the layout gives this rank.
     """
-    frame, shape = _piece(layout, model._group.rank)
     shards = model._local_shards
     if len(shards) == 1:
         own = shards[0].tensor.shape
-        pieces = [local if own == shape else local.reshape(own)]
+        pieces = [local if local.shape == own else local.reshape(own)]
     else:
-        pieces = _parts(model, frame, local)
+        pieces = _parts(model, layout, local)
     made = model._with(
         pieces, dtype=local.dtype, requires_grad=local.requires_grad, pin_memory=False
     )
     made._known_layout = model._known_layout
-    made._nothing = None if shards else local
+    made._nothing = None if shards else local.reshape(0)
     return made
 
 
 def write_back(tensor: ShardedTensor, layout: Layout, local: torch.Tensor) -> None:
     """Write this rank's piece, in which several shards were copied together, to the shards."""
-    frame, _ = _piece(layout, tensor._group.rank)
-    for target, part in zip(tensor._tensors(), _parts(tensor, frame, local), strict=True):
+    if not tensor._local_shards:  # it refuses what the others refuse
+        tensor._empty(tuple(local.shape)).copy_(local)
+    for target, part in zip(tensor._tensors(), _parts(tensor, layout, local), strict=True):
         target.copy_(part)
 
 
-def _parts(tensor: ShardedTensor, frame: Box, local: torch.Tensor) -> list[torch.Tensor]:
-    """Of the piece in a frame, what is in each of this rank's shards."""
+def _parts(tensor: ShardedTensor, layout: Layout, local: torch.Tensor) -> list[torch.Tensor]:
+    """Of the piece that a layout gives this rank, what is in each of its shards."""
+    places = zip(_places(tensor, layout), tensor._held.by(tensor._group.rank), strict=True)
     return [
-        local.new_empty(box.shape) if box.is_empty else local[box.within(frame).slices]
-        for box in tensor._held.by(tensor._group.rank)
+        local.reshape(-1)[:0].view(box.shape) if place is None else local[place.slices]
+        for place, box in places
     ]
 
 
+class _Piece(NamedTuple):
+    """What a layout gives to a rank."""
+
+    shape: tuple[int, ...]
+    boxes: list[tuple[Box, Box]]
+    """Each box of indices of the whole tensor, and where it lies in the piece."""
+
+
 @lru_cache(maxsize=1024)
-def _piece(layout: Layout, rank: int) -> tuple[Box, tuple[int, ...]]:
-    """The box that a layout gives to a rank, and its shape."""
-    box = layout.box(layout.mesh.coordinate_of(rank))
-    return box, box.shape
+def _piece(layout: Layout, rank: int) -> _Piece:
+    place = layout.mesh.coordinate_of(rank)
+    return _Piece(layout.local_shape(place), layout.boxes(place))
+
+
+def _places(tensor: ShardedTensor, layout: Layout) -> list[Box | None]:
+    """Where each of this rank's shards lies in its piece; None for one that is empty."""
+    rank = tensor._group.rank
+    boxes = _piece(layout, rank).boxes
+    return [None if box.is_empty else _place(box, boxes) for box in tensor._held.by(rank)]
+
+
+def _place(box: Box, boxes: list[tuple[Box, Box]]) -> Box:
+    there, here = next(each for each in boxes if each[0].intersect(box) == box)
+    inner = box.within(there)
+    start = tuple(map(add, here.start, inner.start))
+    return Box(start, tuple(map(add, start, inner.shape)))
 
 
 def layout_of(tensor: ShardedTensor, mesh: DeviceMesh | None = None) -> Layout | None:
@@ -263,21 +277,30 @@ def from_dtensor(tensor: DTensor, process_group: GroupLike = None) -> ShardedTen
             f"axis {', '.join(whole)}; x.redistribute(placements=[Shard(dim), ...]) first"
         )
     local = unwrap(tensor)
-    spec, shards, held = _described(layout)
+    spec, shards, held, found = _described(layout, group.ranks)
     properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
     metadata = ShardedTensorMetadata(shards, layout.size, properties)
     pieces = [local[here.slices] for _, here in layout.boxes()] if layout.is_cut else [local]
-    return building.made(metadata, spec, pieces, group, held)
+    made = building.made(metadata, spec, pieces, group, held)
+    made._known_layout = held, found
+    return made
 
 
 @lru_cache(maxsize=1024)
-def _described(layout: Layout) -> tuple[ShardingSpec, list[ShardMetadata], Held]:
-    """How the shards of a layout are cut, and who holds each."""
+def _described(
+    layout: Layout, ranks: tuple[int, ...]
+) -> tuple[ShardingSpec, list[ShardMetadata], Held, Layout | None]:
+    """How the shards of a layout are cut, who holds each, and what layout they are again."""
     spec = _spec(layout)
     shards = spec.build_metadata(layout.shape, TensorProperties()).shards_metadata
-    ranks = [each.placement.rank() for each in shards if each.placement is not None]
-    owners = tuple(rank for rank in ranks if rank is not None)
-    return spec, shards, Held(tuple(each.box for each in shards), owners)
+    owners = [each.placement.rank() for each in shards if each.placement is not None]
+    held = Held(
+        tuple(each.box for each in shards), tuple(rank for rank in owners if rank is not None)
+    )
+    found = _found(held, layout.shape, ranks, layout.mesh.device_type, None)
+    if found is None and not layout.partial:
+        found = layout  # unevenly split by several axes, or cut in pieces: it is not found again
+    return spec, shards, held, found
 
 
 def _spec(layout: Layout) -> ShardingSpec:

@@ -1,6 +1,7 @@
 """Copies of sharded tensors: on another device, of another dtype, apart from autograd, written to.
 
-None of this communicates, but `copy_` from a tensor that is cut otherwise.
+None of this communicates, but `copy_` from a tensor that is cut otherwise, and what is moved or
+copied with its references to remote shards.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
+from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin, mine
 from shardwise.sharded.moving import Move, moved
 from shardwise.tensor import DTensor
+
+_set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 Kind = TypeVar("Kind", bound="Copying")
 
@@ -97,7 +101,25 @@ class Copying(LocalShards):
 
     def detach(self: Kind) -> Kind:
         """The same elements, apart from what autograd has recorded."""
-        return self._with([each.detach() for each in self._tensors()], requires_grad=False)
+        made = self._with([each.detach() for each in self._tensors()], requires_grad=False)
+        return made._share_references(self)
+
+    def _take_data(self, value: Copying) -> None:
+        """Hold the elements of another with the same shards, of another dtype perhaps. The local
+        tensors stay the objects that optimizers know."""
+        for tensor, new in zip(self._tensors(), value._tensors(), strict=True):
+            tensor.data = new
+        metadata = value._metadata.copy(requires_grad=self.requires_grad)
+        size = bare(type(self), value._sharding_spec, metadata, [])
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data(self, size)
+        self._metadata, self._sharding_spec = metadata, value._sharding_spec
+        own = mine(metadata, self._held, self._group)
+        for shard, described in zip(self._local_shards, own, strict=True):
+            shard.metadata = described
+        before, self._nothing = self._nothing, None
+        if before is not None and before.grad is not None:
+            self._note_gradient()
 
     def copy_(self: Kind, other: torch.Tensor, non_blocking: bool = False) -> Kind:
         """Take the elements of another tensor of the same size, and convert them if need be.
@@ -137,7 +159,8 @@ class Copying(LocalShards):
         move = Move(self._group, other._held, self._held)
         if recorded:
             move.check_gradients_return("other")
-        return moved(move, other._tensors(), other._like(), recorded)
+        nothing = other._empty() if recorded else None
+        return moved(move, other._tensors(), other._like(), nothing)
 
     def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
         if id(self) in memo:
@@ -147,18 +170,31 @@ class Copying(LocalShards):
                 "copy.deepcopy: only leaves of the graph can be copied, as in torch; "
                 "detach() it, or clone() it to keep its history"
             )
-        with torch.no_grad():
-            made = self._with(
-                [each.detach().clone() for each in self._tensors()], init_rrefs=self._init_rrefs
-            )
-        made.requires_grad_(self.requires_grad)
+        tensors = [each.detach().clone() for each in self._tensors()]
+        made = self._as_leaf(self._with(tensors, init_rrefs=self._init_rrefs))
         for before, after in zip(self._tensors(), made._tensors(), strict=True):
             if before.grad is not None:
                 after.grad = before.grad.detach().clone()
-        if getattr(self, "_is_param", False):
-            made._is_param = True
+        if not self._local_shards:
+            made.grad = self.grad
         memo[id(self)] = made
         return made
+
+    def __copy__(self: Kind) -> Kind:
+        return self._as_leaf(self.detach())
+
+    def _as_leaf(self: Kind, made: Kind) -> Kind:
+        """A copy that records gradients, and is a parameter, if this is."""
+        made.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        return made
+
+    def _share_references(self: Kind, other: Kind) -> Kind:
+        """References to the shards of another tensor in the same memory are good for this one."""
+        if other._init_rrefs:
+            self._init_rrefs, self._references = True, other._references
+        return self
 
 
 def _for_placements(device: torch.device) -> torch.device:

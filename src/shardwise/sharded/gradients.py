@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardwise.sharded import converting
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -93,7 +92,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that autograd knows in place of one."""
     if not isinstance(tensor, ShardedTensor):
         return [tensor]
-    return tensor._tensors() or [converting.nothing_of(tensor)]
+    return tensor._tensors() or [tensor._empty()]
 
 
 def _list(value: Any, count: int = 1) -> list[Any]:

@@ -34,7 +34,10 @@ class LocalShards(ShardedTensorBase):
     _known_layout: tuple[Held, Layout | None] | None = None
     """Which layout these shards are, if that was asked (`converting.layout_of`)."""
     _nothing: torch.Tensor | None = None
-    """The empty piece of a rank without shards, where the shards are a layout."""
+    """On a rank without shards: no elements, but a part of the graph as others' shards are, and so
+    given a gradient when they are (`_empty`)."""
+    _references: remote.References
+    """To the shards of other ranks, if it was made with init_rrefs."""
 
     def _become(
         self: Kind, group: Group, held: Held, shards: list[Shard], init_rrefs: bool = False
@@ -73,8 +76,8 @@ class LocalShards(ShardedTensorBase):
             own = [shard.metadata for shard in self._local_shards]
         made = bare(type(self), spec, metadata, [])
         shards = list(map(Shard, tensors, own))
-        if self._nothing is not None and common.requires_grad:
-            made._nothing = self._nothing.to(common.dtype)
+        if not own and common.requires_grad and torch.is_grad_enabled():
+            made._nothing = self._empty().to(common.dtype)
         return made._become(group or self._group, self._held, shards, init_rrefs)
 
     def _like(self) -> torch.Tensor:
@@ -83,6 +86,16 @@ class LocalShards(ShardedTensorBase):
 
     def _tensors(self) -> list[torch.Tensor]:
         return [shard.tensor for shard in self._local_shards]
+
+    def _empty(self, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The piece of a rank without shards; one for all uses, so that it has their history.
+
+        Arguments:
+            shape: what a layout gives this rank; any by default.
+        """
+        if self._nothing is None or self._nothing.requires_grad != self.requires_grad:
+            self._nothing = self._like().requires_grad_(self.requires_grad)
+        return self._nothing if shape is None else self._nothing.reshape(shape)
 
     def local_tensor(self) -> torch.Tensor:
         """The one shard that this rank holds, as a tensor."""
@@ -117,6 +130,8 @@ class LocalShards(ShardedTensorBase):
         """Record, or do not, what is done with its shards from now on."""
         for tensor in self._tensors():
             tensor.requires_grad_(requires_grad)
+        if self._nothing is not None:
+            self._nothing.requires_grad_(requires_grad)
         self._note_requires_grad(requires_grad)
         return self
 
@@ -127,21 +142,32 @@ class LocalShards(ShardedTensorBase):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Whether no shard of this rank is the result of an operation that was recorded."""
-        return all(tensor.is_leaf for tensor in self._tensors())
+        return all(tensor.is_leaf for tensor in self._recorded())
+
+    def _recorded(self) -> list[torch.Tensor]:
+        """What autograd knows of it on this rank."""
+        return self._tensors() or ([] if self._nothing is None else [self._nothing])
 
     @property
     def grad(self: Kind) -> Kind | None:
-        """The gradients of the shards; None if this rank holds none, or one of them has none."""
-        gradients = [tensor.grad for tensor in self._tensors()]
-        found = [each for each in gradients if each is not None]
-        if not found or len(found) < len(gradients):
+        """The gradients of the shards; None if one of them has none.
+
+        A rank without shards has one, of no elements, when the others have theirs.
+        """
+        leaves = self._recorded()
+        found = [tensor.grad for tensor in leaves if tensor.grad is not None]
+        if not found or len(found) < len(leaves):
             return None
-        return self._with(found, dtype=found[0].dtype, requires_grad=found[0].requires_grad)
+        return self._with(
+            found[: len(self._local_shards)],
+            dtype=found[0].dtype,
+            requires_grad=found[0].requires_grad,
+        )
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
-            for tensor in self._tensors():
+            for tensor in self._recorded():
                 tensor.grad = None
             return
         if not isinstance(value, LocalShards) or value._held != self._held:
@@ -151,6 +177,13 @@ class LocalShards(ShardedTensorBase):
             )
         for tensor, gradient in zip(self._tensors(), value._tensors(), strict=True):
             tensor.grad = gradient
+        if not self._local_shards:
+            self._note_gradient()
+
+    def _note_gradient(self) -> None:
+        """On a rank without shards: the shards of others have gradients."""
+        piece = self._empty()
+        piece.grad = torch.zeros_like(piece)
 
 
 def mine(metadata: ShardedTensorMetadata, held: Held, group: Group) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from shardwise import factories
 from shardwise.placement import Replicate
 from shardwise.rules.pointwise import names
-from shardwise.sharded import comparing, converting, filling, gradients
+from shardwise.sharded import comparing, filling, gradients
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -48,25 +48,26 @@ def _type(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False) 
 # ---- with the memory of the shards
 
 
+def _copy(target: Any, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """A tensor that every rank has takes the whole of a sharded one: so are state dicts loaded."""
+    if not isinstance(target, ShardedTensor) and isinstance(source, ShardedTensor):
+        source = source.full_tensor()
+    return target.copy_(source, non_blocking)  # type: ignore[no-any-return]
+
+
 def _set_data(tensor: ShardedTensor, value: torch.Tensor) -> None:
     if not isinstance(value, ShardedTensor) or value._held != tensor._held:
         raise ShardedTensorError(
             "data: expected a ShardedTensor with the same shards as this one, got "
             f"{value!r}; x.reshard(spec) cuts one otherwise, x.copy_(other) takes its elements"
         )
-    if value.dtype != tensor.dtype:
-        raise ShardedTensorError(
-            f"data: expected {tensor.dtype}, got {value.dtype}; the dtype of a ShardedTensor does "
-            "not change: x.to(dtype) is a new one"
-        )
-    for target, source in zip(tensor._tensors(), value._tensors(), strict=True):
-        target.data = source
+    tensor._take_data(value)
 
 
 def _can_take_data(tensor: Any, other: Any) -> bool:
     """Whether `tensor.data = other` is possible, as `Module.to` asks."""
     kinds = isinstance(tensor, ShardedTensor) and isinstance(other, ShardedTensor)
-    return kinds and other._held == tensor._held and other.dtype == tensor.dtype
+    return kinds and other._held == tensor._held
 
 
 def _in_place(name: str) -> Method:
@@ -74,7 +75,7 @@ def _in_place(name: str) -> Method:
 
     def run(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         # A rank without shards refuses what the others refuse.
-        for each in tensor._tensors() or [converting.nothing_of(tensor)]:
+        for each in tensor._tensors() or [tensor._empty()]:
             getattr(each, name)(*args, **kwargs)
         return tensor
 
@@ -82,13 +83,20 @@ def _in_place(name: str) -> Method:
 
 
 def _is_shared(tensor: ShardedTensor) -> bool:
-    parts: list[Any] = tensor._tensors() or [converting.nothing_of(tensor)]
+    parts: list[Any] = tensor._tensors() or [tensor._empty()]
     return all(each.is_shared() for each in parts)
 
 
 def _contiguous(tensor: ShardedTensor, memory_format: Any = torch.contiguous_format) -> Any:
     pieces = [each.contiguous(memory_format=memory_format) for each in tensor._tensors()]
     return tensor._with(pieces)
+
+
+def _view_as(tensor: Any, other: torch.Tensor) -> Any:
+    """Of the same shape: an alias of every shard."""
+    if not isinstance(tensor, ShardedTensor) or other.shape != tensor.shape:
+        return NotImplemented
+    return tensor._with([each.view_as(each) for each in tensor._tensors()])
 
 
 def _refused(name: str) -> Method:
@@ -127,9 +135,10 @@ def _new(name: str) -> Method:
 
 OWN: dict[Any, Method] = {
     **{getattr(_Tensor, name): _own(name) for name in names("""
-        to cpu cuda pin_memory is_pinned clone detach requires_grad_ copy_ __deepcopy__
+        to cpu cuda pin_memory is_pinned clone detach requires_grad_ __deepcopy__
         __reduce_ex__ __repr__ __format__ __hash__
     """)},
+    _Tensor.copy_: _copy,
     torch.clone: _own("clone"),
     torch.detach: _own("detach"),
     **{
@@ -144,6 +153,7 @@ OWN: dict[Any, Method] = {
     _Tensor.data.__set__: _set_data,
     torch._has_compatible_shallow_copy_type: _can_take_data,
     _Tensor.contiguous: _contiguous,
+    _Tensor.view_as: _view_as,
     _Tensor.share_memory_: _in_place("share_memory_"),
     _Tensor.is_shared: _is_shared,
     **{getattr(_Tensor, name): _refused(name) for name in _MEMORY},
@@ -172,4 +182,4 @@ OWN: dict[Any, Method] = {
     torch.detach_: gradients.detach_,
 }  # fmt: skip
 """By torch function. Each is called as the function is, if a sharded tensor is its input, or a
-list in its place."""
+list in its place. NotImplemented from one leaves the call to the rules."""

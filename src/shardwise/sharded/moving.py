@@ -16,6 +16,7 @@ import torch
 
 from shardwise.box import Box
 from shardwise.comm.buffers import owned
+from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
 from shardwise.redistribute.swap import Swap
@@ -71,33 +72,38 @@ class Move:
             like: tells dtype and device, also to a rank that holds nothing.
         """
         rank = self.group.rank
-        own = list(zip(self.before.by(rank), tensors, strict=True))
-        parts = {}
-        given = []
-        takers = Corners(self.after.boxes)
-        for box, tensor in own:
-            for at in takers.meeting(box):
+        here = dict(zip(self.before.by(rank), tensors, strict=True))
+        holders, takers = Corners(self.before.boxes), Corners(self.after.boxes)
+        wanted = self.after.by(rank)
+        stays = {box for box in wanted if box in here and not box.is_empty}
+        parts, places = {}, {}
+        given, taken, results = [], [], []
+        for box, tensor in here.items():
+            for at in takers.meeting(box) if box not in stays else ():
                 common = box.intersect(self.after.boxes[at])
                 parts[common] = tensor.detach()[common.within(box).slices]
                 given.append(Transfer(self.after.owners[at], common))
-        holders = Corners(self.before.boxes)
-        wanted = [(box, self._taken(box, holders)) for box in self.after.by(rank)]
-        taken = [each for _, transfers in wanted for each in transfers]
+        for box in wanted:
+            result = here[box].detach() if box in stays else like.new_empty(box.shape)
+            results.append(result)
+            for at in holders.meeting(box) if box not in stays else ():
+                common = box.intersect(self.before.boxes[at])
+                places[common] = result[common.within(box).slices]
+                taken.append(Transfer(self.before.owners[at], common))
         # Both ends of a message put its parts in the same order.
         swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
         with running("ShardedTensor.reshard"):
-            arrived = dict(swap.of_boxes(parts, like).wait())
-        here = dict(own)
-        results = []
-        for box, transfers in wanted:
-            if box in here and not box.is_empty:
-                results.append(here[box].detach())
-                continue
-            result = like.new_empty(box.shape)
-            for _, common in transfers:
-                result[common.within(box).slices] = arrived[common]
-            results.append(result)
+            if self._is_large(like):
+                swap.into(parts, places).wait()
+            else:
+                for box, part in swap.of_boxes(parts, like).wait():
+                    places[box].copy_(part)
         return results
+
+    def _is_large(self, like: torch.Tensor) -> bool:
+        """Whether messages are too long to be packed; the same on all ranks."""
+        count = sum(math.prod(box.shape) for box in self.before.boxes)
+        return count * like.itemsize >= LARGE * len(self.group.ranks)
 
     def check_gradients_return(self, argument: str) -> None:
         """Refuse to record a move after which a rank holds no shards: it would not take part in
@@ -110,22 +116,15 @@ class Move:
                 "shard, or detach() first"
             )
 
-    def _taken(self, box: Box, holders: Corners) -> list[Transfer]:
-        """What a box is made of, and who has that before the move."""
-        return [
-            Transfer(self.before.owners[at], box.intersect(self.before.boxes[at]))
-            for at in holders.meeting(box)
-        ]
-
 
 class _Moved(torch.autograd.Function):
     """Shards moved; the gradients move back."""
 
     @staticmethod
     def forward(
-        ctx: Any, move: Move, like: torch.Tensor, anchor: torch.Tensor, *shards: torch.Tensor
+        ctx: Any, move: Move, like: torch.Tensor, nothing: torch.Tensor, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.move, ctx.like = move, like
+        ctx.move, ctx.like, ctx.shape = move, like, nothing.shape
         kept = {shard.untyped_storage().data_ptr() for shard in shards}
         return tuple(
             each.clone() if each.untyped_storage().data_ptr() in kept else each
@@ -135,28 +134,30 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # By the same function, so that it can be differentiated again.
-        back = moved(ctx.move.reverse, gradients, ctx.like, torch.is_grad_enabled())
-        return None, None, None, *back
+        nothing = ctx.like.new_empty(ctx.shape)
+        again = nothing.requires_grad_() if torch.is_grad_enabled() else None
+        return None, None, nothing, *moved(ctx.move.reverse, gradients, ctx.like, again)
 
 
 def moved(
-    move: Move, tensors: Sequence[torch.Tensor], like: torch.Tensor, differentiable: bool
+    move: Move, tensors: Sequence[torch.Tensor], like: torch.Tensor, nothing: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """This rank's shards after a move.
 
     Arguments:
-        differentiable: record the move. All ranks must say the same, and must hold shards after
-            it, if empty ones: a rank takes part in the backward move by what its loss is made of.
+        nothing: by which a rank that holds none takes part in the backward move; None if the move
+            is not recorded. All ranks must say the same, and must hold shards after it, if empty
+            ones: a rank takes part in the backward move by what its loss is made of.
     """
-    if not differentiable:
+    if nothing is None:
         return move.run(tensors, like)
-    # A rank that holds nothing yet must take part in the backward move all the same.
-    anchor = like.new_empty(0).requires_grad_()
-    return list(_Moved.apply(move, like, anchor, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Moved.apply(move, like, nothing, *tensors))  # type: ignore[no-untyped-call]
 
 
 def flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Shards one after the other."""
+    """Shards one after the other; as it lies, if it is one."""
+    if len(tensors) == 1:
+        return tensors[0].detach().reshape(-1)
     return torch.cat([like.new_empty(0), *(each.detach().reshape(-1) for each in tensors)])
 
 
@@ -171,8 +172,7 @@ def put(held: Held, group: Group, pieces: Sequence[torch.Tensor], out: torch.Ten
 
 class _Whole(torch.autograd.Function):
     """All shards on every rank. Backward: a rank's own part of the gradient, which is the same on
-    all ranks; nothing travels. The anchor makes the result require gradients also on a rank that
-    holds nothing."""
+    all ranks; nothing travels. By `nothing`, a rank that holds none is a part of the graph too."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ class _Whole(torch.autograd.Function):
         held: Held,
         group: Group,
         out: torch.Tensor,
-        anchor: torch.Tensor,
+        nothing: torch.Tensor,
         *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.boxes = held.by(group.rank)
@@ -194,7 +194,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (whole,) = gradients
-        return None, None, None, None, *(whole[box.slices].contiguous() for box in ctx.boxes)
+        pieces = (whole[box.slices].contiguous() for box in ctx.boxes)
+        return None, None, None, whole.new_empty(0), *pieces
 
 
 def whole(
@@ -202,15 +203,14 @@ def whole(
     group: Group,
     tensors: Sequence[torch.Tensor],
     out: torch.Tensor,
-    requires_grad: bool,
+    nothing: torch.Tensor,
 ) -> torch.Tensor:
     """All shards as one tensor, on every rank; differentiable. `out` is written to.
 
     Arguments:
-        requires_grad: whether that of the sharded tensor is recorded, on all ranks.
+        nothing: that is recorded as the shards are, on all ranks.
     """
-    anchor = out.new_empty(0).requires_grad_(requires_grad)
-    return _Whole.apply(held, group, out, anchor, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _Whole.apply(held, group, out, nothing, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gathered(

@@ -18,11 +18,13 @@ from torch.nn import functional as F
 from shardwise.dispatch.arguments import check_same
 from shardwise.dispatch.state import state
 from shardwise.dispatch.values import asked
+from shardwise.layout import Layout
 from shardwise.rules.calls import tensors_in
 from shardwise.rules.foreach import one_by_one
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import lookup, name_of
-from shardwise.sharded import as_dtensors, converting, filling, pointwise
+from shardwise.rules.spellings import SPELLINGS
+from shardwise.sharded import as_dtensors, comparing, converting, filling, norms, pointwise
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.methods import OWN
 from shardwise.sharded.registered import is_registered, registered
@@ -48,17 +50,20 @@ def dispatch(
         return locally(func, types, args, kwargs)
     own = OWN.get(func)
     if own is not None:
-        return own(*args, **kwargs)
+        result = own(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     _check_groups(func, tensors)
     if func in _LOOKUPS:
         _check_indices(func, args, kwargs, first)
-    layouts = [converting.layout_of(each) for each in tensors]
-    meshes = {None if each is None else each.mesh for each in layouts}
-    if len(meshes) == 1 and None not in meshes:
-        return as_dtensors.run(func, args, kwargs, tensors, layouts)  # type: ignore[arg-type]
-    known = lookup(func)
-    if known is not None and known.handler is asked:
+    layouts = _layouts(tensors)
+    if layouts is not None:
+        return as_dtensors.run(func, args, kwargs, tensors, layouts)
+    handler: Any = getattr(lookup(func), "handler", None)
+    if handler is asked:
         return func(*(_whole(each) for each in args), **kwargs)
+    if handler in SPELLINGS:
+        return handler(func, args, kwargs)
     if name_of(func).startswith("_foreach_"):
         results = one_by_one(func, args, kwargs)
         return args[0] if func.__name__.endswith("_") else results
@@ -66,8 +71,26 @@ def dispatch(
     if result is None:
         result = filling.run(func, args, kwargs, first)
     if result is None:
+        result = norms.run(func, args, kwargs, first)
+    if result is None:
+        result = comparing.run(func, args, kwargs, first)
+    if result is None:
         raise _refusal(func, tensors)
     return result
+
+
+def _layouts(tensors: list[ShardedTensor]) -> list[Layout] | None:
+    """What the shards of each are, on one mesh."""
+    layouts = [converting.layout_of(each) for each in tensors]
+    meshes = {None if each is None else each.mesh: None for each in layouts}
+    if None in meshes:
+        return None
+    for mesh in meshes:
+        if len(meshes) > 1:
+            layouts = [converting.layout_of(each, mesh) for each in tensors]
+        if None not in layouts:
+            return layouts  # type: ignore[return-value]
+    return None
 
 
 def _whole(value: Any) -> Any:

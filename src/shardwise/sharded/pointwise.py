@@ -16,7 +16,6 @@ from shardwise.box import Box
 from shardwise.rules.calls import input_of, tensors_in
 from shardwise.rules.registry import lookup
 from shardwise.rules.spec import Dims, Spec
-from shardwise.sharded import converting
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -41,7 +40,7 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
 
     def piece(box: Box, at: int, value: Any) -> Any:
         if isinstance(value, ShardedTensor):
-            parts = value._tensors() or [converting.nothing_of(value, box.shape)]
+            parts = value._tensors() or [value._empty(box.shape)]
             return parts[at]
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return value[_slices(dims[id(value)], whole, box)]
@@ -74,12 +73,15 @@ def _nothing(model: ShardedTensor) -> Box:
 
 def _joined(model: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor:
     """A result of each shard as a sharded tensor; of a rank without shards, of none."""
-    return model._with(
+    made = model._with(
         pieces[: len(model._local_shards)],
         dtype=pieces[0].dtype,
         requires_grad=pieces[0].requires_grad,
         pin_memory=False,
     )
+    if not model._local_shards:
+        made._nothing = pieces[0].reshape(0)
+    return made
 
 
 def _spec(func: Any, args: Any, kwargs: Any) -> Spec | None:

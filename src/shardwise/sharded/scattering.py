@@ -13,7 +13,8 @@ import torch
 from shardwise.checks import as_int
 from shardwise.errors import ShardwiseError
 from shardwise.sharded import moving
-from shardwise.sharded.building import Problem, made, refuse_problems
+from shardwise.sharded.agreeing import Problem, check_agreement, refuse_problems
+from shardwise.sharded.building import made
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group, GroupLike, as_group
 from shardwise.sharded.local import mine
@@ -83,21 +84,10 @@ def _agreed_cut(
     except ShardwiseError as error:
         asked.problem = Problem.of(error)
     everywhere: list[_Asked] = group.communicator.gather_objects(asked)
-    _check_agreement(group, [each.facts for each in everywhere])
+    check_agreement(group, [each.facts for each in everywhere])
     refuse_problems(group, [each.problem for each in everywhere])
     assert index is not None, "checked"
     return index, metadata
-
-
-def _check_agreement(group: Group, everywhere: list[dict[str, Any]]) -> None:
-    """Refuse arguments that are not the same on all ranks."""
-    for rank, theirs in zip(group.ranks, everywhere, strict=True):
-        for name, first in everywhere[0].items():
-            if theirs.get(name, first) != first:
-                raise ShardedTensorError(
-                    f"{name}: expected the same on every rank; rank {group.ranks[0]} has "
-                    f"{first}, rank {rank} has {theirs[name]}"
-                )
 
 
 def _device(shard: ShardMetadata) -> torch.device:

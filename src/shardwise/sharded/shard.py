@@ -34,7 +34,7 @@ class Shard:
                 f"got a tensor of shape {list(self.tensor.shape)}"
             )
         placement = self.metadata.placement
-        if placement is not None and not _is_on(self.tensor, placement.device()):
+        if placement is not None and not is_on(self.tensor, placement.device()):
             raise ShardedTensorError(
                 f"tensor: expected one on the device of its placement {placement}, "
                 f"got one on {self.tensor.device}"
@@ -49,7 +49,7 @@ class Shard:
         return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, placement))
 
 
-def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor is on a device; one without an index is that rank's current one."""
     if device.index is None:
         return tensor.device.type == device.type

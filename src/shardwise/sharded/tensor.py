@@ -68,14 +68,12 @@ class ShardedTensor(Copying):
         init_rrefs: bool = False,
     ) -> None:
         group = as_group(process_group)
-        remote.check(init_rrefs)
-        if pin_memory:
-            check_can_pin()
-        held = Held.of(self._metadata.shards_metadata, group)
-        shards = []
-        for each, owner in zip(self._metadata.shards_metadata, held.owners, strict=True):
-            if owner == group.rank:
-                assert each.placement is not None, "it has an owner"
+        with remote.together(group, init_rrefs):
+            if pin_memory:
+                check_can_pin()
+            held = Held.of(self._metadata.shards_metadata, group)
+            shards = []
+            for each in mine(self._metadata, held, group):
                 tensor = torch.empty(
                     each.shard_sizes,
                     dtype=self.dtype,
@@ -104,13 +102,21 @@ class ShardedTensor(Copying):
         return self._group.handle
 
     def remote_shards(self) -> dict[int, list[Any]]:
-        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank."""
+        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank.
+
+        Ranks that hold no shards are not among them.
+
+        Example:
+            >>> (reference,) = x.remote_shards()[1]
+            >>> reference.to_here().tensor  # a copy of what rank 1 holds
+        """
         if not self._init_rrefs:
             raise ShardedStateError(
                 "remote_shards: it was made with init_rrefs=False, so there are no references; "
                 "start RPC (torch.distributed.rpc.init_rpc) and make it with init_rrefs=True"
             )
-        return remote.references(self)
+        given = self._references
+        return {rank: list(given[rank]) for rank in self._group.ranks if rank in given}
 
     # ---- moves
 
@@ -150,7 +156,7 @@ class ShardedTensor(Copying):
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable, if what follows is the same on all."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return moving.whole(self._held, self._group, self._tensors(), out, self.requires_grad)
+        return moving.whole(self._held, self._group, self._tensors(), out, self._empty())
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Cut it otherwise, in place; returns itself. All ranks call it.
@@ -158,11 +164,12 @@ class ShardedTensor(Copying):
         Any spec can follow any other. A leaf, such as a parameter, stays one, and its gradient
         moves with it; of what was computed, the move is recorded and gradients move back.
         """
-        as_spec(resharding_spec, "resharding_spec")
-        properties = replace(self._metadata.tensor_properties)
-        metadata = resharding_spec.build_metadata(self.shape, properties)
-        _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
-        held = Held.of(metadata.shards_metadata, self._group)
+        with remote.together(self._group, self._init_rrefs):
+            as_spec(resharding_spec, "resharding_spec")
+            properties = replace(self._metadata.tensor_properties)
+            metadata = resharding_spec.build_metadata(self.shape, properties)
+            _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
+            held = Held.of(metadata.shards_metadata, self._group)
         if held == self._held:  # perhaps by other names of the same ranks
             self._become_cut(resharding_spec, metadata, held, self._tensors())
             return self
@@ -171,7 +178,8 @@ class ShardedTensor(Copying):
         recorded = was_computed and torch.is_grad_enabled()
         if recorded:
             move.check_gradients_return("resharding_spec")
-        tensors = moving.moved(move, self._tensors(), self._like(), recorded)
+        nothing = self._empty() if recorded else None
+        tensors = moving.moved(move, self._tensors(), self._like(), nothing)
         if self.requires_grad and not was_computed:
             tensors = [each.requires_grad_() for each in tensors]
             if has_gradient:
@@ -179,9 +187,10 @@ class ShardedTensor(Copying):
                 for tensor, new in zip(tensors, move.run(old, self._like()), strict=True):
                     tensor.grad = new
         self._become_cut(resharding_spec, metadata, held, tensors)
+        self._nothing = None
         self._note_requires_grad(self.requires_grad and (recorded or not was_computed))
-        if self._init_rrefs:
-            remote.register(self)
+        if has_gradient and not was_computed and not tensors:
+            self._note_gradient()
         return self
 
     def _become_cut(
@@ -193,6 +202,8 @@ class ShardedTensor(Copying):
     ) -> None:
         self._metadata, self._sharding_spec, self._held = metadata, spec, held
         self._local_shards = list(map(Shard, tensors, mine(metadata, held, self._group)))
+        if self._init_rrefs:
+            remote.register(self)
 
     def _history(self) -> tuple[bool, bool]:
         """Whether a shard of any rank is the result of a recorded operation; has a gradient."""
@@ -210,7 +221,7 @@ class ShardedTensor(Copying):
     def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
         """The same tensor as a DTensor, if the shards are such a layout; differentiable.
 
-        It shares the memory of the shard, if every rank holds one.
+        It shares the memory of the shards, if no rank holds several.
 
         Arguments:
             device_mesh: on which mesh; by default on one whose ranks are in the order of the
@@ -237,6 +248,8 @@ class ShardedTensor(Copying):
         local = ", ".join(f"{each.metadata.box}: {each.tensor!r}" for each in self._local_shards)
         text = f"{name}{size}, {self._sharding_spec}{history}, local={{{local}}}"
         return f"{type(self).__name__}({text})"
+
+    ProcessGroupState = saving.ProcessGroupState
 
     def __getstate__(self) -> saving.State:
         return saving.state_of(self)
@@ -320,3 +333,7 @@ def _device_type(shard: ShardMetadata) -> str:
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+# What a pickled one is made of, so that torch.load takes it.
+torch.serialization.add_safe_globals([ShardedTensor, *saving.SAFE])

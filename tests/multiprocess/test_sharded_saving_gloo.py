@@ -1,0 +1,127 @@
+"""Sharded tensors of real processes in files: of each rank, and as checkpoints."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import shardwise as sw
+from shardwise import Shard, sharded
+from shardwise.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+
+WHOLE = torch.arange(42.0).reshape(7, 6)
+
+
+def chunks(ranks, dim=0):
+    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
+
+
+def boxes(first, second):
+    """Two shards on the first rank, one and an empty one on the second, nothing on others."""
+    return EnumerableShardingSpec(
+        [
+            ShardMetadata([0, 0], [3, 6], f"rank:{first}/cpu"),
+            ShardMetadata([3, 0], [4, 2], f"rank:{second}/cpu"),
+            ShardMetadata([3, 2], [4, 4], f"rank:{first}/cpu"),
+            ShardMetadata([7, 0], [0, 6], f"rank:{second}/cpu"),
+        ]
+    )
+
+
+# ---- each rank its own file
+
+
+def kept_in_files(path, ranks):
+    group = dist.new_group(ranks)
+    rank = dist.get_rank()
+    if rank not in ranks:
+        return
+    for spec in (chunks(ranks[::-1], 1), boxes(ranks[1], ranks[0])):
+        module = nn.Module()
+        module.weight = nn.Parameter(spec.shard(WHOLE, process_group=group))
+        module.register_buffer("scale", spec.shard(WHOLE.long() + 2**60, process_group=group))
+        file = f"{path}/{rank}"
+        torch.save(module.state_dict(), file)
+        with sharded.load_with_process_group(group):
+            state = torch.load(file)
+            copied = pickle.loads(pickle.dumps(module))
+        assert state["weight"]._process_group is group
+        assert torch.equal(state["weight"].full_tensor(), WHOLE)
+        assert torch.equal(state["scale"].full_tensor(), WHOLE.long() + 2**60)
+        assert isinstance(copied.weight, nn.Parameter) and copied.weight.requires_grad
+        with torch.no_grad():
+            copied.weight.copy_(torch.zeros(7, 6))
+        copied.load_state_dict(state)
+        assert torch.equal(copied.weight.full_tensor(), WHOLE)
+        if len(ranks) < 4:
+            with pytest.raises(sharded.ShardedStateError, match=r"local.* when the tensor was sav"):
+                torch.load(file)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [1, 3], [0, 2, 3]])
+def test_each_rank_saves_and_loads_its_own_file(workers4, tmp_path, ranks):
+    workers4.run(kept_in_files, str(tmp_path), ranks)
+
+
+def loaded_elsewhere(path):
+    rank = dist.get_rank()
+    torch.save(chunks(range(4)).shard(WHOLE), f"{path}/{rank}")
+    dist.barrier()
+    other = (rank + 1) % 4
+    wanted = f"local_rank: it was {other} when the tensor was saved, and is {rank} here"
+    with pytest.raises(sharded.ShardedStateError, match=wanted):
+        torch.load(f"{path}/{other}")
+
+
+def test_the_file_of_another_rank_is_refused_with_both(workers4, tmp_path):
+    workers4.run(loaded_elsewhere, str(tmp_path))
+
+
+# ---- checkpoints
+
+
+def stored_and_loaded(path, ranks):
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return
+    specs = [chunks(ranks), chunks(ranks[::-1], 1), boxes(ranks[1], ranks[0])]
+    for at, spec in enumerate(specs):
+        saved = {
+            "weight": nn.Parameter(spec.shard(WHOLE, process_group=group)),
+            "count": spec.shard(WHOLE.long() + 2**60, process_group=group),
+        }
+        dcp.save(saved, checkpoint_id=f"{path}/{at}", process_group=group)
+        for other in specs:
+            weight = nn.Parameter(sharded.zeros(other, 7, 6, process_group=group))
+            count = sharded.zeros(other, 7, 6, dtype=torch.int64, process_group=group)
+            loaded = {"weight": weight, "count": count}
+            dcp.load(loaded, checkpoint_id=f"{path}/{at}", process_group=group)
+            assert loaded["weight"] is weight and weight.requires_grad and weight.is_leaf
+            assert torch.equal(weight.full_tensor(), WHOLE)
+            assert torch.equal(count.full_tensor(), WHOLE.long() + 2**60)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [1, 3], [0, 2, 3]])
+def test_a_checkpoint_is_loaded_into_other_shards(workers4, tmp_path, ranks):
+    workers4.run(stored_and_loaded, str(tmp_path), ranks)
+
+
+def stored_and_loaded_as_others(path):
+    mesh = sw.init_device_mesh("cpu", (4,))
+    dcp.save({"x": boxes(2, 1).shard(WHOLE)}, checkpoint_id=f"{path}/shards")
+    as_dtensor = sw.zeros(7, 6, device_mesh=mesh, placements=[Shard(1)])
+    plain = torch.zeros(7, 6)
+    for target in (as_dtensor, plain):
+        dcp.load({"x": target}, checkpoint_id=f"{path}/shards")
+    assert torch.equal(as_dtensor.full_tensor(), WHOLE) and torch.equal(plain, WHOLE)
+    dcp.save({"x": as_dtensor}, checkpoint_id=f"{path}/layout")
+    back = sharded.zeros(boxes(0, 3), 7, 6)
+    dcp.load({"x": back}, checkpoint_id=f"{path}/layout")
+    assert torch.equal(back.full_tensor(), WHOLE)
+
+
+def test_a_checkpoint_is_loaded_into_dtensors_and_plain_tensors_and_back(workers4, tmp_path):
+    workers4.run(stored_and_loaded_as_others, str(tmp_path))

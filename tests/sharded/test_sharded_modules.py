@@ -1,0 +1,524 @@
+"""shard_parameter, shard_module and what becomes of outputs and state dicts."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from sharded_module_cases import (
+    BAGS,
+    CUTS,
+    HIDDEN,
+    WIDTH,
+    Recommender,
+    boxes,
+    chunks,
+    cut,
+    in_order,
+    permuted,
+    whole,
+)
+from torch import nn
+
+import shardwise as sw
+from shardwise import sharded
+from shardwise.mesh import init_device_mesh
+from shardwise.sharded import (
+    ShardedTensor,
+    ShardedTensorError,
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
+    collect_local_shard,
+    reshard_output,
+    shard_module,
+    shard_parameter,
+    shard_tensor,
+)
+
+TWO = chunks(0, 0, 1)
+
+
+def refused_on_all(run, count=2):
+    """The message of the error that every rank raises."""
+
+    def caught():
+        with pytest.raises(ShardedTensorError) as error:
+            run()
+        return str(error.value)
+
+    return sw.simulate(caught, count)[0]
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_sharded_model_computes_what_the_whole_one_does(kind, count):
+    reference = Recommender()
+    expected = reference(BAGS)
+    expected.square().sum().backward()
+
+    def run():
+        model = cut(Recommender(), CUTS[kind](count))
+        found = whole(model(BAGS))
+        found.square().sum().backward()
+        torch.testing.assert_close(found, expected)
+        for name, parameter in model.named_parameters():
+            gradient = whole(parameter.grad)
+            torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
+
+    sw.simulate(run, count)
+
+
+def test_the_source_rank_s_parameters_are_the_ones():
+    def run():
+        module = nn.Linear(3, 4)
+        nn.init.constant_(module.weight, sw.world.current().rank + 1.0)
+        shard_parameter(module, "weight", chunks(0, 2, 0), src_rank=1)
+        assert isinstance(module.weight, nn.Parameter)
+        return whole(module.weight.detach())
+
+    for found in sw.simulate(run, 3):
+        assert torch.equal(found, torch.full((4, 3), 2.0))
+
+
+def test_a_group_of_some_ranks_shards_for_itself():
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), ("outer", "inner"))["inner"]
+        first, second = mesh.mesh.flatten().tolist()
+        module = nn.Linear(3, 4)
+        nn.init.constant_(module.weight, float(first))
+        shard_parameter(module, "weight", chunks(0, second, first), process_group=mesh)
+        return whole(module.weight.detach()).unique().tolist()
+
+    assert sw.simulate(run, 4) == [[0.0], [0.0], [2.0], [2.0]]
+
+
+def test_frozen_parameters_stay_frozen_and_others_trainable():
+    def run():
+        module = nn.Linear(3, 4)
+        module.weight.requires_grad_(False)
+        cut(module, {"weight": TWO, "bias": TWO})
+        return module.weight.requires_grad, module.bias.requires_grad
+
+    assert sw.simulate(run, 2) == [(False, True)] * 2
+
+
+def test_buffers_and_attributes_stay_what_they_are():
+    def run():
+        module = nn.Module()
+        module.register_buffer("kept", torch.arange(4.0))
+        module.register_buffer("left_out", torch.arange(4.0), persistent=False)
+        module.attribute = torch.arange(4.0)
+        for name in ("kept", "left_out", "attribute"):
+            shard_parameter(module, name, TWO)
+            assert torch.equal(whole(getattr(module, name)), torch.arange(4.0))
+        assert list(module.state_dict()) == ["kept"]
+        assert not list(module.parameters())
+        assert isinstance(module._buffers["left_out"], ShardedTensor)
+
+    sw.simulate(run, 2)
+
+
+def test_a_parameter_need_not_be_contiguous():
+    def run():
+        module = nn.Linear(3, 4)
+        module.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+        shard_parameter(module, "weight", chunks(1, 1, 0))
+        assert torch.equal(whole(module.weight), torch.arange(12.0).view(3, 4).t())
+
+    sw.simulate(run, 2)
+
+
+def test_tied_parameters_stay_one():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+    def run():
+        for plan in ({"second.weight": TWO}, {"first.weight": TWO, "second.weight": TWO}):
+            model = cut(Tied(), plan)
+            assert isinstance(model.first.weight, ShardedTensor)
+            assert model.second.weight is model.first.weight
+            assert len(list(model.parameters())) == 3
+
+    sw.simulate(run, 2)
+    other = {"first.weight": TWO, "second.weight": chunks(1, 0, 1)}
+    message = refused_on_all(lambda: cut(Tied(), other))
+    assert "plan['second.weight']: is tied to 'first.weight'" in message
+
+
+def test_shard_tensor_is_torch_s_under_another_name():
+    assert sharded._shard_tensor is shard_tensor
+    assert sharded._reshard_output is reshard_output
+    assert sharded._collect_local_shard is collect_local_shard
+
+    def run():
+        return whole(shard_tensor(torch.arange(5), chunks(0, 1, 0)))
+
+    assert torch.equal(sw.simulate(run, 2)[0], torch.arange(5))
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "message"),
+    [
+        (
+            "wieght",
+            TWO,
+            "param_name: expected a tensor of Linear, got 'wieght'; did you mean 'weight'",
+        ),
+        ("in_features", TWO, "param_name: expected a tensor of Linear, got 'in_features'"),
+        (
+            "weight",
+            chunks(2, 0, 1),
+            "param_name: 'weight', of size (4, 3): dim: expected one of the 2",
+        ),
+        ("weight", chunks(0, 0, 5), "expected a rank of the process group"),
+        ("weight", "rows", "sharding_spec: expected a ShardingSpec"),
+    ],
+)
+def test_shard_parameter_refuses(name, spec, message):
+    assert message in refused_on_all(lambda: shard_parameter(nn.Linear(3, 4), name, spec))
+
+
+def test_what_is_sharded_is_not_sharded_again():
+    def run():
+        module = nn.Linear(3, 4)
+        shard_parameter(module, "weight", TWO)
+        shard_parameter(module, "weight", TWO)
+
+    assert "call its reshard(spec)" in refused_on_all(run)
+
+
+def test_a_lazy_parameter_is_refused():
+    message = refused_on_all(lambda: shard_parameter(nn.LazyLinear(4), "weight", TWO))
+    assert "run that first" in message
+
+
+class Replaced(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+class Replace(Sharder):
+    def shard(self, module):
+        return Replaced(module)
+
+
+class NoModule(Sharder):
+    def shard(self, module):
+        return "no module"
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"plan": {"fc1.wieght": TWO}},
+            "plan['fc1.wieght']: expected the name of a parameter; did you",
+        ),
+        (
+            {"plan": {"fc1": TWO}},
+            "plan['fc1']: expected the name of a parameter, that is a submodule",
+        ),
+        (
+            {"plan": {"fc1.weight": 3}},
+            "plan['fc1.weight']: expected a ShardingSpec for a parameter",
+        ),
+        (
+            {"plan": {"fc3": Replace()}},
+            "plan['fc3']: expected the name of a submodule for a Sharder; did",
+        ),
+        ({"plan": {"": Replace()}}, "plan['']: expected the name of a submodule"),
+        ({"plan": {"fc1.weight": TWO, "fc1": Replace()}}, "is inside 'fc1', which has a Sharder"),
+        ({"plan": {"table.weight": chunks(5, 0, 1)}}, "plan['table.weight'], of size (11, 5): dim"),
+        (
+            {"plan": {}, "output_plan": {"fc3": TWO}},
+            "output_plan: expected names of submodules, got",
+        ),
+        ({"plan": {}, "output_plan": {"fc1": 1}}, "output_plan['fc1']: expected a ShardingSpec"),
+        ({"plan": {}, "return_local_tensor": ["fc3"]}, "return_local_tensor: expected names"),
+        ({"plan": {}, "return_local_tensor": "fc1"}, "return_local_tensor: expected a list"),
+    ],
+)
+def test_a_plan_that_does_not_fit_changes_nothing(plan, message):
+    models = []
+
+    def run():
+        model = Recommender()
+        models.append(model)
+        plan["plan"].setdefault("fc2.weight", TWO)  # this would fit
+        shard_module(model, ShardingPlan(**plan))
+
+    assert message in refused_on_all(run)
+    for model in models:
+        assert not any(isinstance(each, ShardedTensor) for each in model.parameters())
+        assert isinstance(model.fc1, nn.Linear)
+
+
+def test_what_one_rank_objects_to_is_refused_on_all():
+    def run():
+        rank = sw.world.current().rank
+        name = "fc1.weight" if rank == 0 else "fc1.wait"
+        with pytest.raises(ShardedTensorError) as error:
+            shard_module(Recommender(), ShardingPlan({name: TWO}))
+        with pytest.raises(ShardedTensorError, match="expected the same on every rank"):
+            shard_module(Recommender(), ShardingPlan({"fc1.weight": chunks(rank, 0, 1)}))
+        return str(error.value)
+
+    for message in sw.simulate(run, 2):
+        assert message.startswith("rank 1: plan['fc1.wait']: expected the name of a parameter")
+
+
+# ---- submodules
+
+
+def test_a_sharder_s_module_takes_the_place_of_the_submodule():
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(2, 2), fc10=nn.Linear(2, 2)))
+    model.append(model.fc1)  # in two places
+    x = torch.randn(3, 2)
+    expected = model.fc1(model.fc10(model.fc1(x) + 1)) + 1
+
+    def run():
+        mine = copy.deepcopy(model)
+        # "fc10" only begins like "fc1".
+        shard_module(mine, ShardingPlan({"fc1": Replace(), "fc10.weight": TWO}))
+        assert not hasattr(mine, "mod_name")
+        assert isinstance(mine.fc1, Replaced)
+        assert mine[2] is mine.fc1
+        assert isinstance(mine.fc10.weight, ShardedTensor)
+        torch.testing.assert_close(whole(mine(x)), expected)
+
+    sw.simulate(run, 2)
+
+
+def test_a_sharder_that_gives_no_module_is_refused():
+    plan = ShardingPlan({"fc1": NoModule()})
+    assert "expected a module from NoModule.shard" in refused_on_all(
+        lambda: shard_module(Recommender(), plan)
+    )
+
+
+def test_sharders_inside_each_other_are_refused():
+    plan = ShardingPlan({"0": Replace(), "0.fc1": Replace()})
+    message = refused_on_all(lambda: shard_module(nn.Sequential(Recommender()), plan))
+    assert "plan['0.fc1']: is inside '0', which has a Sharder of its own" in message
+
+
+def test_a_planner_makes_plans():
+    class Rows(ShardingPlanner):
+        def build_plan(self, module):
+            return ShardingPlan({name: TWO for name, _ in module.named_parameters()})
+
+    def run():
+        model = Recommender()
+        shard_module(model, Rows().build_plan(model))
+        return all(isinstance(each, ShardedTensor) for each in model.parameters())
+
+    assert sw.simulate(run, 2) == [True, True]
+
+
+# ---- outputs
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_outputs_are_cut_otherwise_and_collected(count):
+    reference = Recommender()
+    hidden = torch.tanh(reference.fc1(reference.table(BAGS)))
+    hidden.square().sum().backward()
+    rows = chunks(0, *reversed(range(count)))
+
+    def run():
+        model = Recommender()
+        plan = ShardingPlan(in_order(count), {"fc1": rows}, ["fc1"])
+        shard_module(model, plan)
+        local = model.fc1(model.table(BAGS))
+        assert type(local) is torch.Tensor
+        torch.tanh(local).square().sum().backward()
+        place = count - 1 - sw.world.current().rank
+        expected = hidden.chunk(count)[place] if place < len(hidden.chunk(count)) else hidden[:0]
+        if count == 4:  # every rank has one row, and the dim is left out
+            expected = expected[0]
+        torch.testing.assert_close(torch.tanh(local), expected)
+        gradient = whole(model.fc1.weight.grad)
+        torch.testing.assert_close(gradient, reference.fc1.weight.grad)
+
+    sw.simulate(run, count)
+
+
+def test_a_dim_is_left_out_on_all_ranks_or_on_none():
+    def run():
+        found = []
+        for rows in (3, 5):
+            output = chunks(0, 0, 1, 2).shard(torch.arange(rows * 2.0).view(rows, 2))
+            found.append(collect_local_shard(nn.Identity())(output).dim())
+        return found
+
+    assert sw.simulate(run, 3) == [[1, 2]] * 3
+
+
+def test_other_outputs_pass_and_what_is_returned_is_left_as_it_is():
+    class Weight(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+
+        def forward(self):
+            return self.weight
+
+    def run():
+        plain = collect_local_shard(reshard_output(nn.Identity(), TWO))
+        assert plain(3) == 3
+        module = Weight()
+        shard_parameter(module, "weight", TWO)
+        reshard_output(module, chunks(1, 1, 0))
+        output = module()
+        assert output.sharding_spec() == chunks(1, 1, 0)
+        assert module.weight.sharding_spec() == TWO
+        (output * output).full_tensor().sum().backward()
+        assert torch.equal(whole(module.weight.grad), 2 * torch.arange(8.0).view(4, 2))
+
+    sw.simulate(run, 2)
+
+
+def test_collecting_several_shards_is_refused_on_all_ranks():
+    spec = boxes(([0], [2], 0), ([2], [1], 0), ([3], [2], 1))
+
+    def run():
+        collect_local_shard(nn.Identity())(spec.shard(torch.arange(5)))
+
+    assert "rank 0 has 2" in refused_on_all(run)
+
+
+# ---- state dicts and other things that modules do
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_state_dicts_go_from_any_cut_to_any_other(count, assign):
+    expected = Recommender()(BAGS)
+    cuts = [in_order, permuted, lambda count: {}]
+
+    def run():
+        for source in cuts:
+            state = cut(Recommender(), source(count)).state_dict()
+            target = cut(Recommender(), in_order(count))
+            with torch.no_grad():
+                for parameter in target.parameters():
+                    parameter.zero_()
+            result = target.load_state_dict(state, assign=assign)
+            assert not result.missing_keys
+            assert not result.unexpected_keys
+            assert all(isinstance(each, nn.Parameter) for each in target.parameters())
+            assert all(each.requires_grad for each in target.parameters())
+            torch.testing.assert_close(whole(target(BAGS)), expected)
+            weight = target.fc1.weight
+            if not assign:
+                assert weight.sharding_spec() == in_order(count)["fc1.weight"]
+
+    sw.simulate(run, count)
+
+
+def test_a_state_dict_of_another_size_is_refused():
+    def run():
+        state = cut(nn.Linear(3, 4), {"weight": TWO}).state_dict()
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            cut(nn.Linear(3, 5), {"weight": TWO}).load_state_dict(state)
+
+    sw.simulate(run, 2)
+
+
+def test_hooks_save_and_load_attributes():
+    class Holder(nn.Module):
+        def __init__(self, fill):
+            super().__init__()
+            self.table = sharded.full(chunks(0, 1, 0), (5, 2), fill)
+
+    def run():
+        saved = nn.ModuleDict({"inner": Holder(1.0), "fc": nn.Linear(2, 2)})
+        saved.top = sharded.full(TWO, (3,), 2.0)
+        saved._register_state_dict_hook(sharded.state_dict_hook)
+        state = saved.state_dict(prefix="model.")
+        assert set(state) == {"model.inner.table", "model.top", "model.fc.weight", "model.fc.bias"}
+
+        loaded = nn.ModuleDict({"inner": Holder(0.0), "fc": nn.Linear(2, 2)})
+        loaded.top = None
+        loaded._register_load_state_dict_pre_hook(sharded.pre_load_state_dict_hook, True)
+        result = loaded.load_state_dict(
+            {name.removeprefix("model."): each for name, each in state.items()}, strict=True
+        )
+        assert not result.unexpected_keys
+        assert torch.equal(loaded.inner.table, saved.inner.table)
+        assert torch.equal(loaded.top, saved.top)
+
+    sw.simulate(run, 2)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_model_converts_its_parameters_and_gradients_in_place(count):
+    def run():
+        model = cut(Recommender(), in_order(count))
+        model.extra = nn.Parameter(TWO.shard(torch.ones(6).double()))  # rank 2 has none of it
+        (whole(model(BAGS)).sum() + whole(model.extra * 2).sum()).backward()
+        weight, local = model.fc1.weight, model.fc1.weight.local_tensor()
+        model.float()
+        assert model.fc1.weight is weight
+        assert weight.local_tensor() is local
+        assert local.dtype == weight.dtype == weight.metadata().tensor_properties.dtype
+        for parameter in model.parameters():
+            assert parameter.dtype == torch.float32
+            assert parameter.grad.dtype == torch.float32
+            assert parameter.requires_grad
+        torch.testing.assert_close(whole(model(BAGS)), Recommender().float()(BAGS))
+        model.to(torch.bfloat16).double().requires_grad_(False)
+        assert not any(each.requires_grad for each in model.parameters())
+        model.zero_grad()
+        assert all(each.grad is None for each in model.parameters())
+
+    sw.simulate(run, count)
+
+
+def test_a_copied_model_is_apart():
+    def run():
+        model = cut(Recommender(), in_order(2))
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.fc1.weight.zero_()
+        assert isinstance(other.fc1.weight, nn.Parameter)
+        torch.testing.assert_close(whole(model(BAGS)), Recommender()(BAGS))
+        assert not whole(other.fc1.weight).any()
+
+    sw.simulate(run, 2)
+
+
+def test_initialization_does_not_depend_on_the_cut():
+    odd = boxes(([0, 0], [HIDDEN, 2], 2), ([0, 2], [3, WIDTH - 2], 0), ([3, 2], [4, WIDTH - 2], 2))
+
+    def initialize(module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter)
+
+    def run():
+        found = []
+        for specs in (in_order(3), permuted(3), {**in_order(3), "fc1.weight": odd}):
+            model = cut(Recommender(), specs)
+            torch.manual_seed(3)
+            model.apply(initialize)
+            found.append(whole(model.fc1.weight.detach()))
+        return found
+
+    first, second, third = sw.simulate(run, 3)[0]
+    assert first.std() > 0
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
