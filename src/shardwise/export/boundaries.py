@@ -11,6 +11,7 @@ from torch import fx
 
 from shardwise.export.cleaning import writes
 from shardwise.export.errors import ExportError
+from shardwise.layout import Layout
 from shardwise.placement import Placement, Shard
 from shardwise.tensor import DTensor
 
@@ -123,7 +124,7 @@ class Boundaries:
         # Once for all modules that take it, such as the projections to queries, keys and values.
         before, moved = self._moved.get((source, placement), (None, None))
         if before is not value:
-            moved = value.redistribute(placements=[placement])
+            moved = _moved(value, placement)
             self._moved[source, placement] = value, moved
         return moved
 
@@ -134,7 +135,14 @@ class Boundaries:
         placement = self._leaving.get(node)
         if placement is None or not isinstance(value, DTensor):
             return value
-        return value.redistribute(placements=[placement])
+        return _moved(value, placement)
+
+
+def _moved(value: DTensor, placement: Placement) -> DTensor:
+    layout = Layout.from_placements(value._layout.mesh, value.shape, [placement])
+    if value._layout == layout:
+        return value  # not even an alias is written down
+    return value.redistribute(placements=[placement])
 
 
 def _check(what: str, node: fx.Node, placement: Placement) -> None:
