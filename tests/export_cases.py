@@ -71,7 +71,8 @@ class FusedQKV(nn.Module):
 
     def forward(self, x):
         q, k, v = (
-            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1)
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in self.qkv(x).chunk(3, -1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
@@ -314,7 +315,9 @@ def tokens(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
 
 
 BATCH, LENGTH = Dim("batch", min=2, max=64), Dim("length", min=2, max=64)
-LLAMA = Config(vocabulary=21, width=32, layers=2, heads=4, kv_heads=4, hidden=22, longest=16, tied=True)
+LLAMA = Config(
+    vocabulary=21, width=32, layers=2, heads=4, kv_heads=4, hidden=22, longest=16, tied=True
+)
 WEIGHTS = {name: each for name, each in TENSOR_PARALLEL.items() if name.endswith("weight")}
 SIZES = [(3, 4), (5, 9), (2, 2)]
 
@@ -351,7 +354,9 @@ CASES: dict[str, Case] = {
         tensor(2, 5, 12),
         {"[qkv].*": {"tp": Shard(0, unit=4)}, "o.weight": {"tp": Shard(1, unit=4)}},
     ),
-    "fused qkv": Case(FusedQKV, tensor(2, 5, 16), {"qkv.*": HEADS, "o.weight": {"tp": Shard(1, unit=4)}}),
+    "fused qkv": Case(
+        FusedQKV, tensor(2, 5, 16), {"qkv.*": HEADS, "o.weight": {"tp": Shard(1, unit=4)}}
+    ),
     "multihead": Case(MultiheadAttention, tensor(2, 5, 16), MULTIHEAD_PLAN, batch={"x"}),
     "multihead, mask and weights": Case(
         lambda: MultiheadAttention(need_weights=True),
@@ -359,7 +364,9 @@ CASES: dict[str, Case] = {
         MULTIHEAD_PLAN,
         collectives={"all_reduce": 1, "all_gather_into_tensor": 1},
     ),
-    "encoder": Case(Encoder, tensor(2, 5, 16), ENCODER_PLAN, collectives={"all_reduce": 4}, train=True),
+    "encoder": Case(
+        Encoder, tensor(2, 5, 16), ENCODER_PLAN, collectives={"all_reduce": 4}, train=True
+    ),
     "llama": Case(
         lambda: Llama(LLAMA),
         tokens(2, 6),

@@ -56,7 +56,7 @@ def _axis(text: str) -> Axis:
 
 def shown(
     mesh: DeviceMesh,
-    shape: Sequence[int],
+    shape: Sequence[int | str],
     shard_order: Sequence[Sequence[int]],
     partial: Sequence[tuple[int, str]],
     cuts: Sequence[Cut | None],

@@ -7,7 +7,7 @@ nodes says so with `acting`, and a collective looks at `current()`.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,8 @@ class Cause:
     data parallelism: the sharded modules that it is for, with commas between them."""
     direction: str = "forward"
     """`forward` or `backward`."""
+    target: Any = field(default=None, compare=False, repr=False)
+    """The layout that a tensor is moved to by it; None if it is no such move."""
 
     @property
     def backward(self) -> Cause:

@@ -21,7 +21,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from shardwise import world
-from shardwise.export import cleaning, sizes
+from shardwise.comm import Cause
+from shardwise.comm.cause import acting
+from shardwise.export import cleaning, notes, sizes
 from shardwise.export.cleaning import writes
 from shardwise.export.errors import ExportError
 from shardwise.export.plan import (
@@ -139,7 +141,10 @@ class Sharding:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for (original, _), node in zip(self._inputs.all, placeholders, strict=True):
             node.name = node.target = original.name
-            node.meta = {**original.meta, **{k: v for k, v in node.meta.items() if k == "layout"}}
+            node.meta = {
+                **original.meta,
+                **{k: v for k, v in node.meta.items() if k in ("layout", "custom")},
+            }
         if len(modules) > 1:
             sizes.Emitter(graph, self._original, self._symbols, samples).fill()
         cleaning.clean(graph, torch.device(self._mesh.device_type))
@@ -175,6 +180,10 @@ class Sharding:
         module = record(run, inputs, self._here)
         if self._original.dialect != "TRAINING" and any(map(writes, module.graph.nodes)):
             module = without_writes(module, inputs)
+        placeholders = (node for node in module.graph.nodes if node.op == "placeholder")
+        for name, node in zip(names, placeholders, strict=True):
+            if name in layouts:
+                notes.note_layout(node, layouts[name])
         return module
 
     def _layout(self, placeholder: str, shape: Sequence[int]) -> Layout:
@@ -193,7 +202,8 @@ class Sharding:
                 layout = Layout.from_placements(self._mesh, result.shape, placements)
                 if spec.target in before and spec.kind != OutputKind.USER_OUTPUT:
                     layout = layouts[before[spec.target]]
-                result = as_piece(result, layout)
+                with acting(Cause("output")):
+                    result = as_piece(result, layout)
             pieces.append(result)
         return pieces
 
@@ -241,9 +251,8 @@ class Sharding:
             node.meta["val"] = value
         for node in module.graph.nodes:
             node.meta.pop("tensor_meta", None)
-            if "layout" in node.meta:  # in words too, which are saved with a program
-                said = {"layout": repr(node.meta["layout"])}
-                node.meta["custom"] = {**node.meta.get("custom", {}), **said}
+        with world.use(self._here):
+            notes.finish(module.graph, self._mesh)
 
     def _local_value(self, name: str, value: Any, mode: Any) -> Any:
         """What stands for a rank's piece of an input: its dynamic sizes are those of the whole."""

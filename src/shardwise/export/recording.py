@@ -12,11 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardwise.comm import trace
 from shardwise.comm.alone import AloneCommunicator
 from shardwise.comm.arguments import Shape
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.export.errors import ExportError
+from shardwise.export.notes import note_collective
 from shardwise.world import World
 
 _functional: Any = torch.ops._c10d_functional
@@ -68,6 +70,7 @@ class RecordingCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, index, axes)
         self.group_name = group_name
+        self._event: trace.Event | None = None
 
     def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
         return self._under_way(_functional.all_reduce(x, op, self.group_name))
@@ -156,7 +159,12 @@ class RecordingCommunicator(Communicator):
     def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> NoReturn:
         raise self._impossible("gather_objects")
 
+    def _tell(self, kind: str, x: torch.Tensor | None, received: int) -> trace.Event | None:
+        self._event = super()._tell(kind, x, received)
+        return self._event
+
     def _under_way(self, started: torch.Tensor) -> Pending[torch.Tensor]:
+        note_collective(started, self._event)
         return Pending(lambda: _functional.wait_tensor(started))
 
     def _impossible(self, what: str) -> ExportError:

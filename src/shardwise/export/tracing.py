@@ -15,11 +15,14 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from shardwise import world
+from shardwise.comm import Cause, trace
+from shardwise.comm.cause import acting
 from shardwise.export.errors import ExportError
+from shardwise.export.notes import node_of, note, note_layout
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 from shardwise.world import World
@@ -51,14 +54,15 @@ class OnDTensors(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; its recorded ones get its metadata and layout."""
-        try:
-            result = super().run_node(n)
-        except Exception as error:
-            error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
-            raise
-        if self._moves is not None:
-            result = self._moves.leaving(n, result)
-        pytree.tree_map_only(DTensor, note_layout, result)
+        with acting(Cause(module=_module_of(n))):
+            try:
+                result = super().run_node(n)
+            except Exception as error:
+                error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
+                raise
+            if self._moves is not None:
+                result = self._moves.leaving(n, result)
+        pytree.tree_map_only(torch.Tensor, note, result)
         return result
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
@@ -108,29 +112,45 @@ _INLINE: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _place_of(node: fx.Node) -> str:
+def _module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
-    path = next((path for path, _ in reversed(list(stack.values()))), "")
+    return next((path for path, _ in reversed(list(stack.values()))), "")
+
+
+def _place_of(node: fx.Node) -> str:
+    path = _module_of(node)
     return f"module {path}" if path else "no module"
 
 
 # ---- recording
 
 
-def record(function: Callable[..., Any], inputs: Sequence[Any], here: World) -> fx.GraphModule:
+def record(
+    function: Callable[..., Any], inputs: Sequence[Any], here: World, *, is_training: bool = False
+) -> fx.GraphModule:
     """The graph of what a function of plain tensors does, as the rank of this world.
 
     On a thread of its own: what a thread remembers of calls is of one rank.
 
     Arguments:
         inputs: meta tensors, or what is no tensor and stays as it is.
+        is_training: whether it differentiates: then what the gradients need is recorded too, and
+            the operators are those that autograd calls.
     """
     results: list[Any] = []
+    mode = torch.enable_grad if is_training else torch.no_grad
 
     def run() -> None:
         try:
-            with world.use(here), torch.no_grad(), _traceable(), _noting():
-                traced = make_fx(function, tracing_mode="real", pre_dispatch=True)
+            # Collectives know what they are for while somebody listens.
+            with (
+                world.use(here),
+                mode(),
+                _traceable(),
+                _noting(),
+                trace.listen(lambda event: None),
+            ):
+                traced = make_fx(function, tracing_mode="real", pre_dispatch=not is_training)
                 results.append(traced(*inputs))
         except BaseException as error:
             results.append(error)
@@ -192,30 +212,16 @@ def _alias(tensor: torch.Tensor, kind: type) -> torch.Tensor:
         return torch.Tensor.as_subclass(tensor, kind)
 
 
-def node_of(tensor: torch.Tensor) -> fx.Node | None:
-    """The node that made a tensor which is being recorded."""
-    mode = get_proxy_mode()
-    if mode is None:
-        return None
-    slot = get_proxy_slot(tensor, mode.tracer, None)
-    return None if slot is None else slot.proxy.node
-
-
-def note_layout(tensor: DTensor) -> None:
-    """Write at the node of a DTensor's piece how it lies."""
-    node = node_of(tensor)
-    if node is not None:
-        node.meta["layout"] = tensor._layout
-
-
 def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
     """An input that is being recorded, as a piece of a DTensor."""
     made = wrap(torch.ops.aten.alias.default(local), layout)
-    note_layout(made)
+    note(made)
     return made
 
 
 def as_piece(tensor: DTensor, layout: Layout) -> torch.Tensor:
     """A result that is being recorded, as a rank has it in a layout."""
     moved: DTensor = tensor.redistribute(placements=layout.placements)
-    return unwrap(moved)
+    piece = unwrap(moved)
+    note_layout(node_of(piece), layout)
+    return piece

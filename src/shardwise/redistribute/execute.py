@@ -86,12 +86,16 @@ class _Running:
     def _start(self, step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
         if self._cause is None:
             return _start(step, local)
-        with acting(replace(self._cause, operator=self._cause.operator or "redistribute")):
+        operator = self._cause.operator or "redistribute"
+        with acting(replace(self._cause, operator=operator, target=step.target)):
             return _start(step, local)
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    one, other = x.untyped_storage(), y.untyped_storage()
+    if x.is_meta:  # without data all are at the same place
+        return bool(one._cdata == other._cdata)
+    return one.data_ptr() == other.data_ptr()
 
 
 def _start(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
