@@ -142,7 +142,8 @@ def _moved(value: DTensor, placement: Placement) -> DTensor:
     layout = Layout.from_placements(value._layout.mesh, value.shape, [placement])
     if value._layout == layout:
         return value  # not even an alias is written down
-    return value.redistribute(placements=[placement])
+    moved: DTensor = value.redistribute(placements=[placement])
+    return moved
 
 
 def _check(what: str, node: fx.Node, placement: Placement) -> None:
