@@ -13,7 +13,7 @@ ONLY ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench sweep docs clean
+.PHONY: help demo test lint bench sweep exports docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
 sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage.md
 	$(PYTEST) tests/sweep $(ARGS)
 	@PYTHONPATH=tests $(BIN)/python -m op_db --page
+
+exports: $(STAMP) ## Try torch's own transformation of exported programs, and write it into docs/export.md
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m export_table --page
 
 docs: $(STAMP) ## Build the documentation
 	@echo "docs: nothing yet"

@@ -133,7 +133,7 @@ class Case:
     collectives: tuple[str, ...] = ("all_reduce",)
     """Those of our program."""
     theirs: dict[str, Any] | None = None
-    """Styles that say the same to torch, where it has no such."""
+    """What to tell torch instead: it has no fused projections, and one name for what is tied."""
 
     def made(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         torch.manual_seed(1)
@@ -175,6 +175,7 @@ LLAMA = {
     "layers.*.feed_forward.w2": RowwiseParallel,
     "output": ColwiseParallel,
 }
+LLAMA_UNTIED = {name: style for name, style in LLAMA.items() if name != "output"}
 LLAMA_COLLECTIVES = (*("all_reduce",) * 5, "all_gather_into_tensor")
 
 
@@ -203,10 +204,15 @@ CASES: dict[str, Case] = {
         theirs={"attention.out_proj": "rowwise"},
     ),
     "Llama, 2 layers, tied embeddings": Case(
-        llama, LLAMA, tokens(2, 6), collectives=LLAMA_COLLECTIVES
+        llama, LLAMA, tokens(2, 6), collectives=LLAMA_COLLECTIVES, theirs=LLAMA_UNTIED
     ),
     "the same Llama, dynamic": Case(
-        llama, LLAMA, tokens(2, 6), dynamic=BATCH_AND_LENGTH, collectives=LLAMA_COLLECTIVES
+        llama,
+        LLAMA,
+        tokens(2, 6),
+        dynamic=BATCH_AND_LENGTH,
+        collectives=LLAMA_COLLECTIVES,
+        theirs=LLAMA_UNTIED,
     ),
     "a plan for a part": Case(Tied, BLOCK, tokens(2, 5)),
     "an embedding, tied": Case(
@@ -214,6 +220,7 @@ CASES: dict[str, Case] = {
         {"embedding": RowwiseParallel, "head": ColwiseParallel, **BLOCK},
         tokens(2, 5),
         collectives=("all_reduce", "all_reduce", "all_gather_into_tensor"),
+        theirs={"embedding": RowwiseParallel, **BLOCK},
     ),
     "a norm on split sequences": Case(
         Tied,
