@@ -11,10 +11,11 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.parallel import style as torch_styles
 from torch.export import Dim
 
-from shardwise import Replicate, Shard
+from shardwise import DeviceMesh, Replicate, Shard
 from shardwise.errors import ShardwiseError
-from shardwise.export import ExportError, tensor_parallel_transformation
+from shardwise.export import ExportError, shard_program, tensor_parallel_transformation
 from shardwise.parallel import (
+    Activations,
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleOutput,
@@ -289,7 +290,7 @@ def test_which_of_several_inputs_is_meant_must_be_clear():
         def forward(self, x):
             return self.sum(x.sin(), x.cos())
 
-    with pytest.raises(ExportError, match=r"sum: .*several tensors enter \(sin, cos\)"):
+    with pytest.raises(ExportError, match=r"input of sum: .*several \(sin, cos\)"):
         local({"sum": "sequence"}, exported(Outer()))
     styles = {
         "sum": PrepareModuleInput(
@@ -298,3 +299,52 @@ def test_which_of_several_inputs_is_meant_must_be_clear():
     }
     with pytest.raises(ExportError, match="does not say which"):
         local(styles, exported(Outer()))
+
+
+# ---- Activations in the plan of shard_program
+
+
+PLAN = {"block.up.*": {"tp": Shard(0)}, "block.down.weight": {"tp": Shard(1)}}
+
+
+def planned(plan, shape=(2,), axes=("tp",), model=None, **options):
+    program = exported(model or Tied(), torch.ones(4, 6).long(), **options)
+    return shard_program(program, DeviceMesh.abstract(shape, axes), {**PLAN, **plan})
+
+
+def layout_of(program, name):
+    (node,) = [each for each in program.graph.nodes if each.name == name]
+    return node.meta["layout"].placements
+
+
+def test_activations_in_a_plan_split_what_is_between_modules():
+    between = Activations(outputs={"tp": Shard(1)})
+    block = Activations(inputs={"tp": Replicate()}, outputs={"tp": Shard(1)})
+    program = planned({"embedding": between, "block": block})
+    assert layout_of(program, "layer_norm") == (Shard(1),)
+    assert layout_of(program, "add") == (Shard(1),)
+
+
+def test_inputs_of_the_program_are_named_and_cut():
+    plan = {"": Activations(inputs={"tokens": {"dp": Shard(0)}})}
+    program = planned(plan, (2, 2), ("dp", "tp"))
+    assert layout_of(program, "embedding") == (Shard(0), Replicate())
+    assert layout_of(program, "relu") == (Shard(0), Shard(2))
+    (tokens,) = [each for each in program.graph.nodes if each.name == "tokens"]
+    assert tokens.meta["val"].shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    "plan, said",
+    [
+        ({"blok": Activations(outputs={"tp": Shard(1)})}, "matches nothing; near it are block"),
+        ({"": Activations(inputs={"token": {"tp": Shard(0)}})}, "'token'.*near it are tokens"),
+        ({"": Activations(inputs={0: {"tp": Shard(0)}})}, r"inputs by position \[0\]"),
+        ({"": Activations(outputs=(None, {"tp": Shard(0)}))}, "does not say which"),
+        ({"block": Activations(outputs={"dp": Shard(0)})}, "expected axes of the mesh"),
+        ({"norm": Activations(inputs={"tp": Shard(3)})}, r"input of norm.*3-d; got Shard\(3\)"),
+    ],
+)
+def test_activations_that_do_not_fit_are_refused_by_name(plan, said):
+    with pytest.raises(ShardwiseError, match=said):
+        planned(plan)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
 from shardwise.export.cleaning import writes
 from shardwise.export.errors import ExportError
-from shardwise.layout import Layout
+from shardwise.export.plan import STATE, Inputs
+from shardwise.mesh import DeviceMesh
+from shardwise.parallel.names import unmatched
+from shardwise.parallel.specs import laid_by, placements_of
 from shardwise.placement import Placement, Shard
 from shardwise.tensor import DTensor
+
+_SIZE = torch.ops.aten.sym_size.int
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """How tensors lie that enter a module, and that leave it; None: as they happen to."""
+    """How tensors lie that enter a module, and that leave it; None: as they happen to.
 
-    entering: Placement | None = None
-    leaving: Placement | None = None
+    Each is one placement for each axis of the mesh, or some by axis: others stay as they are.
+    """
+
+    entering: Any = None
+    leaving: Any = None
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """For inputs of the program, which have names."""
 
 
 @dataclass
@@ -35,6 +46,8 @@ class Call:
         """Tensors from elsewhere, except for parameters and the like; each with its users here."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
+            if node.target is _SIZE:
+                continue
             for source in node.all_input_nodes:
                 if source in self.nodes or source in state:
                     continue
@@ -42,15 +55,14 @@ class Call:
                     found.setdefault(source, []).append(node)
         return found
 
-    def leaving(self) -> fx.Node | None:
-        """The last tensor that is used elsewhere."""
-        used = (
+    def leaving(self) -> list[fx.Node]:
+        """Tensors that are used elsewhere."""
+        return [
             node
-            for node in reversed(self.nodes)
+            for node in self.nodes
             if isinstance(node.meta.get("val"), torch.Tensor)
-            and any(user not in self.nodes for user in node.users)
-        )
-        return next(used, None)
+            and any(user not in self.nodes and user.target is not _SIZE for user in node.users)
+        ]
 
 
 def calls_of(graph: fx.Graph) -> list[Call]:
@@ -83,79 +95,123 @@ class Boundaries:
     leaves several the outermost: it moves once.
 
     Arguments:
-        module: the program's.
-        state: its inputs that are parameters, buffers or constants.
+        program: the original.
         wanted: by the path of a module.
     """
 
     def __init__(
-        self, module: fx.GraphModule, state: set[fx.Node], wanted: Mapping[str, Boundary]
+        self,
+        program: ExportedProgram,
+        wanted: Mapping[str, Boundary],
+        mesh: DeviceMesh,
     ) -> None:
-        self._entering: dict[tuple[fx.Node, fx.Node], Placement] = {}
-        self._leaving: dict[fx.Node, Placement] = {}
-        self._moved: dict[tuple[fx.Node, Placement], tuple[Any, Any]] = {}
-        for graph, inputs in graphs_of(module, state):
+        state = {node for node, spec in Inputs(program).all if spec.kind in STATE}
+        self._mesh = mesh
+        self._entering: dict[tuple[fx.Node, fx.Node], _Place] = {}
+        self._leaving: dict[fx.Node, _Place] = {}
+        self._moved: dict[tuple[fx.Node, str], tuple[Any, Any]] = {}
+        for graph, inputs in graphs_of(program.graph_module, state):
             for call in calls_of(graph):
                 if call.path in wanted:
                     self._add(call, inputs, wanted[call.path])
 
     def _add(self, call: Call, state: set[fx.Node], boundary: Boundary) -> None:
+        path = call.path or "the module"
+        sources = call.entering(state)
         if boundary.entering is not None:
-            sources = call.entering(state)
-            if len(sources) > 1 and isinstance(boundary.entering, Shard):
-                raise ExportError(
-                    f"{call.path or 'the module'}: its input should lie as {boundary.entering}, "
-                    f"but several tensors enter ({', '.join(map(str, sources))}) and a program "
-                    "does not say which is meant; name the modules in it that take one"
-                )
+            place = self._place(f"input of {path}", boundary.entering)
+            if place.splits:
+                _check_one(place, sources)
             for source, users in sources.items():
-                _check(f"input of {call.path}", source, boundary.entering)
-                self._entering |= {(source, user): boundary.entering for user in users}
-        last = call.leaving() if boundary.leaving is not None else None
-        if last is not None and boundary.leaving is not None:
-            _check(f"output of {call.path}", last, boundary.leaving)
-            self._leaving.setdefault(last, boundary.leaving)
+                place.check(source)
+                self._entering |= {(source, user): place for user in users}
+        given = {source.name: source for source in sources if source.op == "placeholder"}
+        for name, spec in boundary.named.items():
+            if name not in given:
+                raise unmatched(f"inputs of {path}", name, given, "inputs of the program")
+            place = self._place(f"input {name} of {path}", spec)
+            place.check(given[name])
+            users = sources[given[name]]
+            self._entering |= {(given[name], user): place for user in users}
+        if boundary.leaving is not None:
+            place = self._place(f"output of {path}", boundary.leaving)
+            results = call.leaving()
+            _check_one(place, results)
+            for result in results:
+                place.check(result)
+                self._leaving.setdefault(result, place)
+
+    def _place(self, what: str, spec: Any) -> _Place:
+        return _Place(what, spec, placements_of(spec, self._mesh, what))
 
     def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
         """What a node gets in place of a value."""
-        placement = self._entering.get((source, node))
-        if placement is None or not isinstance(value, DTensor):
+        place = self._entering.get((source, node))
+        if place is None or not isinstance(value, DTensor):
             return value
         # Once for all modules that take it, such as the projections to queries, keys and values.
-        before, moved = self._moved.get((source, placement), (None, None))
+        key = source, repr(place.spec)
+        before, moved = self._moved.get(key, (None, None))
         if before is not value:
-            moved = _moved(value, placement)
-            self._moved[source, placement] = value, moved
+            moved = place.moved(value)
+            self._moved[key] = value, moved
         return moved
 
     def leaving(self, node: fx.Node, value: Any) -> Any:
         """What others get in place of a node's result."""
         if writes(node):
             self._moved.clear()
-        placement = self._leaving.get(node)
-        if placement is None or not isinstance(value, DTensor):
+        place = self._leaving.get(node)
+        if place is None or not isinstance(value, DTensor):
             return value
-        return _moved(value, placement)
+        return place.moved(value)
 
 
-def _moved(value: DTensor, placement: Placement) -> DTensor:
-    layout = Layout.from_placements(value._layout.mesh, value.shape, [placement])
-    if value._layout == layout:
-        return value  # not even an alias is written down
-    moved: DTensor = value.redistribute(placements=[placement])
-    return moved
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor goes."""
+
+    what: str
+    spec: Any
+    placements: Sequence[Placement]
+
+    @property
+    def splits(self) -> bool:
+        return any(each.is_shard() for each in self.placements)
+
+    def moved(self, value: DTensor) -> DTensor:
+        layout = laid_by(value._layout, self.spec, self.what)
+        if value._layout == layout:
+            return value  # not even an alias is written down
+        moved: DTensor = value.redistribute(
+            placements=layout.placements, shard_order=layout.shard_order
+        )
+        return moved
+
+    def check(self, node: fx.Node) -> None:
+        """Refuse to split what cannot be split."""
+        shape = node.meta["val"].shape
+        for placement in self.placements:
+            if not isinstance(placement, Shard):
+                continue
+            if not -len(shape) <= placement.dim < len(shape):
+                raise ExportError(
+                    f"{self.what}: expected a dim of {node.name}, {len(shape)}-d; got {placement}"
+                )
+            if isinstance(shape[placement.dim], torch.SymInt):
+                raise ExportError(
+                    f"{self.what}: dim {placement.dim} of {node.name} is dynamic "
+                    f"({shape[placement.dim]}), and {placement} would split it: ranks could not "
+                    "know the lengths of each other's pieces. Fix its size at export, or split "
+                    "another dim"
+                )
 
 
-def _check(what: str, node: fx.Node, placement: Placement) -> None:
-    """Refuse to split what cannot be split."""
-    if not isinstance(placement, Shard):
-        return
-    shape = node.meta["val"].shape
-    if not -len(shape) <= placement.dim < len(shape):
-        raise ExportError(f"{what}: expected a dim of {node.name}, {len(shape)}-d; got {placement}")
-    if isinstance(shape[placement.dim], torch.SymInt):
+def _check_one(place: _Place, nodes: Collection[fx.Node]) -> None:
+    """Refuse to guess which of several tensors is meant."""
+    if len(nodes) > 1:
         raise ExportError(
-            f"{what}: dim {placement.dim} of {node.name} is dynamic ({shape[placement.dim]}), and "
-            f"{placement} would split it: ranks could not know the lengths of each other's "
-            "pieces. Fix its size at export, or split another dim"
+            f"{place.what}: it should lie as {place.spec}, but there are several "
+            f"({', '.join(map(str, nodes))}) and a program does not say which is meant; name the "
+            "modules in it that have one"
         )

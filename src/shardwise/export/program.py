@@ -24,8 +24,11 @@ from shardwise import world
 from shardwise.comm import Cause
 from shardwise.comm.cause import acting
 from shardwise.export import cleaning, notes, sizes
+from shardwise.export.activations import apart
+from shardwise.export.boundaries import Boundaries, Boundary
 from shardwise.export.cleaning import writes
 from shardwise.export.errors import ExportError
+from shardwise.export.modules import modules_of
 from shardwise.export.plan import (
     Inputs,
     Placements,
@@ -66,6 +69,7 @@ def shard_program(
         mesh: the ranks that will run it. On an abstract mesh, the program of its first rank.
         plan: placements by name patterns of parameters, buffers and constants, as for
             `shardwise.parallel.shard_module`; what no pattern matches is whole on every rank.
+            By patterns for modules, `Activations`: how tensors lie that enter and leave them.
         input_placements: of what users give, by name or in order; whole by default. A rank is
             then given its piece.
         output_placements: of what users get, in order, or one for all; whole by default.
@@ -91,8 +95,12 @@ def shard_program(
         recording = RecordingWorld(here.rank, here.size, name_of)
     with world.use(recording):
         real = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    boundaries: dict[str, Boundary] = {}
+    if isinstance(plan, Mapping):
+        plan, boundaries = apart(plan, modules_of(exported_program))
+    moves = Boundaries(exported_program, boundaries, real) if boundaries else None
     return Sharding(
-        exported_program, real, recording, plan, input_placements, output_placements
+        exported_program, real, recording, plan, input_placements, output_placements, moves
     ).program()
 
 

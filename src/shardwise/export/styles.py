@@ -13,7 +13,7 @@ from shardwise import world
 from shardwise.export.boundaries import Boundaries, Boundary
 from shardwise.export.errors import ExportError
 from shardwise.export.modules import ProgramModule, modules_of
-from shardwise.export.plan import STATE, Inputs
+from shardwise.export.plan import Inputs
 from shardwise.export.program import Sharding
 from shardwise.export.recording import RecordingWorld
 from shardwise.mesh import DeviceMesh
@@ -59,12 +59,10 @@ def tensor_parallel_transformation(
     _check_rank(rank, world_size)
     _check_device_type(device_type)
     plan, boundaries = _laid_out(exported_program, parallel_strategies)
-    inputs = Inputs(exported_program)
-    state = {node for node, spec in inputs.all if spec.kind in STATE}
     recording = RecordingWorld(rank, world_size, _group_names(world_size))
     with world.use(recording):
         mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=("tp",))
-    moves = Boundaries(exported_program.graph_module, state, boundaries)
+    moves = Boundaries(exported_program, boundaries, mesh)
     return Sharding(exported_program, mesh, recording, plan, moves=moves).program()
 
 
@@ -205,6 +203,13 @@ _FROM_TORCH: dict[str, Callable[[Any], Any]] = {
 Laid = tuple[dict[str, Placement], Boundary]
 
 
+def _boundary(entering: Placement | None = None, leaving: Placement | None = None) -> Boundary:
+    """On a mesh of one axis."""
+    return Boundary(
+        None if entering is None else [entering], None if leaving is None else [leaving]
+    )
+
+
 def _of_projection(style: styles.Projection, module: ProgramModule) -> Laid:
     columns = isinstance(style, styles.ColwiseParallel)
     entering: Placement | None = Replicate()
@@ -229,7 +234,7 @@ def _of_projection(style: styles.Projection, module: ProgramModule) -> Laid:
         )
     leaving = style.output_layouts[0]
     named = {module.name_of(name): each for name, each in placements.items()}
-    return named, Boundary(entering, leaving)
+    return named, _boundary(entering, leaving)
 
 
 def _of_attention(style: styles.Projection, module: ProgramModule) -> dict[str, Placement]:
@@ -247,23 +252,23 @@ def _of_attention(style: styles.Projection, module: ProgramModule) -> dict[str, 
 
 def _of_sequence(style: styles.SequenceParallel, module: ProgramModule) -> Laid:
     whole = dict.fromkeys(map(module.name_of, module.shapes), Replicate())
-    return {**whole}, Boundary(entering=style.sequence_sharding[0])
+    return {**whole}, _boundary(entering=style.sequence_sharding[0])
 
 
 def _of_replicated(style: _Replicated, module: ProgramModule) -> Laid:
     whole = dict.fromkeys(map(module.name_of, module.shapes), Replicate())
-    return {**whole}, Boundary(entering=Replicate())
+    return {**whole}, _boundary(entering=Replicate())
 
 
 def _of_input(style: prepare.PrepareModuleInput, module: ProgramModule) -> Laid:
     wanted = [*style.desired_input_layouts, *style.desired_input_kwarg_layouts.values()]
-    return {}, Boundary(entering=_only(wanted, module))
+    return {}, _boundary(entering=_only(wanted, module))
 
 
 def _of_output(style: prepare.PrepareModuleOutput, module: ProgramModule) -> Laid:
     wanted: Any = style.desired_output_layouts
     wanted = wanted.values() if isinstance(wanted, Mapping) else wanted
-    return {}, Boundary(leaving=_only(list(wanted), module))
+    return {}, _boundary(leaving=_only(list(wanted), module))
 
 
 def _only(wanted: list[Any], module: ProgramModule) -> Placement | None:
