@@ -7,6 +7,9 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
@@ -21,7 +24,7 @@ class Routed(TorchDispatchMode):
         super().__init__()
         self._ranks = {}
         for count in range(1, mesh.ndim + 1):
-            for axes in itertools.combinations(range(mesh.ndim), count):
+            for axes in itertools.permutations(range(mesh.ndim), count):
                 ranks = mesh.ranks_along(axes)
                 self._ranks[default_group_name(ranks, current().size)] = ranks
 
@@ -56,3 +59,34 @@ def collectives(program: torch.export.ExportedProgram) -> dict[str, int]:
             and node.target._opname != "wait_tensor"
         )
     )
+
+
+class Checked(fx.Interpreter):
+    """Runs a graph and compares the shape and dtype of each result with the node's metadata."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        expected = n.meta.get("val")
+        if n.op != "output" and isinstance(result, torch.Tensor):
+            assert isinstance(expected, torch.Tensor), n
+            assert (result.shape, result.dtype) == (expected.shape, expected.dtype), n
+        return result
+
+
+def check_metadata(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> None:
+    """Every node's metadata has the local shape; the signature names what there is."""
+    given = iter(pytree.tree_leaves((args, kwargs)))
+    held = {**program.state_dict, **program.constants}
+    inputs = [
+        next(given) if spec.kind == InputKind.USER_INPUT else held[spec.target].detach().clone()
+        for spec in program.graph_signature.input_specs
+    ]
+    with torch.no_grad():
+        Checked(program.graph_module).run(*inputs)
+    placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    assert placeholders == [spec.arg.name for spec in program.graph_signature.input_specs]
+    for spec, result in zip(
+        program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True
+    ):
+        assert not isinstance(result, fx.Node) or spec.arg.name == result.name
+    program.validate()

@@ -25,6 +25,7 @@ CASES = {
         torch.index_reduce,
         [Sample(leaf(4, 3), 1, torch.tensor([2, 0]), leaf(4, 2), "prod")],
     ),
+    "copy": (torch.ops.aten.copy, [Sample(full(4, 3), full(3)), Sample(full(4, 3), full(4, 3))]),
     "_chunk_cat": (torch._chunk_cat, [Sample([full(3, 2), full(3, 3)], 1, 2)]),
 }
 

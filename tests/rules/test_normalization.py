@@ -270,6 +270,9 @@ def test_native_batch_norms_update_and_return_statistics(placement: sw.Placement
             *aten._batch_norm_with_update(x, weight, None, *running, 0.3, 1e-5),
             *aten._batch_norm_no_update(x, weight, None, *running, 0.3, 1e-5),
             *running,
+            *aten._native_batch_norm_legit_functional(x, weight, None, *running, True, 0.3, 1e-5),
+            *aten._native_batch_norm_legit_no_training(x, weight, None, *running, 0.3, 1e-5),
+            *running,
         ]
 
     want = results(x, weight, torch.zeros(3).double(), torch.ones(3).double())

@@ -20,6 +20,9 @@ STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 Placements = list[Placement]
 
+_NO_NAME = "Correct it, or leave it out: what no pattern matches is whole"
+_NO_AXIS = "Make the mesh with that axis, or leave it out"
+
 
 class Inputs:
     """The inputs of a program: parameters, buffers, constants, and what users give.
@@ -68,62 +71,85 @@ def placements_by_input(
     everything = [name for names in inputs.names.values() for name in names]
     for pattern, wanted in plan.items():
         check_pattern("plan", pattern)
-        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]")
+        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]", _NO_AXIS)
         fitting = [
             placeholder
             for placeholder, names in inputs.names.items()
             if any(matches(pattern, name) for name in names)
         ]
         if not fitting:
-            raise unmatched("plan", pattern, everything, "parameters, buffers or constants")
+            kinds = "parameters, buffers or constants"
+            raise unmatched("plan", pattern, everything, kinds, remedy=_NO_NAME)
         chosen |= dict.fromkeys(fitting, asked)
     users = [node.name for node in inputs.users]
-    return chosen | _given("input_placements", input_placements, users, mesh)
+    return chosen | _given("input_placements", input_placements, users, "inputs", mesh)
 
 
-def _given(argument: str, given: Any, names: list[str], mesh: DeviceMesh) -> dict[str, Placements]:
+def _given(
+    argument: str, given: Any, names: list[str], kinds: str, mesh: DeviceMesh
+) -> dict[str, Placements]:
     """Placements by name, or in order with None for what is whole."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        for name in given:
+        pairs = [(str(name), each) for name, each in given.items()]
+        for name, _ in pairs:
             if name not in names:
-                raise unmatched(argument, name, names, "inputs")
-        pairs = list(given.items())
+                raise unmatched(argument, name, names, kinds, remedy=f"There are {names}")
     else:
-        if len(given) != len(names):
+        if not isinstance(given, Sequence) or len(given) != len(names):
             raise ExportError(
                 f"{argument}: expected one for each of {names}, or a dict by their names; "
-                f"got {len(given)}"
+                f"got {given!r}"
             )
         pairs = [pair for pair in zip(names, given, strict=True) if pair[1] is not None]
-    return {name: placements_of(each, mesh, f"{argument}[{name!r}]") for name, each in pairs}
+    return {
+        name: placements_of(each, mesh, f"{argument}[{name!r}]", _NO_AXIS) for name, each in pairs
+    }
 
 
-def output_placements_of(given: Any, count: int, mesh: DeviceMesh) -> list[Placements]:
-    """The placements of each of the users' outputs; whole by default."""
+def output_placements_of(given: Any, values: Sequence[Any], mesh: DeviceMesh) -> list[Placements]:
+    """The placements of each of the users' outputs; whole by default.
+
+    Arguments:
+        values: the outputs, as the program's metadata has them.
+    """
     whole: Placements = [Replicate()] * mesh.ndim
-    if given is None:
-        return [whole] * count
-    names = [str(at) for at in range(count)]
+    names = [str(at) for at in range(len(values))]
+    if isinstance(given, Placement):
+        given = [given]
     if isinstance(given, Sequence) and given and all(isinstance(e, Placement) for e in given):
-        given = [given] * count  # the same for all
-    found = _given("output_placements", given, names, mesh)
+        given = [given] * len(values)  # the same for all
+    found = _given("output_placements", given, names, "outputs", mesh)
+    for name, value in zip(names, values, strict=True):
+        if name in found:
+            check_fits(f"output_placements[{name}]", value, found[name], mesh)
     return [found.get(name, whole) for name in names]
 
 
-def check_fits(name: str, value: Any, placements: Placements, mesh: DeviceMesh) -> None:
+def check_input(name: str, value: Any, placements: Placements, mesh: DeviceMesh) -> None:
     """Refuse placements that an input cannot have."""
-    if not isinstance(value, torch.Tensor):
-        raise ExportError(f"{name}: expected a tensor to place, the program has {value!r} there")
     if any(each.is_partial() for each in placements):
         raise ExportError(f"{name}: expected Shard or Replicate for an input, got {placements}")
+    check_fits(name, value, placements, mesh)
+
+
+def check_fits(name: str, value: Any, placements: Placements, mesh: DeviceMesh) -> None:
+    """Refuse placements that a tensor of the program cannot have."""
+    if not isinstance(value, torch.Tensor):
+        raise ExportError(f"{name}: expected a tensor to place, the program has {value!r} there")
     for axis, each in enumerate(placements):
-        if each.is_shard():
-            dim = each.dim % max(value.dim(), 1)  # type: ignore[attr-defined]
-            if dim < value.dim() and isinstance(value.shape[dim], torch.SymInt):
-                raise ExportError(
-                    f"{name}: dim {dim} is dynamic ({value.shape[dim]}), and axis "
-                    f"{mesh.axis_name(axis)} would split it: ranks could not know the lengths of "
-                    "each other's pieces. Fix its size at export, or split another dim"
-                )
+        if not each.is_shard():
+            continue
+        dim = each.dim  # type: ignore[attr-defined]
+        if not -value.dim() <= dim < value.dim():
+            raise ExportError(
+                f"{name}: expected a dim of a {value.dim()}-d tensor, {list(value.shape)}; "
+                f"got {each!r}"
+            )
+        if isinstance(value.shape[dim], torch.SymInt):
+            raise ExportError(
+                f"{name}: dim {dim % value.dim()} is dynamic ({value.shape[dim]}), and axis "
+                f"{mesh.axis_name(axis)} would split it: ranks could not know the lengths of "
+                "each other's pieces. Fix its size at export, or split another dim"
+            )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import (
     ExportGraphSignature,
     InputKind,
@@ -32,7 +33,7 @@ from shardwise.export.modules import modules_of
 from shardwise.export.plan import (
     Inputs,
     Placements,
-    check_fits,
+    check_input,
     output_placements_of,
     placements_by_input,
 )
@@ -131,10 +132,10 @@ class Sharding:
         for node, _ in self._inputs.all:
             if node.name in self._placements:
                 name = self._inputs.names.get(node.name, [node.name])[0]
-                check_fits(name, node.meta.get("val"), self._placements[node.name], mesh)
-        outputs = program.graph_signature.output_specs
-        users = sum(each.kind == OutputKind.USER_OUTPUT for each in outputs)
-        self._output_placements = output_placements_of(output_placements, users, mesh)
+                check_input(name, node.meta.get("val"), self._placements[node.name], mesh)
+        self._output_placements = output_placements_of(
+            output_placements, _users_outputs(program), mesh
+        )
         self._symbols = sizes.symbols_of(program)
         self._whole: Placements = [Replicate()] * mesh.ndim
 
@@ -244,7 +245,8 @@ class Sharding:
     def _propagate(self, module: fx.GraphModule, lifted: Mapping[str, torch.Tensor]) -> None:
         """Give every node its value without data, with symbols where sizes are dynamic."""
         values = {node.name: node.meta.get("val") for node, _ in self._inputs.all}
-        mode = next(filter(None, (getattr(each, "fake_mode", None) for each in values.values())))
+        modes = filter(None, (getattr(each, "fake_mode", None) for each in values.values()))
+        mode = next(modes, None) or FakeTensorMode()
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         given = []
         for node in placeholders:
@@ -299,7 +301,7 @@ class Sharding:
             graph_signature=ExportGraphSignature(inputs, outputs),
             state_dict=self._pieces(original.state_dict),
             range_constraints=copy.deepcopy(original.range_constraints),
-            module_call_graph=copy.deepcopy(original.module_call_graph),
+            module_call_graph=_module_calls(original),
             example_inputs=self._example(),
             constants={**self._pieces(original.constants), **constants},
             verifiers=original.verifiers,
@@ -349,6 +351,28 @@ class Sharding:
             for name, leaf in zip(names, leaves, strict=True)
         ]
         return pytree.tree_unflatten(leaves, structure)
+
+
+def _users_outputs(program: ExportedProgram) -> list[Any]:
+    """What users get, as the program's metadata has it."""
+    results: Any = program.graph.output_node().args[0]
+    specs = program.graph_signature.output_specs
+    return [
+        result.meta.get("val") if isinstance(result, fx.Node) else result
+        for spec, result in zip(specs, results, strict=True)
+        if spec.kind == OutputKind.USER_OUTPUT
+    ]
+
+
+def _module_calls(program: ExportedProgram) -> list[ModuleCallEntry]:
+    """Which modules there are, and how users call the program.
+
+    Signatures of other modules, where export was asked to keep them, name nodes that are no more.
+    """
+    return [
+        ModuleCallEntry(each.fqn, each.signature if each.fqn == "" else None)
+        for each in program.module_call_graph
+    ]
 
 
 def _named(spec: OutputSpec, value: Any) -> OutputSpec:

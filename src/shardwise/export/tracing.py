@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from shardwise import world
 from shardwise.comm import Cause, trace
 from shardwise.comm.cause import acting
-from shardwise.export.errors import ExportError
 from shardwise.export.notes import node_of, note, note_layout
+from shardwise.export.operators import check_operator, first_alone
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 from shardwise.world import World
@@ -56,7 +56,7 @@ class OnDTensors(fx.Interpreter):
         """Run a node; its recorded ones get its metadata and layout."""
         with acting(Cause(module=_module_of(n))):
             try:
-                result = super().run_node(n)
+                result = self._result(n)
             except Exception as error:
                 error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
                 raise
@@ -64,6 +64,14 @@ class OnDTensors(fx.Interpreter):
                 result = self._moves.leaving(n, result)
         pytree.tree_map_only(torch.Tensor, note, result)
         return result
+
+    def _result(self, node: fx.Node) -> Any:
+        alone = first_alone(node)
+        if alone is None:
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        with self._set_current_node(node):
+            return (alone(*args, **kwargs),)
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """What a node is run on."""
@@ -76,10 +84,7 @@ class OnDTensors(fx.Interpreter):
         """Run an operator; what it would put on a device stays without data."""
         if target in _INLINE:
             return _INLINE[target](self, *args, **kwargs)
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            raise ExportError(
-                f"exported_program: {target} has graphs of its own, which are not supported"
-            )
+        check_operator(target, args, kwargs)
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: _META, (args, kwargs))
         if target is torch.ops.aten.sym_size.int:
             tensor, dim = args

@@ -56,6 +56,7 @@ def unmatched(
     kinds: str,
     others: Iterable[str] = (),
     meant: str = "",
+    remedy: str = "Correct it, or pass strict=False to leave it out",
 ) -> PlanError:
     """The error for a pattern that nothing matches, with what the user may have meant.
 
@@ -63,6 +64,7 @@ def unmatched(
         names: those that it may match, which are of these `kinds`.
         others: names of another kind.
         meant: what to write if it matches one of those instead.
+        remedy: what to do, where strict=False is no answer.
     """
     asked = f"{argument}[{pattern!r}]: expected the name, or a pattern for names, of {kinds}; it"
     other = next((name for name in others if matches(pattern, name)), None)
@@ -71,9 +73,7 @@ def unmatched(
     known = [name for name in dict.fromkeys(names) if name]
     near = _near(pattern, known)
     hint = f"; near it are {', '.join(near)}" if near else ""
-    return PlanError(
-        f"{asked} matches nothing{hint}. Correct it, or pass strict=False to leave it out"
-    )
+    return PlanError(f"{asked} matches nothing{hint}. {remedy}")
 
 
 def _near(pattern: str, known: list[str]) -> list[str]:

@@ -27,11 +27,20 @@ def _is_placement(value: Any) -> bool:
     return isinstance(value, Placement) or kind.__module__.startswith("torch.distributed.tensor")
 
 
-def placements_of(spec: Any, mesh: DeviceMesh, argument: str) -> list[Placement]:
-    """One placement per axis; an axis that is not named holds the tensor whole."""
+OTHER_AXES = "Make the mesh with that axis, or pass strict=False to leave such axes out"
+
+
+def placements_of(
+    spec: Any, mesh: DeviceMesh, argument: str, remedy: str = OTHER_AXES
+) -> list[Placement]:
+    """One placement per axis; an axis that is not named holds the tensor whole.
+
+    Arguments:
+        remedy: what to do about axes that the mesh does not have.
+    """
     if isinstance(spec, Mapping):
         result: list[Placement] = [Replicate()] * mesh.ndim
-        for axis, placement in named(spec, mesh, argument).items():
+        for axis, placement in named(spec, mesh, argument, remedy).items():
             result[axis] = placement
         return result
     if isinstance(spec, Placement):
@@ -44,14 +53,16 @@ def placements_of(spec: Any, mesh: DeviceMesh, argument: str) -> list[Placement]
     return [as_placement(each, f"{argument}[{at}]") for at, each in enumerate(spec)]
 
 
-def named(spec: Mapping[Axis, Placement], mesh: DeviceMesh, argument: str) -> dict[int, Placement]:
+def named(
+    spec: Mapping[Axis, Placement], mesh: DeviceMesh, argument: str, remedy: str = OTHER_AXES
+) -> dict[int, Placement]:
     """The placements by the position of their axis."""
     result: dict[int, Placement] = {}
     for axis, placement in spec.items():
         if not has_axis(mesh, axis):
             raise PlanError(
-                f"{argument}: expected axes of the mesh, {mesh.axes_shown()}; got {axis!r}. Make "
-                "the mesh with that axis, or pass strict=False to leave such axes out"
+                f"{argument}: expected axes of the mesh, {mesh.axes_shown()}; got {axis!r}. "
+                f"{remedy}"
             )
         at = mesh.axis(axis)
         if at in result:

@@ -113,6 +113,29 @@ def native_batch_norm(
     return _native(input, weight, bias, *(() if has_statistics else (None, None)), *rest, **kwargs)
 
 
+@composed("_native_batch_norm_legit_functional")
+def functional_batch_norm(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Also the running statistics as they are then; those that are given stay as they were."""
+    mean, variance = running_mean.clone(), running_var.clone()
+    made = _native(input, weight, bias, mean, variance, training, momentum, eps)
+    return (*made, mean, variance)
+
+
+@composed("_native_batch_norm_legit_no_training")
+def native_batch_norm_by_statistics(*args: Any) -> Any:
+    """By the running statistics."""
+    return _with_reserve(*args[:5], False, *args[5:])[:3]
+
+
 @composed("_batch_norm_with_update")
 def batch_norm_with_update(*args: Any) -> Any:
     """And a reserve for cudnn, which is empty without it."""

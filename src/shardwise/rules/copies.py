@@ -53,6 +53,14 @@ for _name in _VIEWS:
 # ---- with a view overwritten
 
 
+@composed("copy")
+def copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """All of it: `copy_` of an input that stays as it was, and so lies as the source does."""
+    mesh = mesh_of(input, src)
+    source = src if isinstance(src, DTensor) else static(src, mesh)
+    return source.to(input.dtype).expand(input.shape).clone()
+
+
 @composed("select_scatter")
 def select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> DTensor:
     """One row."""

@@ -1,0 +1,68 @@
+"""What is to be known of an operator before it is run on DTensors: may it be, and how."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.export.errors import ExportError
+
+_TO_NUMBER = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
+
+
+def check_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what the ranks of a program cannot do together."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        raise ExportError(
+            f"exported_program: {target} has graphs of its own, which are not supported; export "
+            "without it: branches, loops and scans by Python"
+        )
+    if _draws(target, args, kwargs):
+        raise ExportError(
+            f"exported_program: {target} draws random numbers, and ranks would have to draw the "
+            "same, each its part; export the model in eval mode, without dropout, or give it "
+            "random numbers as inputs"
+        )
+    if target in _TO_NUMBER:
+        raise ExportError(
+            f"exported_program: {target} makes a number of data, on which what follows may depend; "
+            "such programs are not supported. Keep it a tensor"
+        )
+
+
+def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator is random: dropout is not, outside of training or of nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    arguments = target._schema.arguments
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given |= dict(zip((each.name for each in arguments), args, strict=False))
+    given |= kwargs
+    chance = given.get("p", given.get("dropout_p", given.get("dropout")))
+    return given.get("train", given.get("training")) is not False and chance != 0
+
+
+def _group_norm(
+    input: Any, weight: Any, bias: Any, n: int, c: int, space: int, groups: int, eps: float
+) -> Any:
+    return torch.group_norm(input, groups, weight, bias, eps)
+
+
+# Statistics are whole on every rank, which costs collectives; the result alone may need none.
+_WITHOUT_STATISTICS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_group_norm.default: _group_norm,
+}
+
+
+def first_alone(node: fx.Node) -> Callable[..., Any] | None:
+    """What makes only the first result of a node, where no other is used; None if it is as dear."""
+    made = _WITHOUT_STATISTICS.get(node.target)
+    if made is None or any(
+        user.target is not operator.getitem or user.args[1] != 0 for user in node.users
+    ):
+        return None
+    return made

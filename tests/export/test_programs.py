@@ -1,0 +1,86 @@
+"""Programs of all ranks, on simulated ones, do what the original does."""
+
+import copy
+import io
+
+import pytest
+import torch
+from export_cases import CASES, program, runs
+from export_ranks import Routed, check_metadata, collectives
+
+import shardwise as sw
+from shardwise import Shard
+from shardwise.export import shard_program
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def reloaded(made):
+    file = io.BytesIO()
+    torch.export.save(made, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+def results(name, decomposed, shape, input_placements=None):
+    """What each rank's program returns, and its collectives."""
+    case, original = CASES[name], program(name, decomposed)
+
+    def rank():
+        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        made = shard_program(original, mesh, case.plan, input_placements=input_placements)
+        args, kwargs = case.inputs()
+        split = input_placements is not None
+        if split:
+            args = args[0].chunk(shape[0])[mesh.get_local_rank("dp")], *args[1:]
+        inputs = [(args, kwargs)] * 2 if split else case.all_inputs()
+        saved = reloaded(made)
+        with Routed(mesh):
+            if not case.others:
+                check_metadata(made, args, kwargs)
+            return runs(made.module(), inputs), runs(saved.module(), inputs), collectives(made)
+
+    return sw.simulate(rank, mesh_size(shape))
+
+
+def mesh_size(shape):
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+def agrees(got, want, case):
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=case.tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_get_what_one_process_does(name):
+    case = CASES[name]
+    before = copy.deepcopy(program(name))
+    want = runs(case.made(), case.all_inputs())
+    for got, saved, counted in results(name, False, (2,)):
+        agrees(got, want, case)
+        agrees(saved, want, case)
+        assert counted == case.collectives
+    assert str(program(name)) == str(before)
+    torch.testing.assert_close(program(name).state_dict, before.state_dict, rtol=0, atol=0)
+
+
+# What is slow with dynamic sizes is the same with fixed ones.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "llama"])
+def test_four_ranks_get_it_from_decomposed_programs(name):
+    case = CASES[name]
+    want = runs(case.made(), case.all_inputs())
+    for got, saved, counted in results(name, True, (4,)):
+        agrees(got, want, case)
+        agrees(saved, want, case)
+        assert counted == (case.decomposed or case.collectives)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.batch])
+def test_each_row_of_a_mesh_may_have_a_part_of_the_batch(name):
+    case = CASES[name]
+    want = runs(case.made(), [case.inputs()])[0][0]
+    for got, saved, counted in results(name, False, (2, 2), {case.batch: {"dp": Shard(0)}}):
+        for (result, *_), (again, *_) in zip(got, saved, strict=True):
+            agrees(result, want, case)
+            agrees(again, want, case)
+        assert sum(counted.values()) >= sum(case.collectives.values())
