@@ -3,12 +3,15 @@
 from shardwise.export.errors import ExportError
 from shardwise.export.program import shard_program
 from shardwise.export.showing import print_sharding, sharding_text
+from shardwise.export.step import ShardedStep, shard_step
 from shardwise.export.styles import tensor_parallel_transformation
 
 __all__ = [
     "ExportError",
+    "ShardedStep",
     "print_sharding",
     "shard_program",
+    "shard_step",
     "sharding_text",
     "tensor_parallel_transformation",
 ]

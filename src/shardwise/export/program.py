@@ -37,7 +37,7 @@ from shardwise.export.plan import (
     output_placements_of,
     placements_by_input,
 )
-from shardwise.export.recording import RecordingWorld
+from shardwise.export.recording import RecordingWorld, as_recorded
 from shardwise.export.tracing import (
     Moves,
     OnDTensors,
@@ -86,16 +86,7 @@ def shard_program(
             f"exported_program: expected one of torch.export, got {type(exported_program).__name__}"
         )
     mesh = as_mesh(mesh)
-    here = world.current()
-    if mesh.is_abstract:
-        recording = RecordingWorld(0, mesh.size())
-    else:
-        if mesh.get_coordinate() is None:
-            raise ExportError(f"mesh: expected one that this rank is in, got {mesh!r}")
-        name_of = None if here.is_simulated else lambda ranks: here.process_group(ranks).group_name
-        recording = RecordingWorld(here.rank, here.size, name_of)
-    with world.use(recording):
-        real = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    real, recording = as_recorded(mesh)
     boundaries: dict[str, Boundary] = {}
     if isinstance(plan, Mapping):
         plan, boundaries = apart(plan, modules_of(exported_program))

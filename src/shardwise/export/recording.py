@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardwise import world
 from shardwise.comm import trace
 from shardwise.comm.alone import AloneCommunicator
 from shardwise.comm.arguments import Shape
@@ -19,6 +20,7 @@ from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.export.errors import ExportError
 from shardwise.export.notes import note_collective
+from shardwise.mesh import DeviceMesh
 from shardwise.world import World
 
 _functional: Any = torch.ops._c10d_functional
@@ -57,6 +59,21 @@ class RecordingWorld(World):
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         return RecordingCommunicator(ranks, ranks.index(self.rank), axes, self._group_name(ranks))
+
+
+def as_recorded(mesh: DeviceMesh) -> tuple[DeviceMesh, RecordingWorld]:
+    """A mesh as a program knows it, and the calling rank; of an abstract mesh, the first."""
+    here = world.current()
+    if mesh.is_abstract:
+        recording = RecordingWorld(0, mesh.size())
+    else:
+        if mesh.get_coordinate() is None:
+            raise ExportError(f"mesh: expected one that this rank is in, got {mesh!r}")
+        name_of = None if here.is_simulated else lambda ranks: here.process_group(ranks).group_name
+        recording = RecordingWorld(here.rank, here.size, name_of)
+    with world.use(recording):
+        names = mesh.mesh_dim_names
+        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names), recording
 
 
 class RecordingCommunicator(Communicator):

@@ -36,7 +36,7 @@ def is_summed(dtype: torch.dtype) -> bool:
 def autocast(tensor: torch.Tensor) -> torch.Tensor:
     """What torch makes of an operand of a product of matrices."""
     device = tensor.device.type
-    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+    if _is_enabled(device) and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
 
@@ -46,4 +46,9 @@ def autocast_wider(*tensors: torch.Tensor) -> torch.dtype:
     dtype = tensors[0].dtype
     for each in tensors[1:]:
         dtype = torch.promote_types(dtype, each.dtype)
-    return wider(dtype) if torch.is_autocast_enabled(tensors[0].device.type) else dtype
+    return wider(dtype) if _is_enabled(tensors[0].device.type) else dtype
+
+
+def _is_enabled(device: str) -> bool:
+    # torch knows no autocast of tensors without data, and does not ignore the question.
+    return device != "meta" and torch.is_autocast_enabled(device)
