@@ -296,8 +296,8 @@ class _Recording:
                 pieces.append(self._piece(value, self._layouts[leaf.name], leaf.name))
             kept.append(_TENSOR if leaf.is_tensor else value)
         others = pytree.tree_leaves(outputs)
-        count = sum(isinstance(value, torch.Tensor) for value in others)
-        wanted = iter(output_placements_of(self._output_placements, count, self._mesh))
+        tensors = [value for value in others if isinstance(value, torch.Tensor)]
+        wanted = iter(output_placements_of(self._output_placements, tensors, self._mesh))
         for value in others:
             if isinstance(value, torch.Tensor):
                 layout = Layout.from_placements(self._mesh, value.shape, next(wanted))
