@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from shardwise.box import Box
-from shardwise.comm.buffers import owned
 from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
@@ -38,6 +37,11 @@ class Held:
         """As metadata describes them."""
         return Held(tuple(each.box for each in shards), tuple(group.owners(shards)))
 
+    @staticmethod
+    def whole(size: Sequence[int], rank: int) -> Held:
+        """All of a tensor, on one rank."""
+        return Held((Box((0,) * len(size), tuple(size)),), (rank,))
+
     def by(self, rank: int) -> list[Box]:
         """The boxes that a rank holds, in order."""
         return [box for box, owner in zip(self.boxes, self.owners, strict=True) if owner == rank]
@@ -57,25 +61,32 @@ class Move:
     group: Group
     before: Held
     after: Held
+    reason: str = "ShardedTensor.reshard"
+    """What it is for, in a trace."""
 
     @property
     def reverse(self) -> Move:
         """The way back."""
-        return Move(self.group, self.after, self.before)
+        return Move(self.group, self.after, self.before, self.reason)
 
-    def run(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        like: torch.Tensor,
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         """This rank's shards after the move, of those before it. Backward: the reverse.
-
-        A shard that stays as it is is returned as it is.
 
         Arguments:
             like: tells dtype and device, also to a rank that holds nothing.
+            into: tensors to write them to. Without, they are new ones, or one of `tensors` where
+                that stays as it is.
         """
         rank = self.group.rank
         here = dict(zip(self.before.by(rank), tensors, strict=True))
         holders, takers = Corners(self.before.boxes), Corners(self.after.boxes)
         wanted = self.after.by(rank)
-        stays = {box for box in wanted if box in here and not box.is_empty}
+        stays = {box for box in wanted if box in here and not box.is_empty and into is None}
         parts, places = {}, {}
         given, taken, results = [], [], []
         for box, tensor in here.items():
@@ -83,8 +94,11 @@ class Move:
                 common = box.intersect(self.after.boxes[at])
                 parts[common] = tensor.detach()[common.within(box).slices]
                 given.append(Transfer(self.after.owners[at], common))
-        for box in wanted:
-            result = here[box].detach() if box in stays else like.new_empty(box.shape)
+        for number, box in enumerate(wanted):
+            if into is not None:
+                result = into[number]
+            else:
+                result = here[box].detach() if box in stays else like.new_empty(box.shape)
             results.append(result)
             for at in holders.meeting(box) if box not in stays else ():
                 common = box.intersect(self.before.boxes[at])
@@ -92,7 +106,7 @@ class Move:
                 taken.append(Transfer(self.before.owners[at], common))
         # Both ends of a message put its parts in the same order.
         swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
-        with running("ShardedTensor.reshard"):
+        with running(self.reason):
             if self._is_large(like):
                 swap.into(parts, places).wait()
             else:
@@ -211,30 +225,3 @@ def whole(
         nothing: that is recorded as the shards are, on all ranks.
     """
     return _Whole.apply(held, group, out, nothing, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def gathered(
-    held: Held, group: Group, tensors: Sequence[torch.Tensor], like: torch.Tensor, index: int
-) -> list[torch.Tensor] | None:
-    """What each rank holds, its shards one after the other, on the rank at `index`."""
-    shapes = [(count,) for count in held.counts(group)]
-    with running("ShardedTensor.gather"):
-        return group.communicator.gather(flat(tensors, like), shapes, index)
-
-
-def scattered(held: Held, group: Group, tensor: torch.Tensor, index: int) -> list[torch.Tensor]:
-    """This rank's shards of a tensor that the rank at `index` has whole."""
-    own = held.by(group.rank)
-    data = tensor.detach()
-    pieces = None
-    if group.ranks[index] == group.rank:
-        pieces = [flat([data[box.slices] for box in held.by(rank)], data) for rank in group.ranks]
-    # Elsewhere than at the source, the tensor may have no elements.
-    device = torch.device("cpu") if data.is_meta else data.device
-    like = data.new_empty(sum(math.prod(box.shape) for box in own), device=device)
-    with running("ShardingSpec.shard"):
-        piece = group.communicator.scatter(like, pieces, index)
-    parts = piece.split_with_sizes([math.prod(box.shape) for box in own])
-    # Each in memory of its own, so that to hold or save one is not to hold or save all; and no view
-    # to autograd, which does not let views of a split be written to.
-    return [owned(part.view(box.shape)).detach() for box, part in zip(own, parts, strict=True)]
