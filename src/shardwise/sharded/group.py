@@ -93,10 +93,6 @@ class Group:
         """The global rank of each shard."""
         return [self.owner(shard.placement, f"shard {shard.box}: placement") for shard in shards]
 
-    def same_as(self, other: Group) -> bool:
-        """Whether it is the same ranks in the same order."""
-        return self.ranks == other.ranks
-
 
 def as_group(process_group: GroupLike) -> Group:
     """The ranks that are meant by what was given as `process_group`."""
