@@ -19,13 +19,12 @@ from shardwise.sharded.base import bare
 from shardwise.sharded.boxes import check_tiling
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group, GroupLike, as_group
-from shardwise.sharded.local import mine
+from shardwise.sharded.held import Held, mine
 from shardwise.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded.moving import Held
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import (
     ShardingSpec,

@@ -19,12 +19,12 @@ from shardwise.placement import Shard as SplitAlong
 from shardwise.sharded import building
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
+from shardwise.sharded.held import Held
 from shardwise.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded.moving import Held
 from shardwise.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardwise.tensor import DTensor, unwrap, wrap
 

@@ -13,7 +13,8 @@ import torch
 from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin, mine
+from shardwise.sharded.held import mine
+from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
 from shardwise.sharded.moving import Move, moved
 from shardwise.tensor import DTensor
 

@@ -12,8 +12,7 @@ from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorBase, bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
-from shardwise.sharded.metadata import ShardedTensorMetadata
-from shardwise.sharded.moving import Held
+from shardwise.sharded.held import Held, mine
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import inferred_spec
 
@@ -111,9 +110,7 @@ class LocalShards(ShardedTensorBase):
         """Where this rank's shards are; where the first shard is, if it has none."""
         if self._local_shards:
             return self._local_shards[0].tensor.device
-        placement = self._metadata.shards_metadata[0].placement
-        assert placement is not None, "it has an owner"
-        return torch.device(placement.device().type)
+        return torch.device(self._metadata.shards_metadata[0].device.type)
 
     # ---- gradients
 
@@ -184,12 +181,6 @@ class LocalShards(ShardedTensorBase):
         """On a rank without shards: the shards of others have gradients."""
         piece = self._empty()
         piece.grad = torch.zeros_like(piece)
-
-
-def mine(metadata: ShardedTensorMetadata, held: Held, group: Group) -> list[Any]:
-    """The shards of this rank among all."""
-    pairs = zip(metadata.shards_metadata, held.owners, strict=True)
-    return [each for each, owner in pairs if owner == group.rank]
 
 
 def can_require_gradients(dtype: torch.dtype) -> bool:

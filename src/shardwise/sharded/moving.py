@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from shardwise.box import Box
 from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
@@ -22,36 +21,7 @@ from shardwise.redistribute.swap import Swap
 from shardwise.sharded.boxes import Corners
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group
-from shardwise.sharded.metadata import ShardMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Shards by their boxes, and the global rank that holds each."""
-
-    boxes: tuple[Box, ...]
-    owners: tuple[int, ...]
-
-    @staticmethod
-    def of(shards: Sequence[ShardMetadata], group: Group) -> Held:
-        """As metadata describes them."""
-        return Held(tuple(each.box for each in shards), tuple(group.owners(shards)))
-
-    @staticmethod
-    def whole(size: Sequence[int], rank: int) -> Held:
-        """All of a tensor, on one rank."""
-        return Held((Box((0,) * len(size), tuple(size)),), (rank,))
-
-    def by(self, rank: int) -> list[Box]:
-        """The boxes that a rank holds, in order."""
-        return [box for box, owner in zip(self.boxes, self.owners, strict=True) if owner == rank]
-
-    def counts(self, group: Group) -> list[int]:
-        """How many elements each rank of a group holds."""
-        found = dict.fromkeys(group.ranks, 0)
-        for box, owner in zip(self.boxes, self.owners, strict=True):
-            found[owner] += math.prod(box.shape)
-        return list(found.values())
+from shardwise.sharded.held import Held
 
 
 @dataclass(frozen=True, slots=True)

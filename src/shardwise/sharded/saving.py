@@ -21,9 +21,8 @@ from shardwise.sharded import remote
 from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError
 from shardwise.sharded.group import Group, GroupLike, as_group
-from shardwise.sharded.local import mine
+from shardwise.sharded.held import Held, mine
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded.moving import Held
 from shardwise.sharded.shard import Shard, is_on
 from shardwise.sharded.specs import (
     ChunkShardingSpec,

@@ -16,9 +16,9 @@ from shardwise.sharded.agreeing import Problem, check_agreement, refuse_problems
 from shardwise.sharded.building import made
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group, GroupLike, as_group
-from shardwise.sharded.local import mine
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded.moving import Held, Move
+from shardwise.sharded.held import Held, mine
+from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded.moving import Move
 from shardwise.sharded.specs import ShardingSpec
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def scattered(
         given, like, pieces
     )
     shards = [
-        piece.to(_device(each)).requires_grad_(tensor.requires_grad)
+        piece.to(each.device).requires_grad_(tensor.requires_grad)
         for piece, each in zip(pieces, own, strict=True)
     ]
     return made(metadata, spec, shards, group, held)
@@ -94,8 +94,3 @@ def _agreed_cut(
     refuse_problems(group, [each.problem for each in everywhere])
     assert index is not None, "checked"
     return index, metadata
-
-
-def _device(shard: ShardMetadata) -> torch.device:
-    assert shard.placement is not None, "it has an owner"
-    return shard.placement.device()

@@ -24,9 +24,10 @@ from shardwise.sharded.building import (
 from shardwise.sharded.copying import Copying
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import check_can_pin, mine
+from shardwise.sharded.held import Held, mine
+from shardwise.sharded.local import check_can_pin
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded.moving import Held, Move
+from shardwise.sharded.moving import Move
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import ShardingSpec, as_spec
 from shardwise.tensor import DTensor, short_dtype
@@ -77,7 +78,7 @@ class ShardedTensor(Copying):
                 tensor = torch.empty(
                     each.shard_sizes,
                     dtype=self.dtype,
-                    device=each.placement.device(),
+                    device=each.device,
                     pin_memory=pin_memory,
                     requires_grad=requires_grad,
                 )
@@ -321,17 +322,13 @@ def _is_whole(dtype: torch.dtype) -> bool:
 
 def _check_devices(after: Sequence[ShardMetadata], before: Sequence[ShardMetadata]) -> None:
     """Refuse placements on devices that no shard was on: to reshard is to move between ranks."""
-    known = {_device_type(each) for each in before}
+    known = {each.device.type for each in before}
     for each in after:
-        if _device_type(each) not in known:
+        if each.placement is not None and each.device.type not in known:
             raise ShardedTensorError(
                 f"resharding_spec: expected placements on {' or '.join(sorted(known))}, where the "
                 f"shards are; got {each.placement}. To change the device, say to(device) first"
             )
-
-
-def _device_type(shard: ShardMetadata) -> str:
-    return "" if shard.placement is None else shard.placement.device().type
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
