@@ -167,8 +167,7 @@ def _rebuilt(
             without shards knows.
     """
     shards, metadata, saved, spec, init_rrefs = state
-    known = (shards[0].metadata if shards else metadata.shards_metadata[0]).placement
-    if known is not None and not is_on(like, known.device()):
+    if not is_on(like, (shards[0].metadata if shards else metadata.shards_metadata[0]).device):
         metadata = metadata.copy(torch.device(like.device.type))
         spec = inferred_spec(metadata.shards_metadata, metadata.size)
     made = bare(kind, spec, metadata, [])
