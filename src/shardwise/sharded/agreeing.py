@@ -23,8 +23,10 @@ class Problem:
     @staticmethod
     def of(error: Exception) -> Problem:
         """An error, without the rank that its message ends with; one of torch's as one of ours."""
+        kind: type[ShardwiseError]
         kind = ShardedTensorError if isinstance(error, ValueError) else ShardedStateError
-        kind = type(error) if isinstance(error, ShardwiseError) else kind
+        if isinstance(error, ShardwiseError):
+            kind = type(error)
         return Problem(kind, str(error).removesuffix(f" [{errors.whereabouts()}]"))
 
 

@@ -66,14 +66,13 @@ class Group:
             return here.process_group(self.ranks)
         return self.mesh() if self.given is None else self.given
 
-    def index(self, rank: int, argument: str) -> int:
-        """Where a global rank stands in it."""
+    def check_member(self, rank: int, argument: str) -> None:
+        """Refuse a global rank that is not in it."""
         if rank not in self.ranks:
             raise ShardedTensorError(
                 f"{argument}: expected one of the process group's global ranks {self.ranks}, "
                 f"got {rank!r}"
             )
-        return self.ranks.index(rank)
 
     def owner(self, placement: RemoteDevice | None, argument: str) -> int:
         """The global rank that a placement means."""

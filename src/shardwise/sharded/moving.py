@@ -8,12 +8,13 @@ hold it: nobody can move fewer bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shardwise.box import Box
 from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
@@ -52,28 +53,23 @@ class Move:
             into: tensors to write them to. Without, they are new ones, or one of `tensors` where
                 that stays as it is.
         """
-        rank = self.group.rank
+        rank, wanted = self.group.rank, self.after.by(self.group.rank)
         here = dict(zip(self.before.by(rank), tensors, strict=True))
-        holders, takers = Corners(self.before.boxes), Corners(self.after.boxes)
-        wanted = self.after.by(rank)
         stays = {box for box in wanted if box in here and not box.is_empty and into is None}
+        results = list(into or ())
+        if into is None:
+            results = [
+                here[box].detach() if box in stays else like.new_empty(box.shape) for box in wanted
+            ]
+        there = dict(zip(wanted, results, strict=True))
         parts, places = {}, {}
-        given, taken, results = [], [], []
-        for box, tensor in here.items():
-            for at in takers.meeting(box) if box not in stays else ():
-                common = box.intersect(self.after.boxes[at])
-                parts[common] = tensor.detach()[common.within(box).slices]
-                given.append(Transfer(self.after.owners[at], common))
-        for number, box in enumerate(wanted):
-            if into is not None:
-                result = into[number]
-            else:
-                result = here[box].detach() if box in stays else like.new_empty(box.shape)
-            results.append(result)
-            for at in holders.meeting(box) if box not in stays else ():
-                common = box.intersect(self.before.boxes[at])
-                places[common] = result[common.within(box).slices]
-                taken.append(Transfer(self.before.owners[at], common))
+        given, taken = [], []
+        for box, common, owner in _shared(here.keys() - stays, self.after):
+            parts[common] = here[box].detach()[common.within(box).slices]
+            given.append(Transfer(owner, common))
+        for box, common, owner in _shared(there.keys() - stays, self.before):
+            places[common] = there[box][common.within(box).slices]
+            taken.append(Transfer(owner, common))
         # Both ends of a message put its parts in the same order.
         swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
         with running(self.reason):
@@ -99,6 +95,14 @@ class Move:
                 "hold no shards after this move, so they would not know when; give each an empty "
                 "shard, or detach() first"
             )
+
+
+def _shared(boxes: Iterable[Box], held: Held) -> Iterator[tuple[Box, Box, int]]:
+    """Of each box, what it has in common with each that is held, and who holds that."""
+    corners = Corners(held.boxes)
+    for box in boxes:
+        for at in corners.meeting(box):
+            yield box, box.intersect(held.boxes[at]), held.owners[at]
 
 
 class _Moved(torch.autograd.Function):
@@ -138,20 +142,11 @@ def moved(
     return list(_Moved.apply(move, like, nothing, *tensors))  # type: ignore[no-untyped-call]
 
 
-def flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Shards one after the other; as it lies, if it is one."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(-1)
     return torch.cat([like.new_empty(0), *(each.detach().reshape(-1) for each in tensors)])
-
-
-def put(held: Held, group: Group, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write what each rank of a group holds, its shards one after the other, to a whole tensor."""
-    for rank, piece in zip(group.ranks, pieces, strict=True):
-        boxes = held.by(rank)
-        parts = piece.split_with_sizes([math.prod(box.shape) for box in boxes])
-        for box, part in zip(boxes, parts, strict=True):
-            out[box.slices] = part.view(box.shape)
 
 
 class _Whole(torch.autograd.Function):
@@ -168,10 +163,12 @@ class _Whole(torch.autograd.Function):
         *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.boxes = held.by(group.rank)
-        counts = held.counts(group)
         with running("ShardedTensor.full_tensor"):
-            gathered = group.communicator.all_gather(flat(shards, out), 0, counts)
-        put(held, group, gathered.split_with_sizes(counts), out)
+            gathered = group.communicator.all_gather(_flat(shards, out), 0, held.counts(group))
+        boxes = [box for rank in group.ranks for box in held.by(rank)]
+        parts = gathered.split_with_sizes([math.prod(box.shape) for box in boxes])
+        for box, part in zip(boxes, parts, strict=True):
+            out[box.slices] = part.view(box.shape)
         ctx.mark_dirty(out)
         return out
 

@@ -137,7 +137,7 @@ class ShardedTensor(Copying):
             dtype: what the elements are converted to before they travel. By default they travel
                 as they are, and `out` must be able to hold them.
         """
-        self._group.index(dst, "dst")
+        self._group.check_member(dst, "dst")
         like, tensors = self._like(), self._tensors()
         if dtype is not None:
             like, tensors = like.to(dtype), [each.detach().to(dtype) for each in tensors]
