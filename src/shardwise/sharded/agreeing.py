@@ -22,12 +22,11 @@ class Problem:
 
     @staticmethod
     def of(error: Exception) -> Problem:
-        """An error, without the rank that its message ends with; one of torch's as one of ours."""
-        kind: type[ShardwiseError]
-        kind = ShardedTensorError if isinstance(error, ValueError) else ShardedStateError
+        """An error, without the rank that its message ends with; another's as one of ours."""
         if isinstance(error, ShardwiseError):
-            kind = type(error)
-        return Problem(kind, str(error).removesuffix(f" [{errors.whereabouts()}]"))
+            return Problem(type(error), str(error).removesuffix(f" [{errors.whereabouts()}]"))
+        kind = ShardedTensorError if isinstance(error, ValueError) else ShardedStateError
+        return Problem(kind, f"{type(error).__name__}: {error}")
 
 
 def refuse_problems(group: Group, problems: list[Problem | None]) -> None:
