@@ -227,9 +227,8 @@ def refused_half_way():
     rank = dist.get_rank()
     good = sharded.zeros(chunks(range(4)), 7, 6)
     shards = good.local_shards() if rank != 2 else []
-    with pytest.raises(ValueError, match="local_shards: expected 1, as many as the me") as caught:
+    with pytest.raises(ValueError, match="rank 2: local_shards: expected 1, as many") as caught:
         sharded.init_from_local_shards_and_global_metadata(shards, good.metadata(), init_rrefs=True)
-    assert str(caught.value).startswith("local_sh" if rank == 2 else "rank 2: local_shards: exp")
     assert str(caught.value).endswith(f"got 0 [rank {rank} of 4]")
     tensor = good.local_tensor() if rank != 1 else torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"tensor: expected .* \[2, 6\], got a tensor .* \[3, 3\]"):

@@ -54,7 +54,7 @@ def test_any_spec_follows_any_other_and_no_byte_travels_in_vain(journey, dtype, 
     with pytest.MonkeyPatch.context() as patch, sw.listen(events.append):
         patch.setattr("shardwise.sharded.moving.LARGE", large)  # from where on nothing is packed
         sw.simulate(run, ranks)
-    moved = [event for event in events if event.kind in ("all_to_all", "exchange")]
+    moved = [event for event in events if event.cause.operator == "ShardedTensor.reshard"]
     paths = list(zip([first, *others], others, strict=False))
     for rank in range(ranks):
         needed = sum(

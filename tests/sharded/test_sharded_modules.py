@@ -24,6 +24,7 @@ import shardwise as sw
 from shardwise import sharded
 from shardwise.mesh import init_device_mesh
 from shardwise.sharded import (
+    ShardedStateError,
     ShardedTensor,
     ShardedTensorError,
     Sharder,
@@ -279,6 +280,19 @@ def test_what_one_rank_objects_to_is_refused_on_all():
 
     for message in sw.simulate(run, 2):
         assert message.startswith("rank 1: plan['fc1.wait']: expected the name of a parameter")
+
+
+def test_an_error_of_the_users_own_spec_on_one_rank_is_told_to_all():
+    class Broken(sharded.ChunkShardingSpec):
+        def build_metadata(self, tensor_sizes, tensor_properties):
+            return {}["no"]
+
+    def run():
+        spec = Broken(0, ["rank:0/cpu"]) if sw.world.current().rank == 1 else TWO
+        with pytest.raises(ShardedStateError, match="rank 1: KeyError: 'no'"):
+            shard_parameter(nn.Linear(3, 4), "weight", spec)
+
+    sw.simulate(run, 2)
 
 
 # ---- submodules

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise import errors
 from shardwise.errors import ShardwiseError
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
 
 
@@ -21,9 +21,12 @@ class Problem:
     text: str
 
     @staticmethod
-    def of(error: ShardwiseError) -> Problem:
-        """An error, without the rank that its message ends with."""
-        return Problem(type(error), str(error).removesuffix(f" [{errors.whereabouts()}]"))
+    def of(error: Exception) -> Problem:
+        """An error, without the rank that its message ends with; another's as one of ours."""
+        if isinstance(error, ShardwiseError):
+            return Problem(type(error), str(error).removesuffix(f" [{errors.whereabouts()}]"))
+        kind = ShardedTensorError if isinstance(error, ValueError) else ShardedStateError
+        return Problem(kind, f"{type(error).__name__}: {error}")
 
 
 def refuse_problems(group: Group, problems: list[Problem | None]) -> None:
@@ -52,13 +55,15 @@ def check_agreement(group: Group, everywhere: list[dict[str, Any]]) -> None:
 @contextmanager
 def objections(*groups: Group) -> Iterator[None]:
     """What is checked inside; an error of one rank is raised on all ranks of the groups."""
-    problem = None
     try:
         yield
-    except ShardwiseError as error:
-        problem = Problem.of(error)
-        if not groups:
-            raise
+    except Exception as error:
+        _tell(groups, Problem.of(error))
+        raise
+    _tell(groups, None)
+
+
+def _tell(groups: Sequence[Group], problem: Problem | None) -> None:
     told = [(group, group.communicator.gather_objects(problem)) for group in groups]
     for group, problems in told:
         refuse_problems(group, problems)

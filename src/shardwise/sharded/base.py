@@ -10,7 +10,7 @@ import torch
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.specs import ShardingSpec, as_size, as_spec
+from shardwise.sharded.specs import ShardingSpec, as_size, as_spec, checked_spec
 
 
 class ShardedTensorBase(torch.Tensor):
@@ -69,8 +69,6 @@ class ShardedTensorBase(torch.Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
         """Of this rank's shards and the metadata of all; only the metadata is checked."""
-        from shardwise.sharded.building import checked_spec
-
         spec = checked_spec(sharded_tensor_metadata, sharding_spec)
         return bare(ShardedTensorBase, spec, sharded_tensor_metadata, list(local_shards))
 

@@ -1,4 +1,4 @@
-"""Do boxes tile a tensor? If not, which two overlap, or what do they leave out?"""
+"""Do shards tile a tensor? If not, which two overlap, or what do they leave out?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from shardwise.box import Box
 from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.metadata import ShardMetadata
 
 _FEW = 64
 
@@ -36,12 +37,9 @@ class Corners:
         return int(np.maximum(stops - starts, 0).prod(axis=1).sum())
 
 
-def check_apart(boxes: Sequence[Box], names: Sequence[str]) -> None:
-    """Refuse boxes of different numbers of dims, or two that overlap.
-
-    Arguments:
-        names: what to call each in a message.
-    """
+def check_apart(shards: Sequence[ShardMetadata]) -> None:
+    """Refuse shards of different numbers of dims, or two that overlap."""
+    boxes, names = _named(shards)
     for box, name in zip(boxes, names, strict=True):
         if len(box.start) != len(boxes[0].start):
             raise ShardedTensorError(
@@ -55,9 +53,10 @@ def check_apart(boxes: Sequence[Box], names: Sequence[str]) -> None:
         )
 
 
-def check_tiling(boxes: Sequence[Box], size: Sequence[int], names: Sequence[str]) -> None:
-    """Refuse boxes that overlap, lie outside a tensor of this size, or leave some of it out."""
-    check_apart(boxes, names)
+def check_tiling(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
+    """Refuse shards that overlap, lie outside a tensor of this size, or leave some of it out."""
+    check_apart(shards)
+    boxes, names = _named(shards)
     for box, name in zip(boxes, names, strict=True):
         if len(box.start) != len(size):
             raise ShardedTensorError(
@@ -77,6 +76,15 @@ def check_tiling(boxes: Sequence[Box], size: Sequence[int], names: Sequence[str]
             f"shards: they hold {covered} of the {volume} elements of a tensor of size "
             f"{tuple(size)}; nobody holds {free}{near}"
         )
+
+
+def _named(shards: Sequence[ShardMetadata]) -> tuple[list[Box], list[str]]:
+    """The boxes, and how messages call them: by number, box and place."""
+    boxes = [each.box for each in shards]
+    return boxes, [
+        f"shard {at} ({box} on {each.placement or 'no rank'})"
+        for at, (box, each) in enumerate(zip(boxes, shards, strict=True))
+    ]
 
 
 def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:

@@ -6,34 +6,32 @@ raise the same error, and nobody waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.box import Box
 from shardwise.errors import ShardwiseError
 from shardwise.sharded import remote
-from shardwise.sharded.agreeing import Problem, refuse_problems
+from shardwise.sharded.agreeing import Problem, check_agreement, refuse_problems
 from shardwise.sharded.base import bare
 from shardwise.sharded.boxes import check_tiling
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group, GroupLike, as_group
-from shardwise.sharded.local import mine
+from shardwise.sharded.held import Held, mine
 from shardwise.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded.moving import Held
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import (
     ShardingSpec,
     as_size,
     as_spec,
+    checked_spec,
     inferred_spec,
-    shard_names,
 )
 
 if TYPE_CHECKING:
@@ -66,8 +64,8 @@ class _Brought:
 
     size: tuple[int | None, ...]
     shards: list[ShardMetadata]
-    properties: list[dict[str, Any]]
-    """Of each shard's tensor, by name."""
+    properties: list[TensorProperties]
+    """Of each shard's tensor."""
     problem: Problem | None = None
 
 
@@ -94,17 +92,17 @@ def from_local_shards(
         brought = _brought(local_shards, global_size, group)
     everywhere: list[_Brought] = group.communicator.gather_objects(brought)
     refuse_problems(group, [each.problem for each in everywhere])
-    size, unknown = _agreed_size(group, everywhere)
+    check_agreement(group, [{"global_size": each.size} for each in everywhere])
     properties = _agreed_properties(group, everywhere)
-    if unknown:
-        shards, size = _stacked(group, everywhere, size)
+    if None in brought.size:
+        shards, size = _stacked(group, everywhere)
     else:
         shards = [each for theirs in everywhere for each in theirs.shards]
-    check_tiling([each.box for each in shards], size, shard_names(shards))  # type: ignore[arg-type]
-    metadata = ShardedTensorMetadata(shards, torch.Size(size), properties)  # type: ignore[arg-type]
+        size = as_size(brought.size, "global_size")
+    check_tiling(shards, size)
+    metadata = ShardedTensorMetadata(shards, size, properties)
     tensors = [each.tensor for each in local_shards]
-    spec = inferred_spec(shards, metadata.size)
-    return made(metadata, spec, tensors, group, init_rrefs=init_rrefs)
+    return made(metadata, inferred_spec(shards, size), tensors, group, init_rrefs=init_rrefs)
 
 
 def _brought(local_shards: Any, global_size: Any, group: Group) -> _Brought:
@@ -132,35 +130,11 @@ def _brought(local_shards: Any, global_size: Any, group: Group) -> _Brought:
                     f"got {shard.metadata.placement}"
                 )
             shard.check()
-            told.shards.append(shard.metadata.copy())
-            told.properties.append(_properties(shard.tensor))
+            told.shards.append(shard.metadata)
+            told.properties.append(TensorProperties.create_from_tensor(shard.tensor))
     except ShardwiseError as error:
         told.problem = Problem.of(error)
     return told
-
-
-_CHECKED = ("dtype", "layout", "requires_grad", "pin_memory")
-
-
-def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    return {
-        "dtype": tensor.dtype,
-        "layout": tensor.layout,
-        "requires_grad": tensor.requires_grad,
-        "pin_memory": tensor.is_pinned(),
-    }
-
-
-def _agreed_size(group: Group, everywhere: list[_Brought]) -> tuple[tuple[int | None, ...], bool]:
-    """The size that all ranks gave, and whether it has unknowns."""
-    first = everywhere[0].size
-    for rank, theirs in zip(group.ranks, everywhere, strict=True):
-        if theirs.size != first:
-            raise ShardedTensorError(
-                f"global_size: expected the same on every rank; rank {group.ranks[0]} has "
-                f"{first}, rank {rank} has {theirs.size}"
-            )
-    return first, None in first
 
 
 def _agreed_properties(group: Group, everywhere: list[_Brought]) -> TensorProperties:
@@ -174,23 +148,31 @@ def _agreed_properties(group: Group, everywhere: list[_Brought]) -> TensorProper
         raise ShardedTensorError("local_shards: expected a shard on at least one rank, got none")
     rank, at, first = found[0]
     for other, number, theirs in found:
-        for name in _CHECKED:
-            if theirs[name] != first[name]:
-                raise ShardedTensorError(
-                    f"local_shards: expected the same {name} for all; shard {at} of rank {rank} "
-                    f"has {first[name]}, shard {number} of rank {other} has {theirs[name]}"
-                )
-    if first["layout"] != torch.strided:
+        for name, one, another in _differences(first, theirs):
+            raise ShardedTensorError(
+                f"local_shards: expected the same {name} for all; shard {at} of rank {rank} has "
+                f"{one}, shard {number} of rank {other} has {another}"
+            )
+    if first.layout != torch.strided:
         raise ShardedTensorError(
-            f"local_shards: expected tensors with layout torch.strided, got {first['layout']}"
+            f"local_shards: expected tensors with layout torch.strided, got {first.layout}"
         )
-    return TensorProperties(**first)
+    return first
 
 
-def _stacked(
-    group: Group, everywhere: list[_Brought], size: tuple[int | None, ...]
-) -> tuple[list[ShardMetadata], tuple[int, ...]]:
+def _differences(
+    one: TensorProperties, other: TensorProperties
+) -> Iterator[tuple[str, object, object]]:
+    """The names and both values of properties that differ; a tensor has no memory format."""
+    for name in ("dtype", "layout", "requires_grad", "pin_memory"):
+        pair = getattr(one, name), getattr(other, name)
+        if pair[0] != pair[1]:
+            yield name, *pair
+
+
+def _stacked(group: Group, everywhere: list[_Brought]) -> tuple[list[ShardMetadata], torch.Size]:
     """The shards below each other in the order of the ranks, and the size of all."""
+    size = everywhere[0].size
     found: list[int] = []
     rows = 0
     shards = []
@@ -217,7 +199,7 @@ def _stacked(
                 f"global_size: expected {real} for dim {dim}, as the shards make up {actual}; "
                 f"got {size}"
             )
-    return shards, actual
+    return shards, torch.Size(actual)
 
 
 def from_local_tensor(
@@ -290,46 +272,15 @@ def _check_against(
             f"local_shards: expected {len(expected)}, as many as the metadata gives to this rank; "
             f"got {len(local_shards)}"
         )
-    properties = vars(metadata.tensor_properties)
     for at, (shard, wanted) in enumerate(zip(local_shards, expected, strict=True)):
         if shard.metadata != wanted:
             raise ShardedTensorError(
                 f"local_shards[{at}].metadata: expected {wanted}, as in the global metadata; "
                 f"got {shard.metadata}"
             )
-        actual = _properties(shard.tensor)
-        for name in _CHECKED:
-            if actual[name] != properties[name]:
-                raise ShardedTensorError(
-                    f"local_shards[{at}].tensor: expected {name} {properties[name]}, as in the "
-                    f"metadata's tensor_properties; got {actual[name]}"
-                )
-
-
-def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
-    """The spec of metadata that makes up a tensor."""
-    shards = metadata.shards_metadata
-    if not shards:
-        raise ShardedTensorError("shards_metadata: expected at least one shard, got none")
-    if metadata.tensor_properties.layout != torch.strided:
-        raise ShardedTensorError(
-            "tensor_properties.layout: expected torch.strided, got "
-            f"{metadata.tensor_properties.layout}"
-        )
-    boxes: list[Box] = [each.box for each in shards]
-    check_tiling(boxes, metadata.size, shard_names(shards))
-    if spec is None:
-        return inferred_spec(shards, metadata.size)
-    as_spec(spec, "sharding_spec")
-    cut = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
-    if _some(cut) != _some(shards):
-        raise ShardedTensorError(
-            f"sharding_spec: expected one that cuts a tensor of size {tuple(metadata.size)} into "
-            f"the metadata's shards {shards}; got {spec}"
-        )
-    return spec
-
-
-def _some(shards: Sequence[ShardMetadata]) -> set[ShardMetadata]:
-    """Those that hold elements; where others begin does not matter."""
-    return {each for each in shards if not each.box.is_empty}
+        actual = TensorProperties.create_from_tensor(shard.tensor)
+        for name, common, own in _differences(metadata.tensor_properties, actual):
+            raise ShardedTensorError(
+                f"local_shards[{at}].tensor: expected {name} {common}, as in the metadata's "
+                f"tensor_properties; got {own}"
+            )

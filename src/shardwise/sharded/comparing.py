@@ -51,19 +51,5 @@ def _compared(
     return bool(model._group.communicator.all_reduce(here, "min"))
 
 
-# ---- of one tensor
-
-_REDUCED = {torch.any: "max", torch.Tensor.any: "max", torch.all: "min", torch.Tensor.all: "min"}
-
-
-def run(func: Any, args: Any, kwargs: Any, tensor: ShardedTensor) -> torch.Tensor | None:
-    """Whether any or all elements are true, of shards that are no layout; None if not asked."""
-    if func not in _REDUCED or len(args) > 1 or kwargs:
-        return None
-    parts = [func(each) for each in tensor._tensors()] or [func(tensor._like())]
-    here = func(torch.stack(parts))
-    return tensor._group.communicator.all_reduce(here, _REDUCED[func])
-
-
 def _none_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)

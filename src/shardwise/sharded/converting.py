@@ -19,12 +19,12 @@ from shardwise.placement import Shard as SplitAlong
 from shardwise.sharded import building
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
+from shardwise.sharded.held import Held
 from shardwise.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded.moving import Held
 from shardwise.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardwise.tensor import DTensor, unwrap, wrap
 
@@ -90,11 +90,8 @@ def with_piece(model: ShardedTensor, layout: Layout, local: torch.Tensor) -> Sha
         pieces = [local if local.shape == own else local.reshape(own)]
     else:
         pieces = _parts(model, layout, local)
-    made = model._with(
-        pieces, dtype=local.dtype, requires_grad=local.requires_grad, pin_memory=False
-    )
+    made = model._with_results(pieces or [local])
     made._known_layout = model._known_layout
-    made._nothing = None if shards else local.reshape(0)
     return made
 
 
@@ -229,9 +226,9 @@ def _boxes(held: Held, ranks: tuple[int, ...]) -> dict[int, Box] | None:
     for rank in ranks:
         own = held.by(rank)
         some = [box for box in own if not box.is_empty] or own[:1] or [_nothing(held)]
-        start = tuple(map(min, *(box.start for box in some))) if len(some) > 1 else some[0].start
-        stop = tuple(map(max, *(box.stop for box in some))) if len(some) > 1 else some[0].stop
-        box = Box(start, stop)
+        starts = zip(*(box.start for box in some), strict=True)
+        stops = zip(*(box.stop for box in some), strict=True)
+        box = Box(tuple(map(min, starts)), tuple(map(max, stops)))
         if math.prod(box.shape) != sum(math.prod(each.shape) for each in some):
             return None
         found[rank] = box

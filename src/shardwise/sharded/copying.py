@@ -13,7 +13,8 @@ import torch
 from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin, mine
+from shardwise.sharded.held import mine
+from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
 from shardwise.sharded.moving import Move, moved
 from shardwise.tensor import DTensor
 
@@ -44,7 +45,7 @@ class Copying(LocalShards):
             )
         return self._with(
             [each.to(*others, **kwargs) for each in self._tensors()],
-            device=None if made.device == model.device else _for_placements(made.device),
+            device=made.device,
             dtype=made.dtype,
             group=group,
             init_rrefs=self._init_rrefs,
@@ -195,8 +196,3 @@ class Copying(LocalShards):
         if other._init_rrefs:
             self._init_rrefs, self._references = True, other._references
         return self
-
-
-def _for_placements(device: torch.device) -> torch.device:
-    """As other ranks are told of it: which of its GPUs is a rank's current one, only it knows."""
-    return device if device.type == "cpu" else torch.device(device.type)

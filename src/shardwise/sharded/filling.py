@@ -39,10 +39,9 @@ def like(func: Any) -> Callable[..., Any]:
 
     def made(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         model = func(input._like(), *args, **kwargs)
-        moved = model.device != input.device
         return input._with(
             [func(each, *args, **kwargs) for each in input._tensors()],
-            device=model.device if moved else None,
+            device=model.device,
             dtype=model.dtype,
             requires_grad=model.requires_grad,
             pin_memory=bool(kwargs.get("pin_memory", False)),

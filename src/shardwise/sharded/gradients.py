@@ -57,12 +57,7 @@ def _gradient(of: torch.Tensor, pieces: list[torch.Tensor | None]) -> torch.Tens
     found = [each for each in pieces if each is not None]
     if len(found) < len(pieces):
         return None
-    return of._with(
-        found[: len(of._local_shards)],
-        dtype=found[0].dtype,
-        requires_grad=found[0].requires_grad,
-        pin_memory=False,
-    )
+    return of._with_results(found)
 
 
 def _started(tensors: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -90,9 +85,7 @@ def _started(tensors: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.T
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that autograd knows in place of one."""
-    if not isinstance(tensor, ShardedTensor):
-        return [tensor]
-    return tensor._tensors() or [tensor._empty()]
+    return tensor._parts() if isinstance(tensor, ShardedTensor) else [tensor]
 
 
 def _list(value: Any, count: int = 1) -> list[Any]:

@@ -66,14 +66,13 @@ class Group:
             return here.process_group(self.ranks)
         return self.mesh() if self.given is None else self.given
 
-    def index(self, rank: int, argument: str) -> int:
-        """Where a global rank stands in it."""
+    def check_member(self, rank: int, argument: str) -> None:
+        """Refuse a global rank that is not in it."""
         if rank not in self.ranks:
             raise ShardedTensorError(
                 f"{argument}: expected one of the process group's global ranks {self.ranks}, "
                 f"got {rank!r}"
             )
-        return self.ranks.index(rank)
 
     def owner(self, placement: RemoteDevice | None, argument: str) -> int:
         """The global rank that a placement means."""
@@ -92,10 +91,6 @@ class Group:
     def owners(self, shards: Sequence[ShardMetadata]) -> list[int]:
         """The global rank of each shard."""
         return [self.owner(shard.placement, f"shard {shard.box}: placement") for shard in shards]
-
-    def same_as(self, other: Group) -> bool:
-        """Whether it is the same ranks in the same order."""
-        return self.ranks == other.ranks
 
 
 def as_group(process_group: GroupLike) -> Group:

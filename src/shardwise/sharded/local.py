@@ -12,8 +12,7 @@ from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorBase, bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
-from shardwise.sharded.metadata import ShardedTensorMetadata
-from shardwise.sharded.moving import Held
+from shardwise.sharded.held import Held, mine
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import inferred_spec
 
@@ -61,9 +60,13 @@ class LocalShards(ShardedTensorBase):
         """One of the same boxes with these tensors in them.
 
         Arguments:
-            device: of the placements, if it is another.
+            device: where they are; where these are by default.
             properties: what is other than here: dtype, requires_grad, pin_memory.
         """
+        if device is not None:
+            # Which of a kind is a rank's own, only the rank knows.
+            other = device if device.type == "cpu" else torch.device(device.type)
+            device = None if device == self.device else other
         metadata = self._metadata.copy(device, **properties)
         common = metadata.tensor_properties
         if not can_require_gradients(common.dtype):
@@ -80,12 +83,29 @@ class LocalShards(ShardedTensorBase):
             made._nothing = self._empty().to(common.dtype)
         return made._become(group or self._group, self._held, shards, init_rrefs)
 
+    def _with_results(self: Kind, results: Sequence[torch.Tensor]) -> Kind:
+        """One of what was computed of each of the parts (`_parts`), with its dtype and history."""
+        first = results[0]
+        made = self._with(
+            results[: len(self._local_shards)],
+            dtype=first.dtype,
+            requires_grad=first.requires_grad,
+            pin_memory=False,
+        )
+        made._nothing = None if self._local_shards else first.reshape(0)
+        return made
+
     def _like(self) -> torch.Tensor:
         """Nothing, of its dtype and on its device: a model for what travels."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [shard.tensor for shard in self._local_shards]
+
+    def _parts(self) -> list[torch.Tensor]:
+        """What functions are run on: the shards, or nothing. A rank without shards so refuses what
+        the others refuse, and has the same dtype and history."""
+        return self._tensors() or [self._empty()]
 
     def _empty(self, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """The piece of a rank without shards; one for all uses, so that it has their history.
@@ -111,9 +131,7 @@ class LocalShards(ShardedTensorBase):
         """Where this rank's shards are; where the first shard is, if it has none."""
         if self._local_shards:
             return self._local_shards[0].tensor.device
-        placement = self._metadata.shards_metadata[0].placement
-        assert placement is not None, "it has an owner"
-        return torch.device(placement.device().type)
+        return torch.device(self._metadata.shards_metadata[0].device.type)
 
     # ---- gradients
 
@@ -158,11 +176,7 @@ class LocalShards(ShardedTensorBase):
         found = [tensor.grad for tensor in leaves if tensor.grad is not None]
         if not found or len(found) < len(leaves):
             return None
-        return self._with(
-            found[: len(self._local_shards)],
-            dtype=found[0].dtype,
-            requires_grad=found[0].requires_grad,
-        )
+        return self._with_results(found)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -184,12 +198,6 @@ class LocalShards(ShardedTensorBase):
         """On a rank without shards: the shards of others have gradients."""
         piece = self._empty()
         piece.grad = torch.zeros_like(piece)
-
-
-def mine(metadata: ShardedTensorMetadata, held: Held, group: Group) -> list[Any]:
-    """The shards of this rank among all."""
-    pairs = zip(metadata.shards_metadata, held.owners, strict=True)
-    return [each for each, owner in pairs if owner == group.rank]
 
 
 def can_require_gradients(dtype: torch.dtype) -> bool:

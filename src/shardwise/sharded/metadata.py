@@ -78,6 +78,12 @@ class ShardMetadata:
         ends = zip(self.shard_offsets, self.shard_sizes, strict=True)
         return Box(tuple(self.shard_offsets), tuple(start + size for start, size in ends))
 
+    @property
+    def device(self) -> torch.device:
+        """Where its holder has it."""
+        assert self.placement is not None, "it has a holder"
+        return self.placement.device()
+
     @staticmethod
     def of_box(box: Box, placement: Placement | None) -> ShardMetadata:
         """The shard that holds a box."""

@@ -1,7 +1,6 @@
 """Torch functions that sharded tensors answer themselves, however they are cut.
 
-Copies and comparisons go shard by shard; questions about values are asked of the whole tensor;
-memory is that of the shards, and is not asked for here.
+Copies and comparisons go shard by shard; memory is that of the shards, and is not asked for here.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def _in_place(name: str) -> Method:
     """Something that is done to each shard."""
 
     def run(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        # A rank without shards refuses what the others refuse.
-        for each in tensor._tensors() or [tensor._empty()]:
+        for each in tensor._parts():
             getattr(each, name)(*args, **kwargs)
         return tensor
 
@@ -83,7 +81,7 @@ def _in_place(name: str) -> Method:
 
 
 def _is_shared(tensor: ShardedTensor) -> bool:
-    parts: list[Any] = tensor._tensors() or [tensor._empty()]
+    parts: list[Any] = tensor._parts()
     return all(each.is_shared() for each in parts)
 
 

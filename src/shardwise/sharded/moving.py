@@ -8,14 +8,13 @@ hold it: nobody can move fewer bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.box import Box
-from shardwise.comm.buffers import owned
 from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import running
 from shardwise.redistribute.overlap import Transfer
@@ -23,31 +22,7 @@ from shardwise.redistribute.swap import Swap
 from shardwise.sharded.boxes import Corners
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group
-from shardwise.sharded.metadata import ShardMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Shards by their boxes, and the global rank that holds each."""
-
-    boxes: tuple[Box, ...]
-    owners: tuple[int, ...]
-
-    @staticmethod
-    def of(shards: Sequence[ShardMetadata], group: Group) -> Held:
-        """As metadata describes them."""
-        return Held(tuple(each.box for each in shards), tuple(group.owners(shards)))
-
-    def by(self, rank: int) -> list[Box]:
-        """The boxes that a rank holds, in order."""
-        return [box for box, owner in zip(self.boxes, self.owners, strict=True) if owner == rank]
-
-    def counts(self, group: Group) -> list[int]:
-        """How many elements each rank of a group holds."""
-        found = dict.fromkeys(group.ranks, 0)
-        for box, owner in zip(self.boxes, self.owners, strict=True):
-            found[owner] += math.prod(box.shape)
-        return list(found.values())
+from shardwise.sharded.held import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,42 +32,47 @@ class Move:
     group: Group
     before: Held
     after: Held
+    reason: str = "ShardedTensor.reshard"
+    """What it is for, in a trace."""
 
     @property
     def reverse(self) -> Move:
         """The way back."""
-        return Move(self.group, self.after, self.before)
+        return Move(self.group, self.after, self.before, self.reason)
 
-    def run(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        like: torch.Tensor,
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         """This rank's shards after the move, of those before it. Backward: the reverse.
-
-        A shard that stays as it is is returned as it is.
 
         Arguments:
             like: tells dtype and device, also to a rank that holds nothing.
+            into: tensors to write them to. Without, they are new ones, or one of `tensors` where
+                that stays as it is.
         """
-        rank = self.group.rank
+        rank, wanted = self.group.rank, self.after.by(self.group.rank)
         here = dict(zip(self.before.by(rank), tensors, strict=True))
-        holders, takers = Corners(self.before.boxes), Corners(self.after.boxes)
-        wanted = self.after.by(rank)
-        stays = {box for box in wanted if box in here and not box.is_empty}
+        stays = {box for box in wanted if box in here and not box.is_empty and into is None}
+        results = list(into or ())
+        if into is None:
+            results = [
+                here[box].detach() if box in stays else like.new_empty(box.shape) for box in wanted
+            ]
+        there = dict(zip(wanted, results, strict=True))
         parts, places = {}, {}
-        given, taken, results = [], [], []
-        for box, tensor in here.items():
-            for at in takers.meeting(box) if box not in stays else ():
-                common = box.intersect(self.after.boxes[at])
-                parts[common] = tensor.detach()[common.within(box).slices]
-                given.append(Transfer(self.after.owners[at], common))
-        for box in wanted:
-            result = here[box].detach() if box in stays else like.new_empty(box.shape)
-            results.append(result)
-            for at in holders.meeting(box) if box not in stays else ():
-                common = box.intersect(self.before.boxes[at])
-                places[common] = result[common.within(box).slices]
-                taken.append(Transfer(self.before.owners[at], common))
+        given, taken = [], []
+        for box, common, owner in _shared(here.keys() - stays, self.after):
+            parts[common] = here[box].detach()[common.within(box).slices]
+            given.append(Transfer(owner, common))
+        for box, common, owner in _shared(there.keys() - stays, self.before):
+            places[common] = there[box][common.within(box).slices]
+            taken.append(Transfer(owner, common))
         # Both ends of a message put its parts in the same order.
         swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
-        with running("ShardedTensor.reshard"):
+        with running(self.reason):
             if self._is_large(like):
                 swap.into(parts, places).wait()
             else:
@@ -115,6 +95,14 @@ class Move:
                 "hold no shards after this move, so they would not know when; give each an empty "
                 "shard, or detach() first"
             )
+
+
+def _shared(boxes: Iterable[Box], held: Held) -> Iterator[tuple[Box, Box, int]]:
+    """Of each box, what it has in common with each that is held, and who holds that."""
+    corners = Corners(held.boxes)
+    for box in boxes:
+        for at in corners.meeting(box):
+            yield box, box.intersect(held.boxes[at]), held.owners[at]
 
 
 class _Moved(torch.autograd.Function):
@@ -154,20 +142,11 @@ def moved(
     return list(_Moved.apply(move, like, nothing, *tensors))  # type: ignore[no-untyped-call]
 
 
-def flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Shards one after the other; as it lies, if it is one."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(-1)
     return torch.cat([like.new_empty(0), *(each.detach().reshape(-1) for each in tensors)])
-
-
-def put(held: Held, group: Group, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write what each rank of a group holds, its shards one after the other, to a whole tensor."""
-    for rank, piece in zip(group.ranks, pieces, strict=True):
-        boxes = held.by(rank)
-        parts = piece.split_with_sizes([math.prod(box.shape) for box in boxes])
-        for box, part in zip(boxes, parts, strict=True):
-            out[box.slices] = part.view(box.shape)
 
 
 class _Whole(torch.autograd.Function):
@@ -184,10 +163,12 @@ class _Whole(torch.autograd.Function):
         *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.boxes = held.by(group.rank)
-        counts = held.counts(group)
         with running("ShardedTensor.full_tensor"):
-            gathered = group.communicator.all_gather(flat(shards, out), 0, counts)
-        put(held, group, gathered.split_with_sizes(counts), out)
+            gathered = group.communicator.all_gather(_flat(shards, out), 0, held.counts(group))
+        boxes = [box for rank in group.ranks for box in held.by(rank)]
+        parts = gathered.split_with_sizes([math.prod(box.shape) for box in boxes])
+        for box, part in zip(boxes, parts, strict=True):
+            out[box.slices] = part.view(box.shape)
         ctx.mark_dirty(out)
         return out
 
@@ -211,30 +192,3 @@ def whole(
         nothing: that is recorded as the shards are, on all ranks.
     """
     return _Whole.apply(held, group, out, nothing, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def gathered(
-    held: Held, group: Group, tensors: Sequence[torch.Tensor], like: torch.Tensor, index: int
-) -> list[torch.Tensor] | None:
-    """What each rank holds, its shards one after the other, on the rank at `index`."""
-    shapes = [(count,) for count in held.counts(group)]
-    with running("ShardedTensor.gather"):
-        return group.communicator.gather(flat(tensors, like), shapes, index)
-
-
-def scattered(held: Held, group: Group, tensor: torch.Tensor, index: int) -> list[torch.Tensor]:
-    """This rank's shards of a tensor that the rank at `index` has whole."""
-    own = held.by(group.rank)
-    data = tensor.detach()
-    pieces = None
-    if group.ranks[index] == group.rank:
-        pieces = [flat([data[box.slices] for box in held.by(rank)], data) for rank in group.ranks]
-    # Elsewhere than at the source, the tensor may have no elements.
-    device = torch.device("cpu") if data.is_meta else data.device
-    like = data.new_empty(sum(math.prod(box.shape) for box in own), device=device)
-    with running("ShardingSpec.shard"):
-        piece = group.communicator.scatter(like, pieces, index)
-    parts = piece.split_with_sizes([math.prod(box.shape) for box in own])
-    # Each in memory of its own, so that to hold or save one is not to hold or save all; and no view
-    # to autograd, which does not let views of a split be written to.
-    return [owned(part.view(box.shape)).detach() for box, part in zip(own, parts, strict=True)]

@@ -1,10 +1,10 @@
 """Torch functions on sharded tensors.
 
 In this order: what a user has registered; what is read off the description; what goes shard by
-shard however the tensor is cut (`methods`); what is asked of the values of the whole; everything
-else as DTensors, where the shards are a layout, by the rules of `shardwise.rules`; where they are
-not, pointwise functions shard by shard, and random numbers by way of a layout. The rest says what
-to reshard to.
+shard however the tensor is cut (`methods`); everything else as DTensors, where the shards are a
+layout, by the rules of `shardwise.rules`. Where they are not: questions about values are asked of
+the whole, pointwise functions go shard by shard, random numbers by way of a layout, and a few
+reductions are made of the shards'. The rest says what to reshard to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.rules.foreach import one_by_one
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import lookup, name_of
 from shardwise.rules.spellings import SPELLINGS
-from shardwise.sharded import as_dtensors, comparing, converting, filling, norms, pointwise
+from shardwise.sharded import as_dtensors, converting, filling, pointwise, reducing
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.methods import OWN
 from shardwise.sharded.registered import is_registered, registered
@@ -59,6 +59,11 @@ def dispatch(
     layouts = _layouts(tensors)
     if layouts is not None:
         return as_dtensors.run(func, args, kwargs, tensors, layouts)
+    return _run_on_shards(func, args, kwargs, tensors)
+
+
+def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
+    """Run a function of shards that are no layout, if it is one of those that can."""
     handler: Any = getattr(lookup(func), "handler", None)
     if handler is asked:
         return func(*(_whole(each) for each in args), **kwargs)
@@ -68,12 +73,9 @@ def dispatch(
         results = one_by_one(func, args, kwargs)
         return args[0] if func.__name__.endswith("_") else results
     result = pointwise.run(func, args, kwargs, tensors)
-    if result is None:
-        result = filling.run(func, args, kwargs, first)
-    if result is None:
-        result = norms.run(func, args, kwargs, first)
-    if result is None:
-        result = comparing.run(func, args, kwargs, first)
+    for kind in (filling, reducing):
+        if result is None:
+            result = kind.run(func, args, kwargs, tensors[0])
     if result is None:
         raise _refusal(func, tensors)
     return result

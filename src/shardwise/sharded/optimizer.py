@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from shardwise.sharded import optimizer_state
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.moving import Held
+from shardwise.sharded.held import Held
 from shardwise.sharded.optimizer_state import Parameters
 from shardwise.sharded.plan import tensors_of
 from shardwise.sharded.tensor import ShardedTensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import optim
@@ -18,14 +18,12 @@ from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.tensor import ShardedTensor
 
-Named = Mapping[str, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Parameters:
     """What an optimizer of shards is for."""
 
-    named: Named
+    named: Mapping[str, torch.Tensor]
     groups: Sequence[Sequence[str]]
     """The names of each group's."""
     optimizer: optim.Optimizer
@@ -43,14 +41,14 @@ class Parameters:
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             end = at + len(group["params"])
             for name in names:
-                count = len(pieces_of(self.named[name]))
+                count = len(_pieces(self.named[name]))
                 found[name] = list(range(at, at + count))
                 at += count
             at = end  # a group without any has one that stands for nothing
         return found
 
 
-def pieces_of(parameter: torch.Tensor) -> list[torch.Tensor]:
+def _pieces(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that the optimizer of this rank has of a parameter."""
     return parameter._tensors() if isinstance(parameter, ShardedTensor) else [parameter]
 
@@ -79,32 +77,34 @@ def saved(parameters: Parameters) -> dict[str, Any]:
 Facts = dict[str, Any]
 """Of the state of one shard: by name a dtype, if it is of the shard's shape, or the value."""
 
+Told = tuple[int, int, Facts]
+"""The rank of a shard, its number there, and the facts."""
 
-def _told(parameters: Parameters) -> dict[str, list[tuple[int, int, Facts | None]]]:
-    """By sharded parameter, for each shard of all ranks: the rank, its number there, the facts."""
-    found: dict[str, list[tuple[int, int, Facts | None]]] = {}
+
+def _told(parameters: Parameters) -> dict[str, list[Told]]:
+    """By sharded parameter, of each shard of all ranks that holds elements: what the
+    others are like does not matter."""
+    found: dict[str, list[Told]] = {}
     for group in parameters.process_groups():
         mine = {
-            name: [_facts(each, parameters.optimizer) for each in parameter._tensors()]
+            name: [
+                (at, _facts(each, parameters.optimizer))
+                for at, each in enumerate(parameter._tensors())
+                if each.numel() > 0
+            ]
             for name, parameter in parameters.named.items()
             if isinstance(parameter, ShardedTensor) and parameter._group.ranks == group.ranks
         }
         for rank, theirs in zip(group.ranks, group.communicator.gather_objects(mine), strict=True):
             for name, shards in theirs.items():
-                found.setdefault(name, []).extend(
-                    (rank, at, facts) for at, facts in enumerate(shards)
-                )
+                found.setdefault(name, []).extend((rank, *each) for each in shards)
     return found
 
 
-def _facts(piece: torch.Tensor, optimizer: optim.Optimizer) -> Facts | None:
-    """None for a shard of no elements: what there is of it does not matter."""
-    state = optimizer.state.get(piece, {})
-    if piece.numel() == 0:
-        return None
+def _facts(piece: torch.Tensor, optimizer: optim.Optimizer) -> Facts:
     return {
         key: value.dtype if _is_alike(key, value, piece) else _counter(value)
-        for key, value in state.items()
+        for key, value in optimizer.state.get(piece, {}).items()
     }
 
 
@@ -118,16 +118,13 @@ def _counter(value: Any) -> Any:
 
 
 def _merged(
-    name: str,
-    parameter: ShardedTensor,
-    told: list[tuple[int, int, Facts | None]],
-    optimizer: optim.Optimizer,
+    name: str, parameter: ShardedTensor, told: list[Told], optimizer: optim.Optimizer
 ) -> dict[str, Any]:
-    known = [(rank, at, facts) for rank, at, facts in told if facts is not None]
-    if not known:
+    """The state of a parameter's shards as one, where it says the same of all."""
+    if not told:
         return {}
-    rank, at, first = known[0]
-    for other, number, facts in known:
+    rank, at, first = told[0]
+    for other, number, facts in told:
         problem = _difference(first, facts)
         if problem is not None:
             raise ShardedStateError(
@@ -140,17 +137,13 @@ def _merged(
         if not isinstance(value, torch.dtype):
             merged[key] = value
             continue
-        states = [optimizer.state.get(piece, {}).get(key) for piece in parameter._tensors()]
-        tensors = [
-            torch.empty_like(piece, dtype=value) if state is None else state.detach()
-            for state, piece in zip(states, parameter._tensors(), strict=True)
+        pieces = parameter._tensors()
+        states = [optimizer.state.get(piece, {}).get(key) for piece in pieces]
+        tensors = [  # a shard of no elements may have no state
+            torch.empty_like(piece.detach(), dtype=value) if state is None else state.detach()
+            for state, piece in zip(states, pieces, strict=True)
         ]
-        merged[key] = parameter._with(
-            [each.detach() for each in tensors],
-            dtype=value,
-            requires_grad=False,
-            pin_memory=False,
-        )
+        merged[key] = parameter._with(tensors, dtype=value, requires_grad=False, pin_memory=False)
     return merged
 
 
@@ -215,7 +208,9 @@ def _matched(parameters: Parameters, state_dict: Mapping[str, Any]) -> list[dict
     return matched
 
 
-def _check_names(names: Sequence[Any], named: Named, what: str, complete: bool) -> None:
+def _check_names(
+    names: Sequence[Any], named: Mapping[str, torch.Tensor], what: str, complete: bool
+) -> None:
     unknown = [name for name in names if name not in named]
     missing = [name for name in named if name not in names] if complete else []
     if unknown or missing:
@@ -240,18 +235,14 @@ def _plan(parameters: Parameters, state: Mapping[str, Any]) -> list[tuple[str, s
                     f"state_dict: {key!r} of {name!r}: expected size {tuple(parameter.shape)}, "
                     f"the parameter's; got {tuple(value.shape)}"
                 )
-            ranks = [each._group.ranks for each in (parameter, value) if _is_sharded(each)]
-            if len(set(ranks)) > 1:
+            both = [each for each in (parameter, value) if isinstance(each, ShardedTensor)]
+            if len({each._group.ranks for each in both}) > 1:
                 raise ShardedTensorError(
                     f"state_dict: {key!r} of {name!r}: expected a ShardedTensor of the ranks "
-                    f"{ranks[0]} of the parameter, got one of {ranks[1]}"
+                    f"{both[0]._group.ranks} of the parameter, got one of {both[1]._group.ranks}"
                 )
             found.append((name, key))
     return found
-
-
-def _is_sharded(value: Any) -> TypeGuard[ShardedTensor]:
-    return isinstance(value, ShardedTensor)
 
 
 def _check_alike(parameters: Parameters, plan: Sequence[tuple[str, str]]) -> None:
@@ -271,9 +262,9 @@ def _check_alike(parameters: Parameters, plan: Sequence[tuple[str, str]]) -> Non
 def _cut(parameter: torch.Tensor, value: Any) -> list[Any]:
     """What the tensors that this rank has of a parameter get of its state, each its own copy."""
     if not isinstance(value, torch.Tensor):
-        return [value for _ in pieces_of(parameter)]
+        return [value for _ in _pieces(parameter)]
     if value.dim() == 0 and parameter.dim() > 0:
-        return [value.clone() for _ in pieces_of(parameter)]
+        return [value.clone() for _ in _pieces(parameter)]
     if isinstance(parameter, ShardedTensor):
         return [each.detach().clone() for each in parameter._pieces_of(value)]
     whole = value.full_tensor() if isinstance(value, ShardedTensor) else value

@@ -105,13 +105,18 @@ def check_shardable(tensor: torch.Tensor, spec: ShardingSpec, group: Group, argu
 # ---- a plan for a module
 
 
+Cuts = dict[str, tuple[list[Place], torch.Tensor, ShardingSpec]]
+"""By the name of a tensor (the first, if it is tied): where it is, itself, and how to cut it."""
+Swaps = dict[str, tuple[list[Place], nn.Module, Sharder]]
+"""By the name of a submodule: where it is, itself, and what makes the one to take its place."""
+
+
 @dataclass
 class Resolved:
     """A plan that fits a module. Names are sorted, so that all ranks go through them alike."""
 
-    parameters: dict[str, tuple[list[Place], torch.Tensor, ShardingSpec]]
-    """By name (the first, if it is tied): where it is, itself, and how to cut it."""
-    sharders: dict[str, tuple[list[Place], nn.Module, Sharder]]
+    parameters: Cuts
+    sharders: Swaps
     output_plan: dict[str, ShardingSpec]
     return_local_tensor: list[str]
 
@@ -135,10 +140,8 @@ def resolved(module: nn.Module, plan: ShardingPlan, group: Group) -> Resolved:
     return Resolved(parameters, sharders, output_plan, sorted(set(local)))
 
 
-def _sharders(
-    module: nn.Module, modules: dict[str, nn.Module], plan: ShardingPlan
-) -> dict[str, tuple[list[Place], nn.Module, Sharder]]:
-    found: dict[str, tuple[list[Place], nn.Module, Sharder]] = {}
+def _sharders(module: nn.Module, modules: dict[str, nn.Module], plan: ShardingPlan) -> Swaps:
+    found: Swaps = {}
     for name, value in sorted(plan.plan.items()):
         if not isinstance(value, Sharder):
             continue
@@ -152,7 +155,7 @@ def _sharders(
                 f"plan[{name!r}]: expected the name of a submodule for a Sharder"
                 f"{near(name, modules)}"
             )
-        outer = _sharder_of(name.rpartition(".")[0], found)
+        outer = _sharder_around(name, found)
         if outer is not None:
             raise ShardedTensorError(
                 f"plan[{name!r}]: is inside {outer!r}, which has a Sharder of its own; "
@@ -175,11 +178,11 @@ def _parameters(
     plan: ShardingPlan,
     sharders: Iterable[str],
     group: Group,
-) -> dict[str, tuple[list[Place], torch.Tensor, ShardingSpec]]:
+) -> Cuts:
     tensors = list(tensors_of(module))
     by_name = {name: value for name, _, value in tensors}
-    found: dict[str, tuple[list[Place], torch.Tensor, ShardingSpec]] = {}
-    named_first: dict[int, str] = {}
+    found: Cuts = {}
+    first_names: dict[int, str] = {}
     for name, spec in sorted(plan.plan.items()):
         argument = f"plan[{name!r}]"
         if isinstance(spec, Sharder):
@@ -194,7 +197,7 @@ def _parameters(
             raise ShardedTensorError(f"{argument}: expected the name of a parameter{what}")
         tensor = by_name[name]
         check_shardable(tensor, spec, group, argument)
-        first = named_first.setdefault(id(tensor), name)
+        first = first_names.setdefault(id(tensor), name)
         if first != name:
             if found[first][2] != spec:
                 raise ShardedTensorError(
@@ -202,22 +205,22 @@ def _parameters(
                     f"spec {found[first][2]}, got {spec}"
                 )
             continue
-        ties = [(other, place) for other, place, value in tensors if value is tensor]
-        for other, _ in ties:
-            outer = _sharder_of(other.rpartition(".")[0], sharders)
+        ties = {other: place for other, place, value in tensors if value is tensor}
+        for other in ties:
+            outer = _sharder_around(other, sharders)
             if outer is not None:
                 tied = "" if other == name else f" is tied to {other!r}, which"
                 raise ShardedTensorError(
                     f"{argument}:{tied} is inside {outer!r}, which has a Sharder; "
                     "leave one of them out"
                 )
-        found[name] = [place for _, place in ties], tensor, spec
+        found[name] = list(ties.values()), tensor, spec
     return found
 
 
-def _sharder_of(path: str, sharders: Iterable[str]) -> str | None:
-    """The submodule with a Sharder that a module is, or is in."""
-    return next((each for each in sharders if f"{path}.".startswith(f"{each}.")), None)
+def _sharder_around(name: str, sharders: Iterable[str]) -> str | None:
+    """The submodule with a Sharder that a tensor or a module of this name is inside."""
+    return next((each for each in sharders if name.startswith(f"{each}.")), None)
 
 
 def _check_module(
@@ -227,7 +230,7 @@ def _check_module(
         raise ShardedTensorError(
             f"{argument}: expected names of submodules, got {name!r}{near(str(name), modules)}"
         )
-    outer = _sharder_of(name.rpartition(".")[0], sharders)
+    outer = _sharder_around(name, sharders)
     if outer is not None:
         raise ShardedTensorError(
             f"{argument}: {name!r} is inside {outer!r}, which a Sharder replaces; "

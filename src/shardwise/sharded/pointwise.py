@@ -57,7 +57,7 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
         if any(each.requires_grad for each in results):
             target._note_requires_grad(True)
         return target
-    made = pytree.tree_map(lambda *each: _joined(model, each), *results)
+    made = pytree.tree_map(lambda *each: model._with_results(each), *results)
     return made if out is None else out.copy_(made)
 
 
@@ -69,19 +69,6 @@ def _is_in_place(func: Any) -> bool:
 def _nothing(model: ShardedTensor) -> Box:
     corner = (0,) * len(model.shape)
     return Box(corner, corner)
-
-
-def _joined(model: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor:
-    """A result of each shard as a sharded tensor; of a rank without shards, of none."""
-    made = model._with(
-        pieces[: len(model._local_shards)],
-        dtype=pieces[0].dtype,
-        requires_grad=pieces[0].requires_grad,
-        pin_memory=False,
-    )
-    if not model._local_shards:
-        made._nothing = pieces[0].reshape(0)
-    return made
 
 
 def _spec(func: Any, args: Any, kwargs: Any) -> Spec | None:

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwise import errors
 from shardwise.sharded import workers
+from shardwise.sharded.agreeing import objections
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
 
@@ -42,17 +42,8 @@ def together(group: Group, init_rrefs: bool) -> Iterator[None]:
         yield
         return
     _check(group, group.communicator.gather_objects(workers.own_rank()))
-    try:
+    with objections(group):
         yield
-    except Exception as error:
-        message = str(error).removesuffix(f" [{errors.whereabouts()}]")
-        group.communicator.gather_objects((isinstance(error, ValueError), message))
-        raise
-    for rank, problem in zip(group.ranks, group.communicator.gather_objects(None), strict=True):
-        if problem is not None:
-            is_value, message = problem
-            kind = ShardedTensorError if is_value else ShardedStateError
-            raise kind(f"rank {rank}: {message}")
 
 
 def register(tensor: LocalShards) -> None:

@@ -21,9 +21,8 @@ from shardwise.sharded import remote
 from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError
 from shardwise.sharded.group import Group, GroupLike, as_group
-from shardwise.sharded.local import mine
+from shardwise.sharded.held import Held, mine
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded.moving import Held
 from shardwise.sharded.shard import Shard, is_on
 from shardwise.sharded.specs import (
     ChunkShardingSpec,
@@ -168,8 +167,7 @@ def _rebuilt(
             without shards knows.
     """
     shards, metadata, saved, spec, init_rrefs = state
-    known = (shards[0].metadata if shards else metadata.shards_metadata[0]).placement
-    if known is not None and not is_on(like, known.device()):
+    if not is_on(like, (shards[0].metadata if shards else metadata.shards_metadata[0]).device):
         metadata = metadata.copy(torch.device(like.device.type))
         spec = inferred_spec(metadata.shards_metadata, metadata.size)
     made = bare(kind, spec, metadata, [])

@@ -12,14 +12,13 @@ import torch
 
 from shardwise.checks import as_int
 from shardwise.errors import ShardwiseError
-from shardwise.sharded import moving
 from shardwise.sharded.agreeing import Problem, check_agreement, refuse_problems
 from shardwise.sharded.building import made
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group, GroupLike, as_group
-from shardwise.sharded.local import mine
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded.moving import Held
+from shardwise.sharded.held import Held, mine
+from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded.moving import Move
 from shardwise.sharded.specs import ShardingSpec
 
 if TYPE_CHECKING:
@@ -32,12 +31,19 @@ def scattered(
     """A tensor that one rank has whole, cut up and sent out."""
     group = as_group(process_group)
     index, metadata = _agreed_cut(tensor, spec, src_rank, group)
-    held = Held.of(metadata.shards_metadata, group)
-    devices = [_device(each) for each in mine(metadata, held, group)]
-    pieces = moving.scattered(held, group, tensor, index)
+    held, source = Held.of(metadata.shards_metadata, group), group.ranks[index]
+    own = mine(metadata, held, group)
+    given = [tensor.detach()] if source == group.rank else []
+    # Elsewhere than at the source, the tensor may have no elements.
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    like = torch.empty(0, dtype=tensor.dtype, device=device)
+    pieces = [like.new_empty(each.shard_sizes) for each in own]
+    Move(group, Held.whole(tensor.shape, source), held, "ShardingSpec.shard").run(
+        given, like, pieces
+    )
     shards = [
-        piece.to(device).requires_grad_(tensor.requires_grad)
-        for piece, device in zip(pieces, devices, strict=True)
+        piece.to(each.device).requires_grad_(tensor.requires_grad)
+        for piece, each in zip(pieces, own, strict=True)
     ]
     return made(metadata, spec, shards, group, held)
 
@@ -88,8 +94,3 @@ def _agreed_cut(
     refuse_problems(group, [each.problem for each in everywhere])
     assert index is not None, "checked"
     return index, metadata
-
-
-def _device(shard: ShardMetadata) -> torch.device:
-    assert shard.placement is not None, "it has an owner"
-    return shard.placement.device()

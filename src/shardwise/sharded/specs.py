@@ -139,14 +139,14 @@ class EnumerableShardingSpec(ShardingSpec):
                 raise ShardedTensorError(
                     f"shards[{at}]: expected ShardMetadata, got {type(each).__name__}"
                 )
-        check_apart(_boxes(self.shards), shard_names(self.shards))
+        check_apart(self.shards)
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
         """The shards, which must make up a tensor of this size."""
         size = as_size(tensor_sizes, "tensor_sizes")
-        check_tiling(_boxes(self.shards), size, shard_names(self.shards))
+        check_tiling(self.shards, size)
         return ShardedTensorMetadata([each.copy() for each in self.shards], size, tensor_properties)
 
 
@@ -168,12 +168,27 @@ def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Shard
     return EnumerableShardingSpec([each.copy() for each in shards])
 
 
-def shard_names(shards: Sequence[ShardMetadata]) -> list[str]:
-    """How messages call shards: by number, box and place."""
-    return [
-        f"shard {at} ({each.box} on {each.placement or 'no rank'})"
-        for at, each in enumerate(shards)
-    ]
+def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
+    """The spec of metadata that makes up a tensor."""
+    shards = metadata.shards_metadata
+    if not shards:
+        raise ShardedTensorError("shards_metadata: expected at least one shard, got none")
+    if metadata.tensor_properties.layout != torch.strided:
+        raise ShardedTensorError(
+            "tensor_properties.layout: expected torch.strided, got "
+            f"{metadata.tensor_properties.layout}"
+        )
+    check_tiling(shards, metadata.size)
+    if spec is None:
+        return inferred_spec(shards, metadata.size)
+    as_spec(spec, "sharding_spec")
+    cut = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
+    if _some(cut) != _some(shards):
+        raise ShardedTensorError(
+            f"sharding_spec: expected one that cuts a tensor of size {tuple(metadata.size)} into "
+            f"the metadata's shards {shards}; got {spec}"
+        )
+    return spec
 
 
 def as_size(sizes: Any, argument: str) -> torch.Size:
@@ -196,8 +211,9 @@ def as_spec(spec: Any, argument: str) -> ShardingSpec:
     return spec
 
 
-def _boxes(shards: Sequence[ShardMetadata]) -> list[Box]:
-    return [each.box for each in shards]
+def _some(shards: Sequence[ShardMetadata]) -> set[ShardMetadata]:
+    """Those that hold elements; where others begin does not matter."""
+    return {each for each in shards if not each.box.is_empty}
 
 
 def _same_elements(one: ShardMetadata, other: ShardMetadata) -> bool:

@@ -24,9 +24,10 @@ from shardwise.sharded.building import (
 from shardwise.sharded.copying import Copying
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.local import check_can_pin, mine
+from shardwise.sharded.held import Held, mine
+from shardwise.sharded.local import check_can_pin
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded.moving import Held, Move
+from shardwise.sharded.moving import Move
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import ShardingSpec, as_spec
 from shardwise.tensor import DTensor, short_dtype
@@ -77,7 +78,7 @@ class ShardedTensor(Copying):
                 tensor = torch.empty(
                     each.shard_sizes,
                     dtype=self.dtype,
-                    device=each.placement.device(),
+                    device=each.device,
                     pin_memory=pin_memory,
                     requires_grad=requires_grad,
                 )
@@ -136,22 +137,42 @@ class ShardedTensor(Copying):
             dtype: what the elements are converted to before they travel. By default they travel
                 as they are, and `out` must be able to hold them.
         """
-        index = self._group.index(dst, "dst")
+        self._group.check_member(dst, "dst")
         like, tensors = self._like(), self._tensors()
         if dtype is not None:
             like, tensors = like.to(dtype), [each.detach().to(dtype) for each in tensors]
-        # All ranks take part before one complains: nobody is left waiting.
-        pieces = moving.gathered(self._held, self._group, tensors, like, index)
-        if pieces is None:
-            if out is not None:
-                raise ShardedTensorError(
-                    f"out: expected None on this rank, as rank {dst} gathers; got a tensor"
-                )
-            return
-        _check_out(out, self, like.dtype, enforce_dtype)
-        assert out is not None, "checked"
-        with torch.no_grad():
-            moving.put(self._held, self._group, pieces, out)
+        problem = self._problem_with(out, dst, like.dtype, enforce_dtype)
+        into = None
+        if out is not None and not problem and _are_alike(out, like):
+            into = [out.detach()]
+        move = Move(self._group, self._held, Held.whole(self.shape, dst), "ShardedTensor.gather")
+        results = move.run(tensors, like, into)
+        if problem:  # all ranks have taken part before one complains: nobody is left waiting
+            raise ShardedTensorError(problem)
+        if out is not None and into is None:
+            out.detach().copy_(results[0])
+
+    def _problem_with(
+        self, out: torch.Tensor | None, dst: int, dtype: torch.dtype, enforce_dtype: bool
+    ) -> str:
+        """What is wrong about where a gathered tensor should be written; nothing if all is well."""
+        if self._group.rank != dst:
+            if out is None:
+                return ""
+            return f"out: expected None on this rank, as rank {dst} gathers; got a tensor"
+        size = tuple(self.shape)
+        if out is None:
+            return f"out: expected a tensor of size {size} on the rank that gathers, got None"
+        if out.shape != self.shape:
+            return f"out: expected a tensor of size {size}, got {tuple(out.shape)}"
+        if enforce_dtype and out.dtype != dtype:
+            return f"out: expected {dtype}, as enforce_dtype says; got {out.dtype}"
+        if not _holds(out.dtype, dtype):
+            return (
+                f"out: expected {dtype}, or what holds it without loss; got {out.dtype}. "
+                f"To convert, say gather(dtype={out.dtype})"
+            )
+        return ""
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable, if what follows is the same on all."""
@@ -279,25 +300,8 @@ class ShardedTensor(Copying):
         )
 
 
-def _check_out(
-    out: torch.Tensor | None, source: ShardedTensor, dtype: torch.dtype, enforce_dtype: bool
-) -> None:
-    if out is None:
-        raise ShardedTensorError(
-            f"out: expected a tensor of size {tuple(source.shape)} on the rank that gathers, "
-            "got None"
-        )
-    if out.shape != source.shape:
-        raise ShardedTensorError(
-            f"out: expected a tensor of size {tuple(source.shape)}, got {tuple(out.shape)}"
-        )
-    if enforce_dtype and out.dtype != dtype:
-        raise ShardedTensorError(f"out: expected {dtype}, as enforce_dtype says; got {out.dtype}")
-    if not _holds(out.dtype, dtype):
-        raise ShardedTensorError(
-            f"out: expected {dtype}, or what holds it without loss; got {out.dtype}. "
-            f"To convert, say gather(dtype={out.dtype})"
-        )
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -318,17 +322,13 @@ def _is_whole(dtype: torch.dtype) -> bool:
 
 def _check_devices(after: Sequence[ShardMetadata], before: Sequence[ShardMetadata]) -> None:
     """Refuse placements on devices that no shard was on: to reshard is to move between ranks."""
-    known = {_device_type(each) for each in before}
+    known = {each.device.type for each in before}
     for each in after:
-        if _device_type(each) not in known:
+        if each.placement is not None and each.device.type not in known:
             raise ShardedTensorError(
                 f"resharding_spec: expected placements on {' or '.join(sorted(known))}, where the "
                 f"shards are; got {each.placement}. To change the device, say to(device) first"
             )
-
-
-def _device_type(shard: ShardMetadata) -> str:
-    return "" if shard.placement is None else shard.placement.device().type
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,25 @@
-"""The norm of all elements of shards that are no layout, as clip_grad_norm_ asks for it."""
+"""One number of all elements of shards that are no layout: their norm, which clip_grad_norm_ asks
+for, and whether any or all are true."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded.tensor import ShardedTensor
 
 
 def run(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
-    """The norm on every rank; None for other functions, of some dims, or recorded."""
+    """The number, on every rank; None for other functions, of some dims, or recorded."""
     recorded = model.requires_grad and torch.is_grad_enabled()
-    if func not in _NORMS or recorded:
-        return None
-    return _NORMS[func](*args, **kwargs)
+    if func in _NORMS and not recorded:
+        return _NORMS[func](*args, **kwargs)
+    if func in _TRUTHS and len(args) == 1 and not kwargs:
+        here = func(torch.stack([func(each) for each in model._parts()]))
+        return model._group.communicator.all_reduce(here, _TRUTHS[func])
+    return None
 
 
 def _norm(
@@ -60,3 +63,4 @@ _NORMS: dict[Any, Any] = {
     torch.norm: _old_norm,
     torch.Tensor.norm: _old_norm,
 }
+_TRUTHS = {torch.any: "max", torch.Tensor.any: "max", torch.all: "min", torch.Tensor.all: "min"}
