@@ -55,6 +55,14 @@ def run(folder):
     torch.testing.assert_close(names["same"].detach(), whole)
     at = names["both"].get_local_rank("dp")
     torch.testing.assert_close(names["half"].detach(), whole.chunk(2)[at])
+    alone = Net()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = (alone(names["x"]) - 2 * names["x"]).square().mean()
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(names["loss"], loss.detach())
     many = torch.ones(9, 5, 8)
     torch.testing.assert_close(names["anything"](many).detach(), Net()(many).detach())
     shapes = [each.state_dict["layers.1.up.weight"].shape for each in names["programs"]]

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.export.boundaries import Boundary
 from shardwise.export.errors import ExportError
+from shardwise.export.plan import NO_NAME
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.names import check_pattern, matches, unmatched
 from shardwise.parallel.specs import is_spec
@@ -25,7 +26,7 @@ def apart(
             continue
         fitting = [path for path in modules if matches(pattern, path)]
         if not fitting:
-            raise unmatched("plan", pattern, modules, "modules")
+            raise unmatched("plan", pattern, modules, "modules", remedy=NO_NAME)
         boundaries |= dict.fromkeys(fitting, _boundary(pattern, wanted))
     return tensors, boundaries
 

@@ -128,7 +128,13 @@ class Boundaries:
         given = {source.name: source for source in sources if source.op == "placeholder"}
         for name, spec in boundary.named.items():
             if name not in given:
-                raise unmatched(f"inputs of {path}", name, given, "inputs of the program")
+                raise unmatched(
+                    f"inputs of {path}",
+                    name,
+                    given,
+                    "inputs of the program",
+                    remedy=f"There are {', '.join(given) or 'none here'}",
+                )
             place = self._place(f"input {name} of {path}", spec)
             place.check(given[name])
             users = sources[given[name]]

@@ -20,7 +20,7 @@ STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 Placements = list[Placement]
 
-_NO_NAME = "Correct it, or leave it out: what no pattern matches is whole"
+NO_NAME = "Correct it, or leave it out: what no pattern matches is whole"
 _NO_AXIS = "Make the mesh with that axis, or leave it out"
 
 
@@ -79,7 +79,7 @@ def placements_by_input(
         ]
         if not fitting:
             kinds = "parameters, buffers or constants"
-            raise unmatched("plan", pattern, everything, kinds, remedy=_NO_NAME)
+            raise unmatched("plan", pattern, everything, kinds, remedy=NO_NAME)
         chosen |= dict.fromkeys(fitting, asked)
     users = [node.name for node in inputs.users]
     return chosen | _given("input_placements", input_placements, users, "inputs", mesh)

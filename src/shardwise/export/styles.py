@@ -13,7 +13,7 @@ from shardwise import world
 from shardwise.export.boundaries import Boundaries, Boundary
 from shardwise.export.errors import ExportError
 from shardwise.export.modules import ProgramModule, modules_of
-from shardwise.export.plan import Inputs
+from shardwise.export.plan import NO_NAME, Inputs
 from shardwise.export.program import Sharding
 from shardwise.export.recording import RecordingWorld
 from shardwise.mesh import DeviceMesh
@@ -116,7 +116,7 @@ def _laid_out(
         if not fitting:
             tensors = [*program.state_dict, *program.constants]
             meant = "which is a parameter or buffer: styles are for the module that has it"
-            raise unmatched(_ARGUMENT, pattern, modules, "modules", tensors, meant)
+            raise unmatched(_ARGUMENT, pattern, modules, "modules", tensors, meant, NO_NAME)
         for path in fitting:
             if chosen.setdefault(path, style) != style:
                 raise ExportError(f"{path}: it is given {chosen[path]!r} and {style!r}; choose one")
