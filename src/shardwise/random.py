@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from shardwise import world
 from shardwise.box import Box
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
@@ -53,6 +54,7 @@ def draw_key(mesh: DeviceMesh | None = None, generator: torch.Generator | None =
             was made, they are compared again, by all ranks, before the first draw.
         generator: draw from it instead. It must be in the same state on every rank.
     """
+    world.current().check_drawing()
     if generator is None and mesh is not None:
         check_if_suspect(mesh)
     device = "cpu" if generator is None else generator.device

@@ -53,6 +53,9 @@ class World(ABC):
     ) -> Communicator:
         """The way these ranks talk; `axes` are the names of the mesh axes they lie along."""
 
+    def check_drawing(self) -> None:  # noqa: B027 (in most worlds there is nothing to refuse)
+        """Called before random numbers are drawn; refuses where they would be drawn once only."""
+
     def process_group(self, ranks: tuple[int, ...]) -> Any:
         """The torch process group of exactly these ranks, made on demand by its members."""
         raise self._refusal("process group")

@@ -67,7 +67,7 @@ def _share(graph: fx.Graph) -> None:
     """The same operator on the same values is run once; also collectives."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or _is_random(node):
+        if node.op != "call_function" or is_random(node):
             continue
         flat, structure = pytree.tree_flatten((node.args, node.kwargs))
         key = (node.target, str(structure), *((type(each), each) for each in flat))
@@ -80,6 +80,7 @@ def _share(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags

@@ -46,10 +46,15 @@ class Argument:
         leaves, structure = pytree.tree_flatten(tree)
         if structure != self.structure:
             raise ExportError(
-                f"{self.name}: expected a tree like the example's, {self.structure}; "
-                f"got {structure}"
+                f"{self.name}: expected a tree like the example's, {shown(self.structure)}; "
+                f"got {shown(structure)}"
             )
         return leaves
+
+
+def shown(structure: Any) -> str:
+    """A tree on one line."""
+    return " ".join(str(structure).split())
 
 
 def arguments_of(fn: Callable[..., Any], example: Sequence[Any]) -> list[Argument]:

@@ -24,8 +24,9 @@ from shardwise.tensor import DTensor
 LAYOUT, LAYOUTS, COLLECTIVE = "layout", "layouts", "collective"
 """What is said at a node: how it, or each of its results, lies; what is known of a collective."""
 
-NAME, INPUTS = "name", "inputs"
-"""And what users call an input; at the first call, how all inputs lie, as theirs is not saved."""
+NAME, INPUTS, MODULE = "name", "inputs", "module"
+"""And what users call an input; in which module a step is, which has no
+`nn_module_stack`; at the first call, how all inputs lie, as theirs is not saved."""
 
 _ORDERS = {
     *("wait_tensor", "split", "split_with_sizes", "getitem", "slice", "narrow", "cat", "view"),

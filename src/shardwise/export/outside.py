@@ -10,8 +10,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from shardwise.comm.cause import current
 from shardwise.export.errors import ExportError
-from shardwise.export.notes import node_of, note
+from shardwise.export.notes import MODULE, node_of, note, say
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.tensor import DTensor, wrap
@@ -59,6 +60,11 @@ class Outside(TorchFunctionMode):
         if is_constant or (func in _VALUES and _is_outside(args[0])):
             with disable_proxy_modes_tracing():
                 return func(*args, **_without_meta(kwargs))
+        if func in _VALUES:
+            raise ExportError(
+                f"fn: expected the same operators whatever the values, but it asks for the value "
+                f"of a tensor ({func.__name__}); return the tensor, or use torch.where"
+            )
         if func is torch.Tensor.to:
             args = tuple(_META if isinstance(each, str) else each for each in args)
         if isinstance(kwargs.get("device"), str | int):
@@ -66,7 +72,7 @@ class Outside(TorchFunctionMode):
         args, kwargs = pytree.tree_map(self.inside, (args, kwargs))
         with torch.device(_META):
             result = func(*args, **kwargs)
-        pytree.tree_map_only(torch.Tensor, note, result)
+        pytree.tree_map_only(torch.Tensor, _note, result)
         return result
 
     def inside(self, value: Any) -> Any:
@@ -94,6 +100,13 @@ class Outside(TorchFunctionMode):
 
     def insert(self, module: fx.GraphModule, device: torch.device) -> None:
         """Put what was found into the graph, as constants of the module."""
+        for tensor, stand_in in self._made.values():
+            if stand_in._version:
+                raise ExportError(
+                    f"fn: it writes to a tensor of shape {tuple(tensor.shape)} from elsewhere, "
+                    "such as a buffer of a module; pass it with the state "
+                    "(torch.func.functional_call takes buffers too), and return it"
+                )
         for at, (node, tensor) in enumerate(self._nodes):
             name = f"constant_{at}"
             module.register_buffer(name, tensor.detach().to(device))
@@ -102,6 +115,13 @@ class Outside(TorchFunctionMode):
             constant.meta = node.meta
             node.replace_all_uses_with(constant)
             module.graph.erase_node(node)
+
+
+def _note(tensor: torch.Tensor) -> None:
+    note(tensor)
+    node = node_of(tensor)
+    if node is not None and current().module:
+        say(node, MODULE, current().module)
 
 
 def _is_outside(value: Any) -> bool:

@@ -19,7 +19,7 @@ from shardwise.export.cleaning import is_collective
 from shardwise.export.errors import ExportError
 from shardwise.tensor import short_dtype
 
-_WIDEST = 44
+_WIDEST = 36
 """The most characters of an operator and its arguments."""
 
 
@@ -33,9 +33,6 @@ def print_sharding(program: Any, file: TextIO | None = None) -> None:
 
     Example:
         >>> print_sharding(shard_program(program, mesh, plan))
-        parameters         dtype  lies as   here
-        up.weight          f32    [16@tp, 8]  [8, 8]
-        ...
     """
     print(sharding_text(program), file=file)
 
@@ -113,9 +110,11 @@ def _grouped(inputs: Iterable[_Input]) -> Iterator[tuple[str, ...]]:
 
 def _call_row(node: fx.Node) -> tuple[str, ...]:
     value = node.meta.get("val")
+    row = node.name, _shortened(_call(node)), _dtype(value), _here(value)
     said = notes.said(node, notes.COLLECTIVE)
-    reason = _reason(said) if is_collective(node) and said else _module_of(node)
-    return node.name, _shortened(_call(node)), _dtype(value), _here(value), _layout(node), reason
+    if is_collective(node) and said:
+        return *row, _reason(said)
+    return *row, _layout(node), _module_of(node)
 
 
 def _layout(node: fx.Node) -> str:
@@ -150,6 +149,7 @@ def _reason(said: dict[str, Any]) -> str:
 def _module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path: str = next((path for path, _ in reversed(list(stack.values()))), "")
+    path = path or notes.said(node, notes.MODULE) or ""
     return re.sub(r"^L\['self'\]\.?", "", path)
 
 
@@ -174,8 +174,9 @@ def _summary(calls: Sequence[fx.Node]) -> str:
     counted = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if kinds else ""
     plural = "collective" if len(collectives) == 1 else "collectives"
     text = f"{len(collectives)} {plural}{counted}, {_size(total)} received per call"
-    values = (node.meta.get("val") for node in calls)
-    is_dynamic = any(isinstance(value, torch.SymInt) for value in values)
+    tensors = (node.meta.get("val") for node in collectives)
+    sizes = [size for each in tensors if isinstance(each, torch.Tensor) for size in each.shape]
+    is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
     return text + (" at the sizes of the example" if is_dynamic else "")
 
 
@@ -206,13 +207,16 @@ def _size(count: int) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns that are aligned; nothing without rows."""
+    """Columns that are aligned; nothing without rows. The last cell of a row may be longer."""
     rows = list(rows)
     if not rows:
         return ""
     lines = [head, *rows]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
+    widths = [
+        max(len(row[at]) for row in lines if at < len(row) - 1) for at in range(len(head) - 1)
+    ]
+    widths.append(0)
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
         for line in lines
     )

@@ -16,14 +16,14 @@ from shardwise.comm import Cause
 from shardwise.comm.cause import acting
 from shardwise.export import cleaning, notes
 from shardwise.export.errors import ExportError
-from shardwise.export.leaves import Argument, Leaf, arguments_of, placements_by_leaf
+from shardwise.export.leaves import Argument, Leaf, arguments_of, placements_by_leaf, shown
 from shardwise.export.outside import Outside
 from shardwise.export.plan import output_placements_of
-from shardwise.export.recording import RecordingWorld, as_recorded
+from shardwise.export.recording import RecordingWorld, as_recorded, random_refused
 from shardwise.export.tracing import as_dtensor, as_piece, record
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, unwrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -248,6 +248,8 @@ class _Recording:
                 for leaf in self._tensors
             ]
         module = record(self._on_pieces, inputs, self._here, is_training=True)
+        if any(map(cleaning.is_random, module.graph.nodes)):
+            raise random_refused()
         self._outside.insert(module, self._device)
         self._settle_constants(module)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -256,6 +258,9 @@ class _Recording:
             node.target = node.name
             notes.say(node, notes.NAME, leaf.name)
         cleaning.clean(module.graph, self._device)
+        used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+        for name in [name for name, _ in module.named_buffers() if name not in used]:
+            delattr(module, name)
         self._propagate(module)
         module.recompile()
         return module
@@ -272,7 +277,7 @@ class _Recording:
             trees.append(pytree.tree_unflatten(leaves, argument.structure))
         with self._outside:
             result = self._fn(*trees)
-            return self._pieces_of(result)
+        return self._pieces_of(result)
 
     def _dtensor(self, leaf: Leaf, piece: torch.Tensor) -> DTensor:
         made = as_dtensor(piece, self._layouts[leaf.name])
@@ -312,6 +317,8 @@ class _Recording:
         if not isinstance(value, DTensor):  # made alike by all ranks
             value = as_dtensor(value, Layout(self._mesh, value.shape))
         with torch.no_grad(), acting(Cause(name)):
+            if value._layout is layout:
+                return unwrap(value)
             return as_piece(value, layout)
 
     def _settle_constants(self, module: fx.GraphModule) -> None:
@@ -352,8 +359,8 @@ def _like(state: Argument, returned: Any) -> list[Any]:
     leaves, structure = pytree.tree_flatten(returned)
     if structure != state.structure:
         raise ExportError(
-            f"fn: expected a new state with the tree of {state.name}, {state.structure}; "
-            f"it returned {structure}"
+            f"fn: expected a new state with the tree of {state.name}, {shown(state.structure)}; "
+            f"it returned {shown(structure)}"
         )
     return leaves
 

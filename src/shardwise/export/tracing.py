@@ -145,17 +145,16 @@ def record(
     results: list[Any] = []
     mode = torch.enable_grad if is_training else torch.no_grad
 
+    def heard(*given: Any) -> Any:
+        # Collectives know what they are for while somebody listens. From within make_fx, which
+        # puts its own call of modules in place of the one that says where it is.
+        with trace.listen(lambda event: None):
+            return function(*given)
+
     def run() -> None:
         try:
-            # Collectives know what they are for while somebody listens.
-            with (
-                world.use(here),
-                mode(),
-                _traceable(),
-                _noting(),
-                trace.listen(lambda event: None),
-            ):
-                traced = make_fx(function, tracing_mode="real", pre_dispatch=not is_training)
+            with world.use(here), mode(), _traceable(), _noting():
+                traced = make_fx(heard, tracing_mode="real", pre_dispatch=not is_training)
                 results.append(traced(*inputs))
         except BaseException as error:
             results.append(error)

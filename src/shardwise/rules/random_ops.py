@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise import random
+from shardwise import random, world
 from shardwise.cut import Cut
 from shardwise.dispatch.arguments import check_target
 from shardwise.dispatch.entry import check_writable
@@ -47,6 +47,7 @@ def noise(
     """
     whole = layout.relaid(partial={}) if layout.partial else layout
     if device.type == "meta":  # torch draws nothing for it either
+        world.current().check_drawing()
         return wrap(torch.empty(whole.local_shape(), dtype=dtype, device=device), whole)
     key = random.draw_key(whole.mesh, generator)
     return wrap(sampler(key, whole, *numbers, dtype=dtype, device=device), whole)
