@@ -33,7 +33,7 @@ def on_all_meshes(names):
 
 
 def test_programs_over_gloo_do_what_one_process_does(workers4):
-    names = "mlp, uneven", "mlp, dynamic", "tied", "image, training", "cache by index", "fused qkv"
+    names = "mlp, uneven", "tied", "image, training", "cache by index"
     workers4.run(on_all_meshes, names)
 
 
