@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.export.recording import default_group_name
+from shardwise.export.groups import group_name
 from shardwise.world import current
 
 
@@ -26,7 +26,7 @@ class Routed(TorchDispatchMode):
         for count in range(1, mesh.ndim + 1):
             for axes in itertools.permutations(range(mesh.ndim), count):
                 ranks = mesh.ranks_along(axes)
-                self._ranks[default_group_name(ranks, current().size)] = ranks
+                self._ranks[group_name(ranks, current().size)] = ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "_c10d_functional":

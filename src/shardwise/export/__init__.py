@@ -1,6 +1,7 @@
 """Exported programs, one for each rank."""
 
 from shardwise.export.errors import ExportError
+from shardwise.export.groups import make_groups
 from shardwise.export.program import shard_program
 from shardwise.export.showing import print_sharding, sharding_text
 from shardwise.export.step import ShardedStep, shard_step
@@ -9,6 +10,7 @@ from shardwise.export.styles import tensor_parallel_transformation
 __all__ = [
     "ExportError",
     "ShardedStep",
+    "make_groups",
     "print_sharding",
     "shard_program",
     "shard_step",

@@ -75,6 +75,11 @@ def shard_program(
             then given its piece.
         output_placements: of what users get, in order, or one for all; whole by default.
 
+    A program that talks among all ranks runs wherever torch.distributed was started with as many.
+    If axes of a mesh of several talk, their groups have to be there: they are in the processes
+    that called this; where a program is loaded, `make_groups(program)` makes them, and its
+    docstring says how to without shardwise.
+
     Example:
         >>> program = torch.export.export(model, (x,))
         >>> plan = {"up.weight": [Shard(0)], "down.weight": [Shard(1)]}
@@ -250,10 +255,19 @@ class Sharding:
             FakeTensorProp(module, mode).propagate_dont_convert_inputs(*given)
         for node, value in zip(placeholders, given, strict=True):
             node.meta["val"] = value
+        root = self._root_stack()
         for node in module.graph.nodes:
             node.meta.pop("tensor_meta", None)
+            if node.op == "call_function":  # what happens between modules is the model's
+                node.meta.setdefault("nn_module_stack", root)
         with world.use(self._here):
             notes.finish(module.graph, self._mesh)
+
+    def _root_stack(self) -> dict[str, Any]:
+        """What nodes of the original say that are in no module but the model itself."""
+        stacks = (node.meta.get("nn_module_stack") for node in self._original.graph.nodes)
+        first: dict[str, Any] = next(filter(None, stacks), {})
+        return dict([*first.items()][:1])
 
     def _local_value(self, name: str, value: Any, mode: Any) -> Any:
         """What stands for a rank's piece of an input: its dynamic sizes are those of the whole."""

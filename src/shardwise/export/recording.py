@@ -5,7 +5,6 @@ The world of a rank that need not exist: programs can be made for every rank of 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from shardwise.comm.arguments import Shape
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.export.errors import ExportError
+from shardwise.export.groups import group_name, registered
 from shardwise.export.notes import note_collective
 from shardwise.mesh import DeviceMesh
 from shardwise.world import World
@@ -29,24 +29,12 @@ GroupName = Callable[[tuple[int, ...]], str]
 """What torch calls the process group of some ranks, where the program will run."""
 
 
-def default_group_name(ranks: tuple[int, ...], size: int) -> str:
-    """The name of a group where nobody has made it yet.
-
-    All ranks in order are torch's default group. Others are named by their ranks, as
-    `shardwise.comm` names those it makes.
-    """
-    if ranks == tuple(range(size)):
-        return "0"
-    digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-    return f"shardwise_{digest}_1"
-
-
 class RecordingWorld(World):
     """One rank of a program that is being made."""
 
-    def __init__(self, rank: int, size: int, group_name: GroupName | None = None) -> None:
+    def __init__(self, rank: int, size: int, name_of: GroupName | None = None) -> None:
         super().__init__(rank, size)
-        self._group_name = group_name or (lambda ranks: default_group_name(ranks, size))
+        self._name_of = name_of or (lambda ranks: group_name(ranks, size))
 
     def describe(self) -> str:
         """What kind of ranks these are."""
@@ -62,7 +50,7 @@ class RecordingWorld(World):
         """The way these ranks will talk."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
-        return RecordingCommunicator(ranks, ranks.index(self.rank), axes, self._group_name(ranks))
+        return RecordingCommunicator(ranks, ranks.index(self.rank), axes, self._name_of(ranks))
 
 
 def random_refused() -> ExportError:
@@ -81,7 +69,7 @@ def as_recorded(mesh: DeviceMesh) -> tuple[DeviceMesh, RecordingWorld]:
     else:
         if mesh.get_coordinate() is None:
             raise ExportError(f"mesh: expected one that this rank is in, got {mesh!r}")
-        name_of = None if here.is_simulated else lambda ranks: here.process_group(ranks).group_name
+        name_of = None if here.is_simulated else lambda ranks: registered(ranks, here)
         recording = RecordingWorld(here.rank, here.size, name_of)
     with world.use(recording):
         names = mesh.mesh_dim_names

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from shardwise import world
 from shardwise.export.boundaries import Boundaries, Boundary
 from shardwise.export.errors import ExportError
+from shardwise.export.groups import registered
 from shardwise.export.modules import ProgramModule, modules_of
 from shardwise.export.plan import NO_NAME, Inputs
 from shardwise.export.program import Sharding
@@ -90,7 +91,7 @@ def _group_names(world_size: int) -> Callable[[tuple[int, ...]], str] | None:
     here = world.current(start=False)
     if here.is_simulated or here.size != world_size or world_size == 1:
         return None
-    return lambda ranks: str(here.process_group(ranks).group_name)
+    return lambda ranks: registered(ranks, here)
 
 
 # ---- from styles to placements
