@@ -44,7 +44,7 @@ def shapes(program):
 def structure(program):
     """Its operators, with what they get that is no tensor."""
     return [
-        (str(node.target), [each for each in node.args if not isinstance(each, torch.fx.Node)])
+        (str(node.target), torch.fx.map_arg(node.args, lambda _: None))
         for node in program.graph.nodes
         if node.op == "call_function"
     ]

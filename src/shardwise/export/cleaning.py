@@ -18,6 +18,11 @@ def clean(graph: fx.Graph, device: torch.device) -> None:
     _place(graph, device)
     if not any(writes(node) for node in graph.nodes):
         _share(graph)
+    drop_unused(graph)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Drop what nobody uses and no other rank waits for."""
     graph.eliminate_dead_code(is_impure_node=_must_stay)
     graph.lint()
 

@@ -38,6 +38,7 @@ from shardwise.export.plan import (
     placements_by_input,
 )
 from shardwise.export.recording import RecordingWorld, as_recorded
+from shardwise.export.simplifying import simplify
 from shardwise.export.tracing import (
     Moves,
     OnDTensors,
@@ -150,6 +151,7 @@ class Sharding:
         cleaning.clean(graph, torch.device(self._mesh.device_type))
         lifted = self._lifted(module)
         self._propagate(module, lifted)
+        simplify(graph)
         return self._assembled(module, lifted)
 
     def _recorded(self, at: sizes.Sizes) -> fx.GraphModule:

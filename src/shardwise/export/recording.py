@@ -96,30 +96,33 @@ class RecordingCommunicator(Communicator):
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...], op: str
     ) -> Pending[torch.Tensor]:
         longest = max(sizes)
-        rows = x.movedim(dim, 0)
-        if min(sizes) != longest:
-            rows = torch.cat([_padded(each, longest) for each in rows.split_with_sizes(sizes)])
+        rows = x
+        if dim or min(sizes) != longest:
+            pieces = x.split_with_sizes(sizes, dim)
+            rows = torch.cat([_padded(each, dim, longest) for each in pieces])
         started = _functional.reduce_scatter_tensor(
             rows.contiguous(), op, self.size, self.group_name
         )
         own = sizes[self.index]
         return self._under_way(started).then(
-            lambda piece: _as_dim(piece if own == longest else piece[:own], dim)
+            lambda piece: piece if own == longest else piece.narrow(dim, 0, own).contiguous()
         )
 
     def _start_all_gather(
         self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
     ) -> Pending[torch.Tensor]:
         longest = max(sizes)
-        rows = _padded(x.movedim(dim, 0), longest).contiguous()
+        rows = _padded(x, dim, longest).contiguous()
         started = _functional.all_gather_into_tensor(rows, self.size, self.group_name)
 
         def joined(gathered: torch.Tensor) -> torch.Tensor:
-            if min(sizes) != longest:
-                chunks = gathered.split_with_sizes([longest] * self.size)
-                pieces = [each[:size] for each, size in zip(chunks, sizes, strict=True) if size]
-                gathered = torch.cat(pieces) if pieces else gathered[:0]
-            return _as_dim(gathered, dim)
+            if not dim and min(sizes) == longest:
+                return gathered
+            pieces = [
+                piece if size == longest else piece.narrow(dim, 0, size)
+                for piece, size in zip(gathered.chunk(self.size), sizes, strict=True)
+            ]
+            return torch.cat(pieces, dim)
 
         return self._under_way(started).then(joined)
 
@@ -190,13 +193,8 @@ class RecordingCommunicator(Communicator):
         )
 
 
-def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    missing = length - rows.shape[0]
+def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    missing = length - x.shape[dim]
     if not missing:
-        return rows
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
-
-
-def _as_dim(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Dim 0 where it belongs, in memory of its own."""
-    return rows.movedim(0, dim).contiguous() if dim else rows
+        return x
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)

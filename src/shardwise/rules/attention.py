@@ -23,7 +23,7 @@ from shardwise.mesh import DeviceMesh
 from shardwise.random import bernoulli, draw_key
 from shardwise.rules.collectives import extreme, total_used
 from shardwise.rules.matmul import contraction, expanded_dims, leading
-from shardwise.rules.precision import autocast, widened
+from shardwise.rules.precision import autocast, widened, without_autocast
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Spec
 
@@ -188,7 +188,7 @@ class Local:
             attn_mask = self._causal(attn_mask, query, key)
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             scores = widened(query) @ widened(key).mT * scale
             if attn_mask is not None and attn_mask.dtype == torch.bool:
                 scores = scores.masked_fill(~attn_mask, -math.inf)

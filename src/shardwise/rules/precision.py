@@ -5,6 +5,9 @@ A lowering that does by parts what torch does in one kernel must round to a half
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -47,6 +50,11 @@ def autocast_wider(*tensors: torch.Tensor) -> torch.dtype:
     for each in tensors[1:]:
         dtype = torch.promote_types(dtype, each.dtype)
     return wider(dtype) if _is_enabled(tensors[0].device.type) else dtype
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """What is computed within it is computed in the dtypes that it has."""
+    return torch.autocast(device, enabled=False) if _is_enabled(device) else nullcontext()
 
 
 def _is_enabled(device: str) -> bool:
