@@ -105,7 +105,7 @@ class RecordingCommunicator(Communicator):
         )
         own = sizes[self.index]
         return self._under_way(started).then(
-            lambda piece: piece if own == longest else piece.narrow(dim, 0, own)
+            lambda piece: piece if own == longest else piece.narrow(dim, 0, own).contiguous()
         )
 
     def _start_all_gather(

@@ -39,7 +39,7 @@ def is_summed(dtype: torch.dtype) -> bool:
 def autocast(tensor: torch.Tensor) -> torch.Tensor:
     """What torch makes of an operand of a product of matrices."""
     device = tensor.device.type
-    if _is_within(device) and tensor.dtype != torch.float64:
+    if _is_enabled(device) and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
 
@@ -49,14 +49,14 @@ def autocast_wider(*tensors: torch.Tensor) -> torch.dtype:
     dtype = tensors[0].dtype
     for each in tensors[1:]:
         dtype = torch.promote_types(dtype, each.dtype)
-    return wider(dtype) if _is_within(tensors[0].device.type) else dtype
+    return wider(dtype) if _is_enabled(tensors[0].device.type) else dtype
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """What is computed within it is computed in the dtypes that it has."""
-    return torch.autocast(device, enabled=False) if _is_within(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if _is_enabled(device) else nullcontext()
 
 
-def _is_within(device: str) -> bool:
-    # torch does not answer, but raise, for devices that have no autocast, such as "meta".
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+def _is_enabled(device: str) -> bool:
+    # torch knows no autocast of tensors without data, and does not ignore the question.
+    return device != "meta" and torch.is_autocast_enabled(device)
