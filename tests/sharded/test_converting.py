@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from operator_cases import all_specs, boxes, chunks, gradient, layouts, odd, on_ranks, values
+from shard_cases import rank_here
 
 import shardwise as sw
 import shardwise.sharded as sh
@@ -211,5 +212,17 @@ def test_a_result_has_the_shards_of_what_it_was_made_of() -> None:
             result = tensor * 2
             assert result.sharding_spec() == spec, name
             assert result.metadata().shards_metadata == tensor.metadata().shards_metadata, name
+
+    on_ranks(run, 3)
+
+
+def test_metadata_is_each_tensor_s_own() -> None:
+    def run() -> None:
+        dtensor = chunks(0, 0, 1, 2).shard(X).to_dtensor()
+        sh.from_dtensor(dtensor).metadata().shards_metadata[0].placement = None
+        sh.from_dtensor(dtensor).metadata().shards_metadata.reverse()
+        tensor = sh.from_dtensor(dtensor)
+        assert tensor.metadata().shards_metadata[0].placement is not None
+        assert tensor.local_shards()[0].metadata == tensor.metadata().shards_metadata[rank_here()]
 
     on_ranks(run, 3)

@@ -390,3 +390,40 @@ def test_what_goes_shard_by_shard_does_not_communicate() -> None:
             assert events == []
 
     on_ranks(run, 3)
+
+
+def test_inference_mode() -> None:
+    def run() -> None:
+        for name, spec in all_specs(3).items():
+            outside = spec.shard(X.detach())
+            with torch.inference_mode():
+                for tensor in (outside, outside.clone()):
+                    tensor.add_(1).mul_(2)
+                    expected = (X.detach() + 1) * 2
+                    torch.testing.assert_close(whole(tensor), expected, msg=name)
+                    if name in layouts(3):
+                        torch.testing.assert_close(whole(tensor.sum(0)), expected.sum(0), msg=name)
+
+    on_ranks(run, 3)
+
+
+def test_a_tensor_without_dims() -> None:
+    """Its one element is on one rank; it is no layout, but of one rank."""
+    number = values()
+
+    def run() -> None:
+        tensor = boxes((1, [], [])).shard(number)
+        for function in (
+            lambda x: x + 1,
+            lambda x: x * x,
+            lambda x: torch.tensor(2, dtype=torch.int64) * x,
+            lambda x: x.float() * torch.tensor(2.0, dtype=torch.float64),
+            lambda x: x.detach().clone().fill_(3),
+        ):
+            result = function(tensor)
+            torch.testing.assert_close(whole(result), whole(function(number)))
+            assert result.dtype == function(number).dtype
+        (tensor * tensor).backward()
+        torch.testing.assert_close(gradient(tensor), 2 * number.detach())
+
+    on_ranks(run, 3)

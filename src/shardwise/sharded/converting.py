@@ -276,7 +276,9 @@ def from_dtensor(tensor: DTensor, process_group: GroupLike = None) -> ShardedTen
     local = unwrap(tensor)
     spec, shards, held, found = _described(layout, group.ranks)
     properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
-    metadata = ShardedTensorMetadata(shards, layout.size, properties)
+    # Of its own: what is described is kept, and users may write to metadata.
+    own = [each.copy() for each in shards]
+    metadata = ShardedTensorMetadata(own, layout.size, properties)
     pieces = [local[here.slices] for _, here in layout.boxes()] if layout.is_cut else [local]
     made = building.made(metadata, spec, pieces, group, held)
     made._known_layout = held, found

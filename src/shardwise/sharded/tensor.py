@@ -29,7 +29,7 @@ from shardwise.sharded.local import check_can_pin
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.moving import Move
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.specs import ShardingSpec, as_spec
+from shardwise.sharded.specs import ShardingSpec, as_spec, metadata_of
 from shardwise.tensor import DTensor, short_dtype
 
 
@@ -188,7 +188,7 @@ class ShardedTensor(Copying):
         with remote.together(self._group, self._init_rrefs):
             as_spec(resharding_spec, "resharding_spec")
             properties = replace(self._metadata.tensor_properties)
-            metadata = resharding_spec.build_metadata(self.shape, properties)
+            metadata = metadata_of(resharding_spec, self.shape, properties)
             _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
             held = Held.of(metadata.shards_metadata, self._group)
         if held == self._held:  # perhaps by other names of the same ranks
