@@ -160,6 +160,18 @@ def test_tensors_of_other_groups_are_refused() -> None:
     on_ranks(run, 2)
 
 
+@COUNTS
+def test_a_tensor_without_dims(count: int) -> None:
+    one = torch.tensor(5.0, requires_grad=True)
+    check(lambda x: (x * 2).exp() + x, [boxes((1, [], []))], [one], count)
+
+    def run() -> Any:
+        tensor = boxes((1, [], [])).shard(one.detach())
+        return (tensor + torch.tensor(1.0, dtype=torch.float64)).dtype, tensor.add_(1).item()
+
+    assert on_ranks(run, count) == [(torch.float64, 6.0)] * count
+
+
 # ---- layers
 
 

@@ -92,7 +92,7 @@ class LocalShards(ShardedTensorBase):
             requires_grad=first.requires_grad,
             pin_memory=False,
         )
-        made._nothing = None if self._local_shards else first.reshape(0)
+        made._nothing = None if self._local_shards else first.reshape(-1)[:0]
         return made
 
     def _like(self) -> torch.Tensor:

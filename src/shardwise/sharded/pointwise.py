@@ -40,15 +40,14 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
 
     def piece(box: Box, at: int, value: Any) -> Any:
         if isinstance(value, ShardedTensor):
-            parts = value._tensors() or [value._empty(box.shape)]
-            return parts[at]
+            return (value._tensors() or [_nothing(value)])[at]
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return value[_slices(dims[id(value)], whole, box)]
         return value
 
     results: list[Any] = []
     # On a rank without shards the same of nothing: it tells the dtype, and what is refused.
-    for at, box in enumerate(model._held.by(model._group.rank) or [_nothing(model)]):
+    for at, box in enumerate(model._held.by(model._group.rank) or [model._held.nowhere]):
         here, by_name = pytree.tree_map(partial(piece, box, at), (args, kwargs))
         results.append(func(*here, **by_name))
     if not isinstance(results[0], torch.Tensor | tuple | list):
@@ -66,9 +65,11 @@ def _is_in_place(func: Any) -> bool:
     return known is not None and known.outplace is not None
 
 
-def _nothing(model: ShardedTensor) -> Box:
-    corner = (0,) * len(model.shape)
-    return Box(corner, corner)
+def _nothing(tensor: ShardedTensor) -> torch.Tensor:
+    """What a rank without shards has in place of one: no elements, or a zero, if there are no dims.
+    By their number dtypes are promoted."""
+    piece = tensor._empty()
+    return piece.reshape((0,) * tensor.dim()) if tensor.dim() else piece.sum(dtype=tensor.dtype)
 
 
 def _spec(func: Any, args: Any, kwargs: Any) -> Spec | None:
