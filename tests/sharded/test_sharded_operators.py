@@ -13,6 +13,7 @@ from operator_cases import (
     boxes,
     check,
     chunks,
+    followed,
     gradient,
     layouts,
     odd,
@@ -108,10 +109,7 @@ def test_other_functions_say_a_spec_that_works(name: str) -> None:
             tensor = spec.shard(X)
             with pytest.raises(sh.ShardedTensorError, match=r"x\.reshard") as caught:
                 WHOLE[name](tensor)
-            message = str(caught.value)
-            start = message.index("x.reshard(")
-            advice = message[start : message.index(" makes them so", start)]
-            again = eval(advice, {"x": tensor, "ChunkShardingSpec": sh.ChunkShardingSpec})
+            again = followed(str(caught.value), tensor)
             results.append(whole(WHOLE[name](again)))
         return results
 
