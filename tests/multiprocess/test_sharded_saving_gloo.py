@@ -6,28 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shard_cases import chunks, cut
 from torch import nn
 
 import shardwise as sw
 from shardwise import Shard, sharded
-from shardwise.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 
 WHOLE = torch.arange(42.0).reshape(7, 6)
 
 
-def chunks(ranks, dim=0):
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
 def boxes(first, second):
     """Two shards on the first rank, one and an empty one on the second, nothing on others."""
-    return EnumerableShardingSpec(
-        [
-            ShardMetadata([0, 0], [3, 6], f"rank:{first}/cpu"),
-            ShardMetadata([3, 0], [4, 2], f"rank:{second}/cpu"),
-            ShardMetadata([3, 2], [4, 4], f"rank:{first}/cpu"),
-            ShardMetadata([7, 0], [0, 6], f"rank:{second}/cpu"),
-        ]
+    return cut(
+        ([0, 0], [3, 6], first),
+        ([3, 0], [4, 2], second),
+        ([3, 2], [4, 4], first),
+        ([7, 0], [0, 6], second),
     )
 
 
@@ -39,7 +33,7 @@ def kept_in_files(path, ranks):
     rank = dist.get_rank()
     if rank not in ranks:
         return
-    for spec in (chunks(ranks[::-1], 1), boxes(ranks[1], ranks[0])):
+    for spec in (chunks(1, *ranks[::-1]), boxes(ranks[1], ranks[0])):
         module = nn.Module()
         module.weight = nn.Parameter(spec.shard(WHOLE, process_group=group))
         module.register_buffer("scale", spec.shard(WHOLE.long() + 2**60, process_group=group))
@@ -68,7 +62,7 @@ def test_each_rank_saves_and_loads_its_own_file(workers4, tmp_path, ranks):
 
 def loaded_elsewhere(path):
     rank = dist.get_rank()
-    torch.save(chunks(range(4)).shard(WHOLE), f"{path}/{rank}")
+    torch.save(chunks(0, *range(4)).shard(WHOLE), f"{path}/{rank}")
     dist.barrier()
     other = (rank + 1) % 4
     wanted = f"local_rank: it was {other} when the tensor was saved, and is {rank} here"
@@ -87,7 +81,7 @@ def stored_and_loaded(path, ranks):
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
         return
-    specs = [chunks(ranks), chunks(ranks[::-1], 1), boxes(ranks[1], ranks[0])]
+    specs = [chunks(0, *ranks), chunks(1, *ranks[::-1]), boxes(ranks[1], ranks[0])]
     for at, spec in enumerate(specs):
         saved = {
             "weight": nn.Parameter(spec.shard(WHOLE, process_group=group)),

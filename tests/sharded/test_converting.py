@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import all_specs, boxes, chunks, gradient, layouts, odd, on_ranks, values
-from shard_cases import rank_here
+from operator_cases import (
+    all_specs,
+    boxes,
+    chunks,
+    followed,
+    gradient,
+    layouts,
+    odd,
+    on_ranks,
+    values,
+)
 
 import shardwise as sw
 import shardwise.sharded as sh
@@ -48,17 +57,10 @@ def test_shards_that_are_no_layout_say_a_spec_that_is() -> None:
             tensor = spec.shard(X)
             with pytest.raises(sh.ShardedTensorError, match="no layout of a DTensor") as caught:
                 tensor.to_dtensor()
-            again = _followed(str(caught.value), tensor)
+            again = followed(str(caught.value), tensor)
             torch.testing.assert_close(again.to_dtensor().full_tensor(), X)
 
     on_ranks(run, 3)
-
-
-def _followed(message: str, tensor: sh.ShardedTensor) -> sh.ShardedTensor:
-    """The tensor after what a message tells to do."""
-    start = message.index("x.reshard(")
-    advice = message[start : message.index(" makes them so", start)]
-    return eval(advice, {"x": tensor, "ChunkShardingSpec": sh.ChunkShardingSpec})  # type: ignore[no-any-return]
 
 
 def test_ranks_in_any_order_are_the_order_of_the_mesh() -> None:

@@ -13,6 +13,7 @@ from operator_cases import (
     boxes,
     check,
     chunks,
+    followed,
     gradient,
     layouts,
     odd,
@@ -108,10 +109,7 @@ def test_other_functions_say_a_spec_that_works(name: str) -> None:
             tensor = spec.shard(X)
             with pytest.raises(sh.ShardedTensorError, match=r"x\.reshard") as caught:
                 WHOLE[name](tensor)
-            message = str(caught.value)
-            start = message.index("x.reshard(")
-            advice = message[start : message.index(" makes them so", start)]
-            again = eval(advice, {"x": tensor, "ChunkShardingSpec": sh.ChunkShardingSpec})
+            again = followed(str(caught.value), tensor)
             results.append(whole(WHOLE[name](again)))
         return results
 
@@ -158,6 +156,18 @@ def test_tensors_of_other_groups_are_refused() -> None:
             both + alone
 
     on_ranks(run, 2)
+
+
+@COUNTS
+def test_a_tensor_without_dims(count: int) -> None:
+    one = torch.tensor(5.0, requires_grad=True)
+    check(lambda x: (x * 2).exp() + x, [boxes((1, [], []))], [one], count)
+
+    def run() -> Any:
+        tensor = boxes((1, [], [])).shard(one.detach())
+        return (tensor + torch.tensor(1.0, dtype=torch.float64)).dtype, tensor.add_(1).item()
+
+    assert on_ranks(run, count) == [(torch.float64, 6.0)] * count
 
 
 # ---- layers
@@ -407,7 +417,7 @@ def test_inference_mode() -> None:
     on_ranks(run, 3)
 
 
-def test_a_tensor_without_dims() -> None:
+def test_numbers_of_one_rank_promote_as_those_of_one_process() -> None:
     """Its one element is on one rank; it is no layout, but of one rank."""
     number = values()
 

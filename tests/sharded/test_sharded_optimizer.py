@@ -5,13 +5,13 @@ import io
 
 import pytest
 import torch
+from shard_cases import chunks
+from shard_cases import cut as boxes
 from sharded_module_cases import (
     BAGS,
     CLASSES,
     HIDDEN,
     Recommender,
-    boxes,
-    chunks,
     cut,
     in_order,
     permuted,

@@ -225,7 +225,7 @@ def _boxes(held: Held, ranks: tuple[int, ...]) -> dict[int, Box] | None:
     found = {}
     for rank in ranks:
         own = held.by(rank)
-        some = [box for box in own if not box.is_empty] or own[:1] or [_nothing(held)]
+        some = [box for box in own if not box.is_empty] or own[:1] or [held.nowhere]
         starts = zip(*(box.start for box in some), strict=True)
         stops = zip(*(box.stop for box in some), strict=True)
         box = Box(tuple(map(min, starts)), tuple(map(max, stops)))
@@ -233,11 +233,6 @@ def _boxes(held: Held, ranks: tuple[int, ...]) -> dict[int, Box] | None:
             return None
         found[rank] = box
     return found
-
-
-def _nothing(held: Held) -> Box:
-    corner = (0,) * len(held.boxes[0].start)
-    return Box(corner, corner)
 
 
 def suggested(tensor: ShardedTensor) -> str:

@@ -59,7 +59,7 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
     args, kwargs = pytree.tree_map(shared, (args, kwargs))
     results: list[Any] = []
     # On a rank without shards the same of nothing: it tells the dtype, and what is refused.
-    for at, box in enumerate(model._held.by(model._group.rank) or [_nothing(model)]):
+    for at, box in enumerate(model._held.by(model._group.rank) or [model._held.nowhere]):
         here, by_name = pytree.tree_map(partial(piece, box, at), (args, kwargs))
         results.append(func(*here, **by_name))
     if not isinstance(results[0], torch.Tensor | tuple | list):
@@ -75,11 +75,6 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
 def _is_in_place(func: Any) -> bool:
     known = lookup(func)
     return known is not None and known.outplace is not None
-
-
-def _nothing(model: ShardedTensor) -> Box:
-    corner = (0,) * len(model.shape)
-    return Box(corner, corner)
 
 
 def _stand_in(value: ShardedTensor, box: Box) -> torch.Tensor:
