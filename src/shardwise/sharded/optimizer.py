@@ -17,6 +17,7 @@ from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.held import Held
 from shardwise.sharded.optimizer_state import Parameters
 from shardwise.sharded.plan import tensors_of
+from shardwise.sharded.specs import summary
 from shardwise.sharded.tensor import ShardedTensor
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -149,8 +150,8 @@ class ShardedOptimizer(optim.Optimizer):
             if parameter._held != held or list(now) != list(map(id, tensors)):
                 raise ShardedStateError(
                     f"{what}: the shards of {name!r} are not those that this optimizer was made "
-                    f"with ({parameter._sharding_spec} now); make another after reshard(), and "
-                    "load what state_dict() of this one gave before it"
+                    f"with ({summary(parameter._sharding_spec)} now); make another after "
+                    "reshard(), and load what state_dict() of this one gave before it"
                 )
 
 
