@@ -105,6 +105,32 @@ class ShardedOptimizer(optim.Optimizer):
 
     # ---- saved and loaded
 
+    def init_state(self) -> None:
+        """Make the state that optimizers make in their first step; what there is stays as it is.
+
+        So that `torch.distributed.checkpoint`, which reads into tensors that are there, finds the
+        state of a new optimizer in its `state_dict()`. It is a step with gradients of zero and a
+        learning rate of zero, which counts as a step until other state is loaded.
+        """
+        self._check_current("init_state")
+        rates = [group.get("lr") for group in self.param_groups]
+        gradients = {}
+        for group in self.param_groups:
+            if "lr" in group:
+                group["lr"] = 0.0 * group["lr"]
+            for tensor in group["params"]:
+                gradients[tensor] = tensor.grad
+                is_new = tensor.requires_grad and not self.state.get(tensor)
+                tensor.grad = torch.zeros_like(tensor) if is_new else None
+        try:
+            self._optim.step()
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
+            for tensor, gradient in gradients.items():
+                tensor.grad = gradient
+
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters by name, and the groups; all ranks call it.
 
