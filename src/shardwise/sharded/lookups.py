@@ -17,7 +17,7 @@ from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
 
 
-def run(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
+def run(func: Any, args: Any, kwargs: Any) -> Any:
     """The rows of all indices, or their bags; None for other functions and options.
 
     Of plain indices, which are the same on every rank, the result is so too. Of a DTensor's it is

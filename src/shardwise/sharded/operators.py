@@ -63,7 +63,7 @@ def dispatch(
     if layouts is not None:
         return as_dtensors.run(func, args, kwargs, tensors, layouts)
     if mesh is not None:
-        result = lookups.run(func, args, kwargs, first)
+        result = lookups.run(func, args, kwargs)
         if result is None:
             raise _refusal_beside(func, tensors, mesh)
         return result
@@ -81,7 +81,9 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTenso
         results = one_by_one(func, args, kwargs)
         return args[0] if func.__name__.endswith("_") else results
     result = pointwise.run(func, args, kwargs, tensors)
-    for kind in (lookups, filling, reducing):
+    if result is None:
+        result = lookups.run(func, args, kwargs)
+    for kind in (filling, reducing):
         if result is None:
             result = kind.run(func, args, kwargs, tensors[0])
     if result is None:
