@@ -17,6 +17,7 @@ from operator_cases import (
     on_ranks,
     values,
 )
+from shard_cases import rank_here
 
 import shardwise as sw
 import shardwise.sharded as sh

@@ -235,12 +235,13 @@ def _boxes(held: Held, ranks: tuple[int, ...]) -> dict[int, Box] | None:
     return found
 
 
-def suggested(tensor: ShardedTensor) -> str:
-    """What makes the shards a layout, in words."""
+def suggested(tensor: ShardedTensor, mesh: DeviceMesh | None = None) -> str:
+    """What makes the shards a layout, on this mesh or any, in words."""
     if not tensor.shape:
         return "x.full_tensor() is its one element, on every rank"
     dim = max(range(len(tensor.shape)), key=lambda dim: tensor.shape[dim])
-    placements = [f"rank:{rank}/{tensor.device.type}" for rank in tensor._group.ranks]
+    ranks = tensor._group.ranks if mesh is None else mesh.mesh.flatten().tolist()
+    placements = [f"rank:{rank}/{tensor.device.type}" for rank in ranks]
     return f"x.reshard(ChunkShardingSpec({dim}, {placements})) makes them so"
 
 

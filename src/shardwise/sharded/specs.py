@@ -211,6 +211,17 @@ def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> 
     return spec
 
 
+def summary(spec: ShardingSpec) -> str:
+    """A spec in messages: of many shards, only the first and the last."""
+    if not isinstance(spec, EnumerableShardingSpec) or len(spec.shards) <= _SHOWN:
+        return repr(spec)
+    first, last = spec.shards[0], spec.shards[-1]
+    return f"{type(spec).__name__}([{first}, ..., {last}]) of {len(spec.shards)} shards"
+
+
+_SHOWN = 8
+
+
 def as_size(sizes: Any, argument: str) -> torch.Size:
     """The size of a tensor from numbers, or from one sequence of them."""
     if isinstance(sizes, Sequence) and len(sizes) == 1 and isinstance(sizes[0], Sequence):
