@@ -3,8 +3,6 @@
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.sharded import ChunkShardingSpec
-
 
 def started(path, ranks=(0, 1, 2, 3)):
     """Start RPC.
@@ -33,7 +31,3 @@ def group_of(ranks):
     """A process group of these ranks; None on the others."""
     group = dist.new_group(ranks)
     return group if dist.get_rank() in ranks else None
-
-
-def chunks(ranks, dim=0):
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])

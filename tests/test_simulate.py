@@ -717,6 +717,20 @@ def test_the_line_shown_is_outside_of_the_package_wherever_it_was_loaded_from() 
     assert inside["call"]().startswith(f"{__file__}:{line()} in test_the_line_shown")
 
 
+def test_the_line_shown_is_outside_of_torch_where_that_called_the_package() -> None:
+    def program() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x = sw.distribute_tensor(torch.ones(4, requires_grad=True), mesh, [sw.Shard(0)])
+        if mesh.get_rank() == 0:
+            torch.nn.functional.normalize(x, dim=0)
+        else:
+            everybody().barrier()
+
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.simulate(program, 2)
+    assert str(caught.value).count(f"at {__file__}:") == 2
+
+
 # ---- after the end
 
 

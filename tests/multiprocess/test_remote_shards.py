@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from rpc_cases import chunks, group_of, started, stopped
+from rpc_cases import group_of, started, stopped
+from shard_cases import chunks, cut
 from torch.distributed import rpc
 
 import shardwise as sw
@@ -53,12 +54,10 @@ def workers(running: Running) -> sw.Workers:
 
 def boxes(first, second):
     """Two shards on the first rank, one on the second."""
-    return EnumerableShardingSpec(
-        [
-            ShardMetadata([0, 0], [3, 6], f"rank:{first}/cpu"),
-            ShardMetadata([3, 0], [4, 2], f"rank:{second}/cpu"),
-            ShardMetadata([3, 2], [4, 4], f"rank:{first}/cpu"),
-        ]
+    return cut(
+        ([0, 0], [3, 6], first),
+        ([3, 0], [4, 2], second),
+        ([3, 2], [4, 4], first),
     )
 
 
@@ -111,7 +110,7 @@ def read_and_updated(ranks):
     group = group_of(ranks)
     if group is None:
         return
-    for spec in (chunks(ranks), chunks(ranks[::-1], 1), boxes(ranks[-1], ranks[0])):
+    for spec in (chunks(0, *ranks), chunks(1, *ranks[::-1]), boxes(ranks[-1], ranks[0])):
         x = filled(spec, group)
         check_references(x, WHOLE)
         for references in x.remote_shards().values():
@@ -130,7 +129,7 @@ def test_every_rank_reads_and_updates_the_shards_of_the_others(workers, ranks):
 
 
 def called_by_proxy():
-    x = filled(chunks(range(4)))
+    x = filled(chunks(0, *range(4)))
     (reference,) = x.remote_shards()[(dist.get_rank() + 1) % 4]
     made = reference.rpc_sync().from_tensor_and_offsets(torch.zeros(2), [0], 3)
     assert made.metadata == ShardMetadata([0], [2], "rank:3/cpu")
@@ -147,14 +146,14 @@ def made_of_pieces():
     x = sharded.init_from_local_shards([shard], 4, 6, init_rrefs=True)
     check_references(x, WHOLE[:4])
     tensor = WHOLE[rank : rank + 1].clone().requires_grad_()
-    y = sharded.init_from_local_tensor(tensor, chunks(range(4)), 4, 6, init_rrefs=True)
+    y = sharded.init_from_local_tensor(tensor, chunks(0, *range(4)), 4, 6, init_rrefs=True)
     check_references(y, WHOLE[:4])
     z = sharded.init_from_local_shards_and_global_metadata(
         y.local_shards(), y.metadata(), init_rrefs=True
     )
     check_references(z, WHOLE[:4])
     for make in (sharded.ones, sharded.randn):
-        made = make(chunks(range(4)), 7, 6, init_rrefs=True)
+        made = make(chunks(0, *range(4)), 7, 6, init_rrefs=True)
         check_references(made, made.full_tensor())
 
 
@@ -173,7 +172,7 @@ def filled_late():
 
         torch.Tensor.fill_ = slowly
     try:
-        x = sharded.ones(chunks(range(4)), 7, 6, init_rrefs=True)
+        x = sharded.ones(chunks(0, *range(4)), 7, 6, init_rrefs=True)
     finally:
         if dist.get_rank() == 1:
             torch.Tensor.fill_ = fill
@@ -189,9 +188,9 @@ def test_what_a_factory_makes_is_filled_before_others_can_read_it(workers):
 def numbered_apart():
     rank = dist.get_rank()
     alone = sw.DeviceMesh("cpu", [rank])
-    kept = [filled(chunks([rank]), alone) for _ in range(rank)]
+    kept = [filled(chunks(0, rank), alone) for _ in range(rank)]
     assert all(each.remote_shards() == {} for each in kept)
-    x, y = filled(chunks(range(4))), filled(chunks(range(4), 1))
+    x, y = filled(chunks(0, *range(4))), filled(chunks(1, *range(4)))
     check_references(x, WHOLE)
     check_references(y, WHOLE)
 
@@ -225,17 +224,17 @@ def test_with_the_last_reference_the_owner_lets_go_of_its_shard(workers):
 
 def refused_half_way():
     rank = dist.get_rank()
-    good = sharded.zeros(chunks(range(4)), 7, 6)
+    good = sharded.zeros(chunks(0, *range(4)), 7, 6)
     shards = good.local_shards() if rank != 2 else []
     with pytest.raises(ValueError, match="rank 2: local_shards: expected 1, as many") as caught:
         sharded.init_from_local_shards_and_global_metadata(shards, good.metadata(), init_rrefs=True)
     assert str(caught.value).endswith(f"got 0 [rank {rank} of 4]")
     tensor = good.local_tensor() if rank != 1 else torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"tensor: expected .* \[2, 6\], got a tensor .* \[3, 3\]"):
-        sharded.init_from_local_tensor(tensor, chunks(range(4)), 7, 6, init_rrefs=True)
+        sharded.init_from_local_tensor(tensor, chunks(0, *range(4)), 7, 6, init_rrefs=True)
     del caught
     eventually(lambda: not remote._delivered)
-    check_references(filled(chunks(range(4))), WHOLE)
+    check_references(filled(chunks(0, *range(4))), WHOLE)
 
 
 def test_what_one_rank_refuses_all_refuse_and_nothing_stays_behind(workers):
@@ -253,7 +252,7 @@ def undeliverable():
         remote._delivered = Forgetful()
     try:
         with pytest.raises(RuntimeError, match="rank 0 could not deliver references to its shards"):
-            filled(chunks(range(4)))
+            filled(chunks(0, *range(4)))
     finally:
         remote._delivered = before
 
@@ -263,7 +262,7 @@ def test_a_delivery_that_fails_is_told_to_all(workers):
 
 
 def registered_again():
-    x = filled(chunks(range(4)))
+    x = filled(chunks(0, *range(4)))
     old = [weakref.ref(each.tensor) for each in x.local_shards()]
     assert x.reshard(boxes(3, 0)) is x
     check_references(x, WHOLE)
@@ -281,7 +280,7 @@ def registered_again():
     with pytest.raises(RuntimeError, match="init_rrefs=False"):
         y.clone().remote_shards()
     with pytest.raises(ValueError, match="resharding_spec"):  # of one rank, refused on all
-        x.reshard("no spec" if dist.get_rank() == 1 else chunks(range(4)))
+        x.reshard("no spec" if dist.get_rank() == 1 else chunks(0, *range(4)))
     check_references(x, WHOLE)
 
 
@@ -339,7 +338,7 @@ def placed_by_name():
             ShardMetadata([0, 2], [7, 4], "trainer3"),
         ]
     )
-    for after in (named, chunks(range(4)), spec):
+    for after in (named, chunks(0, *range(4)), spec):
         x.reshard(after)
         assert torch.equal(x.full_tensor(), WHOLE) and x.sharding_spec() == after
     assert torch.equal(named.shard(WHOLE, 2).full_tensor(), WHOLE)

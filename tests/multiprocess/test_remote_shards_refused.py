@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from rpc_cases import chunks, group_of, started, stopped
+from rpc_cases import group_of, started, stopped
+from shard_cases import chunks
 
 import shardwise as sw
 from shardwise import sharded
@@ -21,7 +22,7 @@ def workers3() -> Iterator[sw.Workers]:
 
 def not_running(missing):
     rank = dist.get_rank()
-    spec, tensor = chunks(range(3)), torch.zeros(1, 6)
+    spec, tensor = chunks(0, *range(3)), torch.zeros(1, 6)
     shard = sharded.Shard.from_tensor_and_offsets(tensor, [rank, 0], rank)
     x = sharded.ShardedTensor(spec, 3, 6)
     makes = [
@@ -50,7 +51,7 @@ def some_are_workers(path):
     group = group_of([0, 1])
     if group is not None:
         with pytest.raises(ValueError, match="rank 0 of the processes is 1 among the workers"):
-            sharded.ShardedTensor(chunks([0, 1]), 7, 6, process_group=group, init_rrefs=True)
+            sharded.ShardedTensor(chunks(0, 0, 1), 7, 6, process_group=group, init_rrefs=True)
     dist.barrier()
     stopped()
 
@@ -62,7 +63,7 @@ def test_missing_workers_and_other_numbers_are_refused_on_all_ranks(workers3, tm
 def test_simulated_ranks_are_told_that_they_have_no_rpc():
     def check():
         with pytest.raises(RuntimeError, match="simulated ranks are threads and have none: start"):
-            sharded.ShardedTensor(chunks(range(2)), 7, 6, init_rrefs=True)
+            sharded.ShardedTensor(chunks(0, *range(2)), 7, 6, init_rrefs=True)
         with pytest.raises(RuntimeError, match="names an RPC worker, and RPC is not running; simu"):
             sharded.empty(ChunkShardingSpec(0, ["trainer0/cpu"]), 3)
 

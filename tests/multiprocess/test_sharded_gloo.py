@@ -10,10 +10,9 @@ import pytest
 import shard_trap_cases as cases
 import torch
 import torch.distributed as dist
+from shard_cases import chunks, cut
 
 from shardwise.sharded import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
     Shard,
     ShardedTensorError,
     ShardMetadata,
@@ -61,10 +60,6 @@ def test_torch_is_right(workers4, trap):
 # ---- moves
 
 
-def chunks(dim, *ranks):
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
 def through_all_orders():
     whole = torch.arange(27).reshape(9, 3) + 2**60
     x = chunks(0, 0, 1, 2, 3).shard(whole)
@@ -94,14 +89,7 @@ def between_boxes():
                 ([row, 0], [6 - row, column]),
                 ([row, column], [6 - row, 7 - column]),
             ]
-            x.reshard(
-                EnumerableShardingSpec(
-                    [
-                        ShardMetadata(*corner, f"rank:{owner}/cpu")
-                        for corner, owner in zip(corners, owners, strict=True)
-                    ]
-                )
-            )
+            x.reshard(cut(*((*each, on) for each, on in zip(corners, owners, strict=True))))
             for shard in x.local_shards():
                 expected = whole[shard.metadata.box.slices]
                 assert torch.equal(shard.tensor.float(), expected.float())

@@ -2,10 +2,10 @@
 
 import torch
 import torch.distributed as dist
+from shard_cases import chunks
 from torch import nn, optim
 
 from shardwise.sharded import (
-    ChunkShardingSpec,
     ShardedOptimizer,
     ShardingPlan,
     load_with_process_group,
@@ -35,7 +35,7 @@ def trained_by_pairs(path):
         group = dist.new_group(pair)
         if dist.get_rank() not in pair:
             continue
-        rows = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in reversed(pair)])
+        rows = chunks(0, *reversed(pair))
         model = built()
         with torch.no_grad():  # only the source's parameters count
             model[2].weight.mul_(1 if dist.get_rank() == pair[1] else 0)
@@ -55,7 +55,6 @@ def trained_by_pairs(path):
 
 
 def _loaded(file, group):
-
     with load_with_process_group(group):
         return torch.load(file, weights_only=False)
 

@@ -5,14 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shard_cases import chunks
 
 import shardwise as sw
 import shardwise.sharded as sh
 from shardwise.sharded import registered
-
-
-def spec(dim: int, *ranks: int) -> sh.ChunkShardingSpec:
-    return sh.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
 
 
 def told_the_group() -> list[Any]:
@@ -22,10 +19,12 @@ def told_the_group() -> list[Any]:
         dist.all_reduce(total, group=process_group)
         return isinstance(process_group, dist.ProcessGroup), total.item()
 
-    everyone = spec(0, 3, 1, 0, 2).shard(torch.arange(8.0))
+    everyone = chunks(0, 3, 1, 0, 2).shard(torch.arange(8.0))
     halves = dist.new_group([0, 1]), dist.new_group([2, 3])
     first = dist.get_rank() // 2 * 2
-    half = spec(0, first + 1, first).shard(torch.ones(5) * first, process_group=halves[first // 2])
+    half = chunks(0, first + 1, first).shard(
+        torch.ones(5) * first, process_group=halves[first // 2]
+    )
     try:
         return [torch.sinc(everyone), torch.sinc(half)]
     finally:
@@ -40,9 +39,9 @@ def test_operators_of_users_are_handed_a_process_group(workers4: sw.Workers) -> 
 
 def trained() -> torch.Tensor:
     torch.manual_seed(0)
-    table = spec(0, 2, 0, 1, 3).shard(torch.randn(10, 4).requires_grad_())
-    up = spec(0, 0, 1, 2, 3).shard(torch.randn(8, 4).requires_grad_())
-    down = spec(1, 0, 1, 2, 3).shard(torch.randn(2, 8).requires_grad_())
+    table = chunks(0, 2, 0, 1, 3).shard(torch.randn(10, 4).requires_grad_())
+    up = chunks(0, 0, 1, 2, 3).shard(torch.randn(8, 4).requires_grad_())
+    down = chunks(1, 0, 1, 2, 3).shard(torch.randn(2, 8).requires_grad_())
     rows = F.embedding_bag(torch.tensor([[0, 9], [3, 3], [5, 1]]), table, mode="sum")
     F.linear(F.relu(F.linear(rows, up)), down).sum().backward()
     return torch.cat([each.grad.full_tensor().flatten() for each in (table, up, down)])

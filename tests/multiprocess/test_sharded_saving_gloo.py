@@ -6,28 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shard_cases import chunks, cut
 from torch import nn
 
 import shardwise as sw
 from shardwise import Shard, sharded
-from shardwise.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 
 WHOLE = torch.arange(42.0).reshape(7, 6)
 
 
-def chunks(ranks, dim=0):
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
 def boxes(first, second):
     """Two shards on the first rank, one and an empty one on the second, nothing on others."""
-    return EnumerableShardingSpec(
-        [
-            ShardMetadata([0, 0], [3, 6], f"rank:{first}/cpu"),
-            ShardMetadata([3, 0], [4, 2], f"rank:{second}/cpu"),
-            ShardMetadata([3, 2], [4, 4], f"rank:{first}/cpu"),
-            ShardMetadata([7, 0], [0, 6], f"rank:{second}/cpu"),
-        ]
+    return cut(
+        ([0, 0], [3, 6], first),
+        ([3, 0], [4, 2], second),
+        ([3, 2], [4, 4], first),
+        ([7, 0], [0, 6], second),
     )
 
 
@@ -39,7 +33,7 @@ def kept_in_files(path, ranks):
     rank = dist.get_rank()
     if rank not in ranks:
         return
-    for spec in (chunks(ranks[::-1], 1), boxes(ranks[1], ranks[0])):
+    for spec in (chunks(1, *ranks[::-1]), boxes(ranks[1], ranks[0])):
         module = nn.Module()
         module.weight = nn.Parameter(spec.shard(WHOLE, process_group=group))
         module.register_buffer("scale", spec.shard(WHOLE.long() + 2**60, process_group=group))
@@ -68,7 +62,7 @@ def test_each_rank_saves_and_loads_its_own_file(workers4, tmp_path, ranks):
 
 def loaded_elsewhere(path):
     rank = dist.get_rank()
-    torch.save(chunks(range(4)).shard(WHOLE), f"{path}/{rank}")
+    torch.save(chunks(0, *range(4)).shard(WHOLE), f"{path}/{rank}")
     dist.barrier()
     other = (rank + 1) % 4
     wanted = f"local_rank: it was {other} when the tensor was saved, and is {rank} here"
@@ -87,7 +81,7 @@ def stored_and_loaded(path, ranks):
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
         return
-    specs = [chunks(ranks), chunks(ranks[::-1], 1), boxes(ranks[1], ranks[0])]
+    specs = [chunks(0, *ranks), chunks(1, *ranks[::-1]), boxes(ranks[1], ranks[0])]
     for at, spec in enumerate(specs):
         saved = {
             "weight": nn.Parameter(spec.shard(WHOLE, process_group=group)),
@@ -125,3 +119,69 @@ def stored_and_loaded_as_others(path):
 
 def test_a_checkpoint_is_loaded_into_dtensors_and_plain_tensors_and_back(workers4, tmp_path):
     workers4.run(stored_and_loaded_as_others, str(tmp_path))
+
+
+# ---- a recommender, trained by four ranks and then by two
+
+
+class Recommender(nn.Module):
+    """Tables of which bags are looked up, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(11, 6) for _ in range(3))
+        self.top = nn.Linear(18, 1)
+
+    def forward(self, bags):
+        return self.top(torch.cat([table(bags) for table in self.tables], 1)).squeeze(1)
+
+
+def trained(model, optimizer, steps, mesh=None):
+    """The losses of these steps; on a mesh, with a part of the batch on each rank."""
+    losses = []
+    for step in steps:
+        bags = torch.arange(24).view(8, 3) * (step + 1) % 11
+        targets = torch.arange(8.0) % 3
+        if mesh is not None:
+            bags, targets = (sw.distribute_tensor(x, mesh, [Shard(0)]) for x in (bags, targets))
+        loss = nn.functional.mse_loss(model(bags), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def recommender_on(ranks, group):
+    model = Recommender()
+    first = chunks(ranks), chunks(ranks[::-1], 1), chunks(ranks[-1:])
+    plan = {f"tables.{at}.weight": spec for at, spec in enumerate(first)}
+    sharded.shard_module(model, sharded.ShardingPlan(plan), process_group=group)
+    named = dict(sharded.named_params_with_sharded_tensor(model))
+    optimizer = sharded.ShardedOptimizer(named, torch.optim.Adam, lr=0.1)
+    return model, optimizer, sw.DeviceMesh("cpu", ranks)
+
+
+def trained_by_four_and_then_by_two(path):
+    model, optimizer, mesh = recommender_on([0, 1, 2, 3], None)
+    losses = trained(model, optimizer, range(2), mesh)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=path)
+    group = dist.new_group([2, 1])
+    if dist.get_rank() not in (1, 2):
+        return losses
+    model, optimizer, mesh = recommender_on([1, 2], group)
+    optimizer.init_state()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path, process_group=group)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return losses + trained(model, optimizer, range(2, 4), mesh)
+
+
+def test_a_recommender_of_four_ranks_trains_on_with_two(workers4, tmp_path):
+    model = Recommender()
+    alone = trained(model, torch.optim.Adam(model.parameters(), lr=0.1), range(4))
+    for losses in workers4.run(trained_by_four_and_then_by_two, str(tmp_path)):
+        assert losses == pytest.approx(alone[: len(losses)], rel=1e-5)

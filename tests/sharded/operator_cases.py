@@ -6,24 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shard_cases import chunks, cut
 
 import shardwise as sw
 import shardwise.sharded as sh
 
-Boxes = list[tuple[int, list[int], list[int]]]
-"""A rank, the offsets and the sizes of each shard."""
-
-
-def chunks(dim: int, *ranks: int) -> sh.ChunkShardingSpec:
-    """Chunks of a dim, held by these ranks."""
-    return sh.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
+on_ranks = sw.simulate
 
 
 def boxes(*shards: tuple[int, list[int], list[int]]) -> sh.EnumerableShardingSpec:
     """Shards by rank, offsets and sizes."""
-    return sh.EnumerableShardingSpec(
-        [sh.ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for rank, offsets, sizes in shards]
-    )
+    return cut(*((offsets, sizes, rank) for rank, offsets, sizes in shards))
 
 
 def layouts(count: int) -> dict[str, sh.ShardingSpec]:
@@ -38,7 +31,8 @@ def layouts(count: int) -> dict[str, sh.ShardingSpec]:
             *((0, [1, 0], [2, 3]), (0, [1, 3], [2, 1]))
             if count == 2
             else ((0, [1, 0], [1, 3]), (0, [1, 3], [1, 1])),
-            *[(1, [3, 0], [2, 4])] if count == 2 else _rest(count),
+            # Of the rows that remain, the last ranks hold none.
+            *[(1, [3, 0], [2, 4])] if count == 2 else [(1, [2, 0], [2, 4]), (2, [4, 0], [1, 4])],
         ),
     }
     if count == 4:
@@ -46,11 +40,6 @@ def layouts(count: int) -> dict[str, sh.ShardingSpec]:
             (2, [0, 0], [3, 2]), (0, [0, 2], [3, 2]), (1, [3, 0], [2, 2]), (3, [3, 2], [2, 2])
         )
     return found
-
-
-def _rest(count: int) -> Boxes:
-    """Rows 2 and on, over ranks 1 and on; the last ranks hold nothing."""
-    return [(1, [2, 0], [2, 4]), (2, [4, 0], [1, 4])]
 
 
 def odd(count: int) -> dict[str, sh.ShardingSpec]:
@@ -96,9 +85,11 @@ def gradient(tensor: sh.ShardedTensor) -> torch.Tensor:
     return tensor.detach()._with(pieces, requires_grad=False).full_tensor()
 
 
-def on_ranks(run: Callable[[], Any], count: int) -> list[Any]:
-    """Run on simulated ranks; the results by rank."""
-    return sw.simulate(run, count)
+def followed(message: str, tensor: sh.ShardedTensor) -> sh.ShardedTensor:
+    """A tensor after what a message tells to do."""
+    start = message.index("x.reshard(")
+    advice = message[start : message.index(" makes them so", start)]
+    return eval(advice, {"x": tensor, "ChunkShardingSpec": sh.ChunkShardingSpec})  # type: ignore[no-any-return]
 
 
 def backward(result: Any) -> None:

@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from shard_cases import chunks
 from torch import nn
 
-from shardwise.sharded import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    ShardedTensor,
-    ShardingPlan,
-    ShardingSpec,
-    ShardMetadata,
-    shard_module,
-)
+from shardwise.sharded import ShardedTensor, ShardingPlan, ShardingSpec, shard_module
 
 ROWS, WIDTH, HIDDEN, CLASSES = 11, 5, 7, 3  # nothing divides
 
@@ -36,17 +29,6 @@ class Recommender(nn.Module):
 
 
 BAGS = torch.tensor([[0, 3, 10], [2, 2, 7], [9, 1, 4], [5, 6, 8]])
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def boxes(*shards: tuple[list[int], list[int], int]) -> EnumerableShardingSpec:
-    """Offsets, sizes and rank of each."""
-    return EnumerableShardingSpec(
-        [ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for offsets, sizes, rank in shards]
-    )
 
 
 def cut(model: nn.Module, specs: dict[str, ShardingSpec]) -> Any:

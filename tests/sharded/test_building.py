@@ -9,6 +9,7 @@ from shard_cases import (
     numbers,
     rank_here,
     refusal,
+    refused,
     refused_alike,
     same,
     shard_at,
@@ -27,12 +28,6 @@ from shardwise.sharded import (
     init_from_local_shards_and_global_metadata,
     init_from_local_tensor,
 )
-
-
-def _refused(call, message):
-    with pytest.raises(ShardedTensorError, match=message):
-        call()
-
 
 # ---- of shards that each rank has
 
@@ -340,13 +335,13 @@ def test_a_local_tensor_need_not_be_contiguous():
 def test_a_local_tensor_of_another_size_or_for_several_shards_is_refused():
     def run():
         tensor = torch.zeros(2, 3)
-        _refused(lambda: init_from_local_tensor(tensor, chunks(0, 0, 1), 6, 3), "shard_sizes")
-        _refused(
+        refused(lambda: init_from_local_tensor(tensor, chunks(0, 0, 1), 6, 3), "shard_sizes")
+        refused(
             lambda: init_from_local_tensor(tensor, chunks(0, 0, 0, 1, 1), 8, 3),
             "expected one shard for each rank, this one gets 2",
         )
-        _refused(lambda: init_from_local_tensor(tensor, "rows", 4, 3), "expected a ShardingSpec")
-        _refused(lambda: init_from_local_tensor([1], chunks(0, 0, 1), 4), "expected a tensor")
+        refused(lambda: init_from_local_tensor(tensor, "rows", 4, 3), "expected a ShardingSpec")
+        refused(lambda: init_from_local_tensor([1], chunks(0, 0, 1), 4), "expected a tensor")
 
     sw.simulate(run, 2)
 
@@ -430,7 +425,7 @@ def with_metadata(change=lambda metadata: None, shards=None, **options):
     ],
 )
 def test_metadata_that_do_not_describe_the_shards_are_refused(build, message):
-    sw.simulate(lambda: _refused(build, message), 2)
+    sw.simulate(lambda: refused(build, message), 2)
 
 
 def test_a_base_tensor_has_shards_and_metadata_and_nothing_that_communicates():

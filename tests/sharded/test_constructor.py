@@ -6,6 +6,7 @@ from shard_cases import (
     chunks,
     rank_here,
     refusal,
+    refused,
     refused_alike,
 )
 
@@ -21,12 +22,6 @@ from shardwise.sharded import (
     full,
     zeros,
 )
-
-
-def _refused(call, message):
-    with pytest.raises(ShardedTensorError, match=message):
-        call()
-
 
 # ---- the constructor
 
@@ -78,7 +73,7 @@ def test_a_rank_may_hold_nothing():
     ],
 )
 def test_other_layouts_and_memory_formats_are_refused(options, message):
-    sw.simulate(lambda: _refused(lambda: empty(chunks(0, 0, 1), 4, **options), message), 2)
+    sw.simulate(lambda: refused(lambda: empty(chunks(0, 0, 1), 4, **options), message), 2)
 
 
 def test_what_is_no_spec_is_refused():
@@ -115,7 +110,7 @@ def test_a_group_of_other_ranks_is_refused():
     def run():
         mesh = sw.DeviceMesh("cpu", [0, 1])
         if rank_here() == 2:
-            _refused(lambda: empty(chunks(0, 0), 4, process_group=mesh), "that this rank is in")
-        _refused(lambda: empty(chunks(0, 0), 4, process_group="all"), "expected a ProcessGroup")
+            refused(lambda: empty(chunks(0, 0), 4, process_group=mesh), "that this rank is in")
+        refused(lambda: empty(chunks(0, 0), 4, process_group="all"), "expected a ProcessGroup")
 
     sw.simulate(run, 3)

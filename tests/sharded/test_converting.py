@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import all_specs, boxes, chunks, gradient, layouts, odd, on_ranks, values
+from operator_cases import (
+    all_specs,
+    boxes,
+    chunks,
+    followed,
+    gradient,
+    layouts,
+    odd,
+    on_ranks,
+    values,
+)
+from shard_cases import rank_here
 
 import shardwise as sw
 import shardwise.sharded as sh
@@ -47,17 +58,10 @@ def test_shards_that_are_no_layout_say_a_spec_that_is() -> None:
             tensor = spec.shard(X)
             with pytest.raises(sh.ShardedTensorError, match="no layout of a DTensor") as caught:
                 tensor.to_dtensor()
-            again = _followed(str(caught.value), tensor)
+            again = followed(str(caught.value), tensor)
             torch.testing.assert_close(again.to_dtensor().full_tensor(), X)
 
     on_ranks(run, 3)
-
-
-def _followed(message: str, tensor: sh.ShardedTensor) -> sh.ShardedTensor:
-    """The tensor after what a message tells to do."""
-    start = message.index("x.reshard(")
-    advice = message[start : message.index(" makes them so", start)]
-    return eval(advice, {"x": tensor, "ChunkShardingSpec": sh.ChunkShardingSpec})  # type: ignore[no-any-return]
 
 
 def test_ranks_in_any_order_are_the_order_of_the_mesh() -> None:
@@ -211,5 +215,17 @@ def test_a_result_has_the_shards_of_what_it_was_made_of() -> None:
             result = tensor * 2
             assert result.sharding_spec() == spec, name
             assert result.metadata().shards_metadata == tensor.metadata().shards_metadata, name
+
+    on_ranks(run, 3)
+
+
+def test_metadata_is_each_tensor_s_own() -> None:
+    def run() -> None:
+        dtensor = chunks(0, 0, 1, 2).shard(X).to_dtensor()
+        sh.from_dtensor(dtensor).metadata().shards_metadata[0].placement = None
+        sh.from_dtensor(dtensor).metadata().shards_metadata.reverse()
+        tensor = sh.from_dtensor(dtensor)
+        assert tensor.metadata().shards_metadata[0].placement is not None
+        assert tensor.local_shards()[0].metadata == tensor.metadata().shards_metadata[rank_here()]
 
     on_ranks(run, 3)

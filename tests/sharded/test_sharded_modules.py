@@ -5,14 +5,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from shard_cases import chunks
+from shard_cases import cut as boxes
 from sharded_module_cases import (
     BAGS,
     CUTS,
     HIDDEN,
     WIDTH,
     Recommender,
-    boxes,
-    chunks,
     cut,
     in_order,
     permuted,

@@ -13,6 +13,7 @@ from operator_cases import (
     boxes,
     check,
     chunks,
+    followed,
     gradient,
     layouts,
     odd,
@@ -108,10 +109,7 @@ def test_other_functions_say_a_spec_that_works(name: str) -> None:
             tensor = spec.shard(X)
             with pytest.raises(sh.ShardedTensorError, match=r"x\.reshard") as caught:
                 WHOLE[name](tensor)
-            message = str(caught.value)
-            start = message.index("x.reshard(")
-            advice = message[start : message.index(" makes them so", start)]
-            again = eval(advice, {"x": tensor, "ChunkShardingSpec": sh.ChunkShardingSpec})
+            again = followed(str(caught.value), tensor)
             results.append(whole(WHOLE[name](again)))
         return results
 
@@ -142,7 +140,8 @@ def test_tensors_whose_shards_lie_on_other_ranks_are_to_be_resharded() -> None:
         with pytest.raises(sh.ShardedTensorError, match="different ranks") as caught:
             x * other
         advice = str(caught.value)
-        eval(advice[advice.index("x.reshard(") :].split(" [rank")[0])
+        assert f"of {x.sharding_spec()} and {other.sharding_spec()}; " in advice
+        eval(advice[advice.index("x.reshard(") :].split(" [rank")[0], {**vars(sh), "x": x})
         return (x * other).full_tensor()
 
     for result in on_ranks(run, 2):
@@ -158,6 +157,18 @@ def test_tensors_of_other_groups_are_refused() -> None:
             both + alone
 
     on_ranks(run, 2)
+
+
+@COUNTS
+def test_a_tensor_without_dims(count: int) -> None:
+    one = torch.tensor(5.0, requires_grad=True)
+    check(lambda x: (x * 2).exp() + x, [boxes((1, [], []))], [one], count)
+
+    def run() -> Any:
+        tensor = boxes((1, [], [])).shard(one.detach())
+        return (tensor + torch.tensor(1.0, dtype=torch.float64)).dtype, tensor.add_(1).item()
+
+    assert on_ranks(run, count) == [(torch.float64, 6.0)] * count
 
 
 # ---- layers
@@ -388,5 +399,42 @@ def test_what_goes_shard_by_shard_does_not_communicate() -> None:
             tensor = spec.shard(X)
             events, _ = heard(mesh, lambda: ((tensor + tensor) * ROW).exp_().clone().detach_())  # noqa: B023
             assert events == []
+
+    on_ranks(run, 3)
+
+
+def test_inference_mode() -> None:
+    def run() -> None:
+        for name, spec in all_specs(3).items():
+            outside = spec.shard(X.detach())
+            with torch.inference_mode():
+                for tensor in (outside, outside.clone()):
+                    tensor.add_(1).mul_(2)
+                    expected = (X.detach() + 1) * 2
+                    torch.testing.assert_close(whole(tensor), expected, msg=name)
+                    if name in layouts(3):
+                        torch.testing.assert_close(whole(tensor.sum(0)), expected.sum(0), msg=name)
+
+    on_ranks(run, 3)
+
+
+def test_numbers_of_one_rank_promote_as_those_of_one_process() -> None:
+    """Its one element is on one rank; it is no layout, but of one rank."""
+    number = values()
+
+    def run() -> None:
+        tensor = boxes((1, [], [])).shard(number)
+        for function in (
+            lambda x: x + 1,
+            lambda x: x * x,
+            lambda x: torch.tensor(2, dtype=torch.int64) * x,
+            lambda x: x.float() * torch.tensor(2.0, dtype=torch.float64),
+            lambda x: x.detach().clone().fill_(3),
+        ):
+            result = function(tensor)
+            torch.testing.assert_close(whole(result), whole(function(number)))
+            assert result.dtype == function(number).dtype
+        (tensor * tensor).backward()
+        torch.testing.assert_close(gradient(tensor), 2 * number.detach())
 
     on_ranks(run, 3)

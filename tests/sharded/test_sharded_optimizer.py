@@ -5,13 +5,13 @@ import io
 
 import pytest
 import torch
+from shard_cases import chunks
+from shard_cases import cut as boxes
 from sharded_module_cases import (
     BAGS,
     CLASSES,
     HIDDEN,
     Recommender,
-    boxes,
-    chunks,
     cut,
     in_order,
     permuted,
@@ -123,6 +123,31 @@ def test_torch_s_optimizers_train_sharded_parameters(cuts, kind, foreach):
         model = cut(Recommender(), CUTS[cuts](3))
         optimizer = optimizer_class(model.parameters(), foreach=foreach, **options)
         check(model, train(model, optimizer, clip=0.3), expected)
+
+    sw.simulate(run, 3)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_new_optimizer_can_be_given_state_to_load_into(kind):
+    def run():
+        model, other = (cut(Recommender(), CUTS["uneven"](3)) for _ in range(2))
+        stepped, new = (sharded_optimizer(each, kind) for each in (model, other))
+        train(model, stepped, 1)
+        loss_of(other).backward()
+        before = [each.clone() for each in other.parameters()]
+        gradients = [each.grad.clone() for each in other.parameters()]
+        new.init_state()
+        for parameter, value, gradient in zip(other.parameters(), before, gradients, strict=True):
+            assert torch.equal(parameter, value) and torch.equal(parameter.grad, gradient)
+        expected, made = stepped.state_dict(), new.state_dict()
+        assert made["param_groups"] == expected["param_groups"]
+        assert made["state"].keys() == expected["state"].keys()
+        for name, state in made["state"].items():
+            assert state.keys() == expected["state"][name].keys()
+        kept = {key: each.clone() for key, each in expected["state"]["table.weight"].items()}
+        stepped.init_state()  # has state, which stays
+        again = stepped.state_dict()["state"]["table.weight"]
+        assert all(torch.equal(again[key], value) for key, value in kept.items())
 
     sw.simulate(run, 3)
 

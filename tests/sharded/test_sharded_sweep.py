@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from operator_cases import Boxes, boxes, check, odd, on_ranks, values, whole
+from operator_cases import check, odd, on_ranks, values, whole
+from tilings import tilings
 
 from shardwise.rules import pointwise
 from shardwise.rules.registry import functions
+from shardwise.sharded import ShardingSpec
 
 DATA = values(5, 4, grad=False)
 NUMBERS: dict[str, tuple[Any, ...]] = {
@@ -100,27 +101,6 @@ def test_activations_in_place(function: Any) -> None:
 # ---- random tilings
 
 
-@st.composite
-def tilings(draw: Any, size: tuple[int, ...] = (5, 4), count: int = 3) -> Boxes:
-    """Boxes that make up a tensor, each cut off the rest at a random place, held by any rank."""
-    parts = [((0,) * len(size), size)]
-    for _ in range(draw(st.integers(0, 4))):
-        at = draw(st.integers(0, len(parts) - 1))
-        start, stop = parts.pop(at)
-        dim = draw(st.integers(0, len(size) - 1))
-        cut = draw(st.integers(start[dim], stop[dim]))
-        parts.append((start, (*stop[:dim], cut, *stop[dim + 1 :])))
-        parts.append(((*start[:dim], cut, *start[dim + 1 :]), stop))
-    return [
-        (
-            draw(st.integers(0, count - 1)),
-            list(start),
-            [b - a for a, b in zip(start, stop, strict=True)],
-        )
-        for start, stop in parts
-    ]
-
-
 def _mixed(x: Any, y: Any) -> Any:
     row = torch.linspace(-1, 1, 4, dtype=torch.float64)
     result = torch.where(x > y, x * row, y.exp()) / (1 + x**2)
@@ -129,19 +109,20 @@ def _mixed(x: Any, y: Any) -> Any:
 
 
 @settings(max_examples=15)
-@given(tiling=tilings())
-def test_pointwise_programs_on_random_tilings(tiling: Boxes) -> None:
-    spec = boxes(*tiling)
+@given(spec=tilings((5, 4), 3))
+def test_pointwise_programs_on_random_tilings(spec: ShardingSpec) -> None:
     check(_mixed, [spec, spec], [values(5, 4), values(5, 4, seed=1)], 3)
 
 
 @settings(max_examples=15)
-@given(one=tilings(), two=tilings())
-def test_copies_comparisons_and_writes_between_random_tilings(one: Boxes, two: Boxes) -> None:
+@given(one=tilings((5, 4), 3), two=tilings((5, 4), 3))
+def test_copies_comparisons_and_writes_between_random_tilings(
+    one: ShardingSpec, two: ShardingSpec
+) -> None:
     data = values(5, 4, grad=False)
 
     def run() -> None:
-        x, y = boxes(*one).shard(data), boxes(*two).shard(torch.zeros(5, 4, dtype=torch.float64))
+        x, y = one.shard(data), two.shard(torch.zeros(5, 4, dtype=torch.float64))
         y.copy_(x)
         assert torch.equal(x, y)
         y[1:3, 2] = 5.0

@@ -15,7 +15,9 @@ from shardwise.sharded import (
     DevicePlacementSpec,
     EnumerableShardingSpec,
     PlacementSpec,
+    ShardedTensor,
     ShardedTensorError,
+    ShardedTensorMetadata,
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
@@ -306,5 +308,31 @@ def test_a_spec_of_the_users_own_shards_and_reshards():
         assert is_cut_of(x, whole)
         assert is_cut_of(x.reshard(chunks(1, 0, 1)), whole)
         assert is_cut_of(x.reshard(Halves()), whole)
+
+    sw.simulate(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("shards", "size", "message"),
+    [
+        ([shard_at([0, 0], [2, 2])], [5, 2], "nobody holds"),
+        ([shard_at([0, 0], [4, 2])], [4, 2], "of size (5, 2)"),
+        ([], [5, 2], "of size (5, 2)"),
+    ],
+)
+def test_a_spec_of_the_users_own_that_does_not_make_up_the_tensor_is_refused(shards, size, message):
+    class Wrong(ShardingSpec):
+        def build_metadata(self, tensor_sizes, tensor_properties):
+            return ShardedTensorMetadata(shards, torch.Size(size), tensor_properties)
+
+    def run():
+        x = chunks(0, 0, 1).shard(numbers([5, 2]))
+        for call in (
+            lambda: ShardedTensor(Wrong(), 5, 2),
+            lambda: Wrong().shard(numbers([5, 2])),
+            lambda: x.reshard(Wrong()),
+        ):
+            told = refusal(call)
+            assert "Wrong.build_metadata" in told and message in told
 
     sw.simulate(run, 2)

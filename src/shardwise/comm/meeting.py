@@ -317,7 +317,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def user_line() -> str:
-    """Where the code outside this package called in."""
+    """Where the code outside this package, and outside torch that calls it, called in."""
     frame = sys._getframe()
     while frame.f_back is not None and _is_inside(frame.f_globals):
         frame = frame.f_back
@@ -325,8 +325,8 @@ def user_line() -> str:
 
 
 def _is_inside(module: dict[str, Any]) -> bool:
-    """Whether these are the globals of a module of this package, wherever it was loaded from."""
-    return str(module.get("__name__")).partition(".")[0] == _PACKAGE
+    """Whether these are the globals of a module of either, wherever it was loaded from."""
+    return str(module.get("__name__")).partition(".")[0] in (_PACKAGE, "torch")
 
 
 def _ranks_shown(ranks: Sequence[int]) -> str:

@@ -156,11 +156,15 @@ def embedding_bag(
     """Sums, means or maxima of looked up rows, for each bag of indices."""
     if max_norm is not None or sparse or not _fits(padding_idx, weight):
         return None
-    adds = mode == "sum" and not scale_grad_by_freq
+    # A mean is the sum, divided by how many there are in the bag, which must be whole for that.
+    adds = mode in ("sum", "mean") and not scale_grad_by_freq
     picks: Dims = (None,)
     bags = 0
     if input.dim() == 2 and offsets is None:
-        picks = (None if scale_grad_by_freq else "bags", "picks" if adds else None)
+        picks = (
+            None if scale_grad_by_freq else "bags",
+            "picks" if mode == "sum" and adds else None,
+        )
         bags = input.size(0)
     elif input.dim() == 1 and offsets is not None:
         bags = offsets.size(0) - int(include_last_offset)
@@ -188,9 +192,12 @@ def embedding_bag(
             if padding is not None:
                 inside = inside & (input != padding)
             scale = inside.to(weight.dtype) if scale is None else scale.masked_fill(~inside, 0)
+            if mode == "mean":
+                kept = torch.ones_like(inside) if padding is None else input != padding
+                sizes = _bag_sizes(kept, offsets, bags)
             if offsets is None:
                 found, scale = with_a_row(found, 1), with_a_row(scale, 1)
-            return F.embedding_bag(
+            result = F.embedding_bag(
                 found,
                 with_a_row(weight, 0),
                 offsets,
@@ -198,6 +205,7 @@ def embedding_bag(
                 per_sample_weights=scale,
                 include_last_offset=include_last_offset,
             )
+            return result / sizes if mode == "mean" else result
 
         return run
 
@@ -206,6 +214,17 @@ def embedding_bag(
     linear = [(1,)] if mode != "max" else ()
     positions = ("vocabulary",)
     return Spec(inputs, [out], reduces=reduces, linear=linear, lower=lower, positions=positions)
+
+
+def _bag_sizes(kept: torch.Tensor, offsets: torch.Tensor | None, bags: int) -> torch.Tensor:
+    """How many indices of each bag are kept, as a column; 1 where none is."""
+    if offsets is None:
+        counts = kept.sum(1)
+    else:
+        before = F.pad(kept.cumsum(0), (1, 0))  # how many are kept before each place
+        ends = torch.cat([offsets[1:], offsets.new_tensor([len(kept)])])[:bags]
+        counts = before[ends] - before[offsets[:bags]]
+    return counts.clamp(min=1).unsqueeze(1)
 
 
 # ---- one_hot

@@ -6,6 +6,7 @@ pending a reduction, as a plain tensor. Where a DTensor was among the arguments,
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +73,14 @@ class _StandIn(NamedTuple):
 
     @staticmethod
     def of(tensor: ShardedTensor, layout: Layout) -> _StandIn:
-        made = converting.as_dtensor(tensor, layout)
-        copy = None
-        if not converting.is_shared(tensor):
+        if converting.is_shared(tensor):
+            return _StandIn(tensor, layout, converting.as_dtensor(tensor, layout), None)
+        # In inference mode no tensor would know what it is a view of, nor that it was written to.
+        outside = (
+            torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        )
+        with outside, torch.set_grad_enabled(torch.is_grad_enabled()):
+            made = converting.as_dtensor(tensor, layout)
             memory = locally(_base_of, (), (made,))
             copy = _Copy(memory, memory._version, memory.grad_fn)
         return _StandIn(tensor, layout, made, copy)

@@ -10,7 +10,7 @@ import torch
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.specs import ShardingSpec, as_size, as_spec, checked_spec
+from shardwise.sharded.specs import ShardingSpec, as_size, as_spec, checked_spec, metadata_of
 
 
 class ShardedTensorBase(torch.Tensor):
@@ -46,7 +46,7 @@ class ShardedTensorBase(torch.Tensor):
         properties = TensorProperties(
             dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
         )
-        metadata = sharding_spec.build_metadata(as_size(size, "size"), properties)
+        metadata = metadata_of(sharding_spec, as_size(size, "size"), properties)
         return bare(cls, sharding_spec, metadata, [])
 
     def metadata(self) -> ShardedTensorMetadata:

@@ -32,6 +32,7 @@ from shardwise.sharded.specs import (
     as_spec,
     checked_spec,
     inferred_spec,
+    metadata_of,
 )
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def from_local_tensor(
         if not isinstance(local_tensor, torch.Tensor):
             raise ShardedTensorError(f"local_tensor: expected a tensor, got {local_tensor!r}")
         properties = TensorProperties.create_from_tensor(local_tensor)
-        metadata = sharding_spec.build_metadata(as_size(global_size, "global_size"), properties)
+        metadata = metadata_of(sharding_spec, as_size(global_size, "global_size"), properties)
         checked_spec(metadata, sharding_spec)
         held = Held.of(metadata.shards_metadata, group)
         shards = mine(metadata, held, group)

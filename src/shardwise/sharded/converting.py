@@ -225,7 +225,7 @@ def _boxes(held: Held, ranks: tuple[int, ...]) -> dict[int, Box] | None:
     found = {}
     for rank in ranks:
         own = held.by(rank)
-        some = [box for box in own if not box.is_empty] or own[:1] or [_nothing(held)]
+        some = [box for box in own if not box.is_empty] or own[:1] or [held.nowhere]
         starts = zip(*(box.start for box in some), strict=True)
         stops = zip(*(box.stop for box in some), strict=True)
         box = Box(tuple(map(min, starts)), tuple(map(max, stops)))
@@ -235,17 +235,13 @@ def _boxes(held: Held, ranks: tuple[int, ...]) -> dict[int, Box] | None:
     return found
 
 
-def _nothing(held: Held) -> Box:
-    corner = (0,) * len(held.boxes[0].start)
-    return Box(corner, corner)
-
-
-def suggested(tensor: ShardedTensor) -> str:
-    """What makes the shards a layout, in words."""
+def suggested(tensor: ShardedTensor, mesh: DeviceMesh | None = None) -> str:
+    """What makes the shards a layout, on this mesh or any, in words."""
     if not tensor.shape:
         return "x.full_tensor() is its one element, on every rank"
     dim = max(range(len(tensor.shape)), key=lambda dim: tensor.shape[dim])
-    placements = [f"rank:{rank}/{tensor.device.type}" for rank in tensor._group.ranks]
+    ranks = tensor._group.ranks if mesh is None else mesh.mesh.flatten().tolist()
+    placements = [f"rank:{rank}/{tensor.device.type}" for rank in ranks]
     return f"x.reshard(ChunkShardingSpec({dim}, {placements})) makes them so"
 
 
@@ -276,7 +272,9 @@ def from_dtensor(tensor: DTensor, process_group: GroupLike = None) -> ShardedTen
     local = unwrap(tensor)
     spec, shards, held, found = _described(layout, group.ranks)
     properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
-    metadata = ShardedTensorMetadata(shards, layout.size, properties)
+    # Of its own: what is described is kept, and users may write to metadata.
+    own = [each.copy() for each in shards]
+    metadata = ShardedTensorMetadata(own, layout.size, properties)
     pieces = [local[here.slices] for _, here in layout.boxes()] if layout.is_cut else [local]
     made = building.made(metadata, spec, pieces, group, held)
     made._known_layout = held, found

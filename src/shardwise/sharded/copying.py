@@ -15,7 +15,7 @@ from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
 from shardwise.sharded.held import mine
 from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
-from shardwise.sharded.moving import Move, moved
+from shardwise.sharded.moving import Move, moved, same
 from shardwise.tensor import DTensor
 
 _set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
@@ -134,24 +134,31 @@ class Copying(LocalShards):
                 f"copy_: expected a tensor of size {tuple(self.shape)}, got {tuple(other.shape)}"
             )
         recorded = other.requires_grad and torch.is_grad_enabled()
-        for target, source in zip(self._tensors(), self._pieces_of(other, recorded), strict=True):
+        for target, source in zip(self._parts(), self._parts_of(other, recorded), strict=True):
             target.copy_(source, non_blocking)
         if recorded and can_require_gradients(self.dtype):
             self._note_requires_grad(True)
         return self
 
-    def _pieces_of(self, other: torch.Tensor, recorded: bool = False) -> list[torch.Tensor]:
-        """A tensor of the same size, as it lies in these shards.
+    def _pieces_of(self, other: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor of the same size, as it lies in these shards."""
+        return self._parts_of(other, False)[: len(self._local_shards)]
+
+    def _parts_of(self, other: torch.Tensor, recorded: bool) -> list[torch.Tensor]:
+        """A tensor of the same size, as it lies in these shards; no elements of it, on a rank
+        without shards.
 
         Arguments:
-            recorded: whether a move is differentiable.
+            recorded: whether its gradient is to be found.
         """
         if isinstance(other, DTensor):
             other = other.full_tensor()
         if not isinstance(other, LocalShards):
-            return [other[box.slices] for box in self._held.by(self._group.rank)]
+            whole = same(other, self._group) if recorded else other
+            boxes = self._held.by(self._group.rank)
+            return [whole[box.slices] for box in boxes] or [whole.reshape(-1)[:0]]
         if other._held == self._held:
-            return other._tensors()
+            return other._parts()
         if other._group.ranks != self._group.ranks:
             raise ShardedTensorError(
                 f"other: expected one of the same ranks {self._group.ranks}, got one of "
@@ -161,7 +168,7 @@ class Copying(LocalShards):
         if recorded:
             move.check_gradients_return("other")
         nothing = other._empty() if recorded else None
-        return moved(move, other._tensors(), other._like(), nothing)
+        return moved(move, other._tensors(), other._like(), nothing) or [other._like()]
 
     def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
         if id(self) in memo:
@@ -172,7 +179,8 @@ class Copying(LocalShards):
                 "detach() it, or clone() it to keep its history"
             )
         tensors = [each.detach().clone() for each in self._tensors()]
-        made = self._as_leaf(self._with(tensors, init_rrefs=self._init_rrefs))
+        apart = self._with(tensors, init_rrefs=self._init_rrefs, requires_grad=False)
+        made = self._as_leaf(apart)
         for before, after in zip(self._tensors(), made._tensors(), strict=True):
             if before.grad is not None:
                 after.grad = before.grad.detach().clone()

@@ -27,10 +27,11 @@ _FILLED = {
     *(getattr(torch.Tensor, name) for name in names("""
         bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_
     """)),
-    init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_,
     torch.eye,
 }  # fmt: skip
 """What writes to a tensor without looking at what is in it."""
+_INITIALIZED = {init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_}
+"""The same, and unknown to autograd: parameters can be written to."""
 _DROPOUT = {torch.dropout, torch.dropout_, F.dropout}
 
 
@@ -41,6 +42,7 @@ def like(func: Any) -> Callable[..., Any]:
         model = func(input._like(), *args, **kwargs)
         return input._with(
             [func(each, *args, **kwargs) for each in input._tensors()],
+            nothing=model,
             device=model.device,
             dtype=model.dtype,
             requires_grad=model.requires_grad,
@@ -52,10 +54,11 @@ def like(func: Any) -> Callable[..., Any]:
 
 def run(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
     """Fill shards that are no layout; None if that is not what the function does."""
-    if func in _FILLED:
+    if func in _FILLED or func in _INITIALIZED:
         args, kwargs = _instead_of(model, _in_chunks(model), args, kwargs)
-        with torch.no_grad():
-            return model.copy_(func(*args, **kwargs))
+        filled = func(*args, **kwargs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and func in _FILLED):
+            return model.copy_(filled)
     if func in _RANDOM_LIKE:
         args, kwargs = _instead_of(model, _in_chunks(model), args, kwargs)
         return _as(model, func(*args, **kwargs))

@@ -77,9 +77,11 @@ def _started(tensors: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.T
                 f"gradient: expected one of size {tuple(tensor.shape)}, got {tuple(seed.shape)}"
             )
         parts = _parts(tensor)
-        given = [] if seed is None else tensor._pieces_of(seed)
         outputs += parts
-        starts += given or [torch.ones_like(part) for part in parts]
+        if seed is None:
+            starts += [torch.ones_like(part) for part in parts]
+        else:
+            starts += tensor._parts_of(seed, seed.requires_grad and torch.is_grad_enabled())
     return outputs, starts
 
 
@@ -130,7 +132,7 @@ def _only(tensor: ShardedTensor, name: str) -> torch.Tensor:
 
 def retain_grad(tensor: ShardedTensor) -> None:
     """`st.retain_grad()`."""
-    for each in tensor._tensors():
+    for each in tensor._recorded():
         each.retain_grad()
 
 
@@ -145,10 +147,10 @@ def detach_(tensor: ShardedTensor) -> ShardedTensor:
 
 def grad_fn(tensor: ShardedTensor) -> Any:
     """What recorded the first shard of this rank."""
-    parts = tensor._tensors()
+    parts = tensor._recorded()
     return parts[0].grad_fn if parts else None
 
 
 def retains_grad(tensor: ShardedTensor) -> bool:
     """Whether the shards of this rank do."""
-    return any(each.retains_grad for each in tensor._tensors())
+    return any(each.retains_grad for each in tensor._recorded())

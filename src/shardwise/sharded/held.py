@@ -28,6 +28,12 @@ class Held:
         """All of a tensor, on one rank."""
         return Held((Box((0,) * len(size), tuple(size)),), (rank,))
 
+    @property
+    def nowhere(self) -> Box:
+        """A box of no elements, unless the tensor has no dims."""
+        corner = (0,) * len(self.boxes[0].start)
+        return Box(corner, corner)
+
     def by(self, rank: int) -> list[Box]:
         """The boxes that a rank holds, in order."""
         return [box for box, owner in zip(self.boxes, self.owners, strict=True) if owner == rank]

@@ -53,6 +53,7 @@ class LocalShards(ShardedTensorBase):
         tensors: Sequence[torch.Tensor],
         *,
         device: torch.device | None = None,
+        nothing: torch.Tensor | None = None,
         group: Group | None = None,
         init_rrefs: bool = False,
         **properties: Any,
@@ -61,6 +62,8 @@ class LocalShards(ShardedTensorBase):
 
         Arguments:
             device: where they are; where these are by default.
+            nothing: what a rank without shards has in their place; by default a copy of what it
+                has here.
             properties: what is other than here: dtype, requires_grad, pin_memory.
         """
         if device is not None:
@@ -79,21 +82,22 @@ class LocalShards(ShardedTensorBase):
             own = [shard.metadata for shard in self._local_shards]
         made = bare(type(self), spec, metadata, [])
         shards = list(map(Shard, tensors, own))
-        if not own and common.requires_grad and torch.is_grad_enabled():
-            made._nothing = self._empty().to(common.dtype)
+        if not own and nothing is not None:
+            made._nothing = nothing if nothing.shape == (0,) else nothing.reshape(-1)[:0]
+        elif not own and common.requires_grad and torch.is_grad_enabled():
+            made._nothing = self._empty().to(common.dtype, copy=True)
         return made._become(group or self._group, self._held, shards, init_rrefs)
 
     def _with_results(self: Kind, results: Sequence[torch.Tensor]) -> Kind:
         """One of what was computed of each of the parts (`_parts`), with its dtype and history."""
         first = results[0]
-        made = self._with(
+        return self._with(
             results[: len(self._local_shards)],
+            nothing=first,
             dtype=first.dtype,
             requires_grad=first.requires_grad,
             pin_memory=False,
         )
-        made._nothing = None if self._local_shards else first.reshape(0)
-        return made
 
     def _like(self) -> torch.Tensor:
         """Nothing, of its dtype and on its device: a model for what travels."""

@@ -24,7 +24,7 @@ from shardwise.sharded.plan import (
     resolved,
     tensors_of,
 )
-from shardwise.sharded.specs import ChunkShardingSpec, ShardingSpec, as_spec
+from shardwise.sharded.specs import ChunkShardingSpec, ShardingSpec, as_spec, summary
 from shardwise.sharded.tensor import ShardedTensor
 
 # ---- parameters
@@ -188,7 +188,7 @@ def _collected(output: ShardedTensor) -> torch.Tensor:
         if count != 1:
             raise ShardedTensorError(
                 f"collect_local_shard: expected one shard on each rank, rank {rank} has {count} "
-                f"of {output._sharding_spec}; reshard_output(module, spec) first"
+                f"of {summary(output._sharding_spec)}; reshard_output(module, spec) first"
             )
     local, spec = output.local_tensor(), output._sharding_spec
     if not isinstance(spec, ChunkShardingSpec):

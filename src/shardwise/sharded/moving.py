@@ -105,8 +105,40 @@ def _shared(boxes: Iterable[Box], held: Held) -> Iterator[tuple[Box, Box, int]]:
             yield box, box.intersect(held.boxes[at]), held.owners[at]
 
 
+class _Same(torch.autograd.Function):
+    """What is the same on every rank, of which each goes on with a part. Backward: the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return _Sum.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of what the ranks have. Backward: the gradient, which is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return group.communicator.all_reduce(tensor.contiguous(), "sum")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return same(gradients[0], ctx.group), None
+
+
+def same(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """A tensor that is the same on every rank; its gradient, to which each rank adds its part, is
+    too. All ranks take part in the way back."""
+    return _Same.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _Moved(torch.autograd.Function):
-    """Shards moved; the gradients move back."""
+    """Shards moved; the gradients move back. The first result is what a rank without shards has."""
 
     @staticmethod
     def forward(
@@ -114,17 +146,17 @@ class _Moved(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.move, ctx.like, ctx.shape = move, like, nothing.shape
         kept = {shard.untyped_storage().data_ptr() for shard in shards}
-        return tuple(
+        results = [
             each.clone() if each.untyped_storage().data_ptr() in kept else each
             for each in move.run(shards, like)
-        )
+        ]
+        return torch.empty_like(nothing), *results
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: torch.Tensor, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # By the same function, so that it can be differentiated again.
-        nothing = ctx.like.new_empty(ctx.shape)
-        again = nothing.requires_grad_() if torch.is_grad_enabled() else None
-        return None, None, nothing, *moved(ctx.move.reverse, gradients, ctx.like, again)
+        nothing = ctx.like.new_empty(ctx.shape).requires_grad_(torch.is_grad_enabled())
+        return None, None, *_Moved.apply(ctx.move.reverse, ctx.like, nothing, *gradients)  # type: ignore[no-untyped-call]
 
 
 def moved(
@@ -139,7 +171,7 @@ def moved(
     """
     if nothing is None:
         return move.run(tensors, like)
-    return list(_Moved.apply(move, like, nothing, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Moved.apply(move, like, nothing, *tensors))[1:]  # type: ignore[no-untyped-call]
 
 
 def _flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -162,7 +194,7 @@ class _Whole(torch.autograd.Function):
         nothing: torch.Tensor,
         *shards: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.boxes = held.by(group.rank)
+        ctx.boxes, ctx.group = held.by(group.rank), group
         with running("ShardedTensor.full_tensor"):
             gathered = group.communicator.all_gather(_flat(shards, out), 0, held.counts(group))
         boxes = [box for rank in group.ranks for box in held.by(rank)]
@@ -174,9 +206,9 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        (whole,) = gradients
+        whole = same(gradients[0], ctx.group)
         pieces = (whole[box.slices].contiguous() for box in ctx.boxes)
-        return None, None, None, whole.new_empty(0), *pieces
+        return None, None, None, whole.reshape(-1)[:0], *pieces
 
 
 def whole(

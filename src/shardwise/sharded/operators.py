@@ -19,17 +19,19 @@ from shardwise.dispatch.arguments import check_same
 from shardwise.dispatch.state import state
 from shardwise.dispatch.values import asked
 from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
 from shardwise.rules.calls import tensors_in
 from shardwise.rules.foreach import one_by_one
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import lookup, name_of
 from shardwise.rules.spellings import SPELLINGS
-from shardwise.sharded import as_dtensors, converting, filling, pointwise, reducing
+from shardwise.sharded import as_dtensors, converting, filling, lookups, pointwise, reducing
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.methods import OWN
 from shardwise.sharded.registered import is_registered, registered
+from shardwise.sharded.specs import summary
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.tensor import locally
+from shardwise.tensor import DTensor, locally
 
 
 def dispatch(
@@ -56,9 +58,15 @@ def dispatch(
     _check_groups(func, tensors)
     if func in _LOOKUPS:
         _check_indices(func, args, kwargs, first)
-    layouts = _layouts(tensors)
+    mesh = _mesh_of_dtensors(args, kwargs)
+    layouts = _layouts(tensors, mesh)
     if layouts is not None:
         return as_dtensors.run(func, args, kwargs, tensors, layouts)
+    if mesh is not None:
+        result = lookups.run(func, args, kwargs)
+        if result is None:
+            raise _refusal_beside(func, tensors, mesh)
+        return result
     return _run_on_shards(func, args, kwargs, tensors)
 
 
@@ -73,6 +81,8 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTenso
         results = one_by_one(func, args, kwargs)
         return args[0] if func.__name__.endswith("_") else results
     result = pointwise.run(func, args, kwargs, tensors)
+    if result is None:
+        result = lookups.run(func, args, kwargs)
     for kind in (filling, reducing):
         if result is None:
             result = kind.run(func, args, kwargs, tensors[0])
@@ -81,8 +91,18 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTenso
     return result
 
 
-def _layouts(tensors: list[ShardedTensor]) -> list[Layout] | None:
-    """What the shards of each are, on one mesh."""
+def _mesh_of_dtensors(args: Any, kwargs: Any) -> DeviceMesh | None:
+    """Where the DTensors among the arguments are, if there are any."""
+    found = (each for each in tensors_in((args, kwargs)) if isinstance(each, DTensor))
+    first = next(found, None)
+    return None if first is None else first.device_mesh
+
+
+def _layouts(tensors: list[ShardedTensor], mesh: DeviceMesh | None) -> list[Layout] | None:
+    """What the shards of each are, on one mesh: this one, if there is."""
+    if mesh is not None:
+        given = [converting.layout_of(each, mesh) for each in tensors]
+        return None if None in given else given  # type: ignore[return-value]
     layouts = [converting.layout_of(each) for each in tensors]
     meshes = {None if each is None else each.mesh: None for each in layouts}
     if None in meshes:
@@ -135,12 +155,27 @@ def _refusal(func: Any, tensors: list[ShardedTensor]) -> ShardedTensorError:
     if odd is not None:
         return ShardedTensorError(
             f"{_name(func)}: needs shards that are a layout of a DTensor, and those of "
-            f"{odd._sharding_spec} are not: only pointwise functions work shard by shard, on "
-            f"tensors with the same shards; {converting.suggested(odd)}"
+            f"{summary(odd._sharding_spec)} are not: only pointwise functions work shard by shard, "
+            f"on tensors with the same shards; {converting.suggested(odd)}"
         )
+    specs = " and ".join({summary(each._sharding_spec): None for each in tensors})
+    way = converting.suggested(tensors[0]).removesuffix(" makes them so")
     return ShardedTensorError(
-        f"{_name(func)}: got sharded tensors whose shards lie on different ranks; reshard one to "
-        f"the other's spec: x.reshard(other.sharding_spec())"
+        f"{_name(func)}: got sharded tensors whose shards lie on different ranks, of {specs}; "
+        f"reshard all of them alike, as by {way}"
+    )
+
+
+def _refusal_beside(
+    func: Any, tensors: list[ShardedTensor], mesh: DeviceMesh
+) -> ShardedTensorError:
+    odd = next(each for each in tensors if converting.layout_of(each, mesh) is None)
+    way = converting.suggested(odd, mesh)
+    if mesh.ndim > 1:  # such chunks may be no layout there
+        way += ", and x.to_dtensor().redistribute(mesh, placements) takes it there"
+    return ShardedTensorError(
+        f"{_name(func)}: got a DTensor on {mesh!r}, and a sharded tensor whose shards are no "
+        f"layout there: {summary(odd._sharding_spec)}; {way}"
     )
 
 

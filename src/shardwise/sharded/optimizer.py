@@ -17,6 +17,7 @@ from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.held import Held
 from shardwise.sharded.optimizer_state import Parameters
 from shardwise.sharded.plan import tensors_of
+from shardwise.sharded.specs import summary
 from shardwise.sharded.tensor import ShardedTensor
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -104,6 +105,32 @@ class ShardedOptimizer(optim.Optimizer):
 
     # ---- saved and loaded
 
+    def init_state(self) -> None:
+        """Make the state that optimizers make in their first step; what there is stays as it is.
+
+        So that `torch.distributed.checkpoint`, which reads into tensors that are there, finds the
+        state of a new optimizer in its `state_dict()`. It is a step with gradients of zero and a
+        learning rate of zero, which counts as a step until other state is loaded.
+        """
+        self._check_current("init_state")
+        rates = [group.get("lr") for group in self.param_groups]
+        gradients = {}
+        for group in self.param_groups:
+            if "lr" in group:
+                group["lr"] = 0.0 * group["lr"]
+            for tensor in group["params"]:
+                gradients[tensor] = tensor.grad
+                is_new = tensor.requires_grad and not self.state.get(tensor)
+                tensor.grad = torch.zeros_like(tensor) if is_new else None
+        try:
+            self._optim.step()
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
+            for tensor, gradient in gradients.items():
+                tensor.grad = gradient
+
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters by name, and the groups; all ranks call it.
 
@@ -149,8 +176,8 @@ class ShardedOptimizer(optim.Optimizer):
             if parameter._held != held or list(now) != list(map(id, tensors)):
                 raise ShardedStateError(
                     f"{what}: the shards of {name!r} are not those that this optimizer was made "
-                    f"with ({parameter._sharding_spec} now); make another after reshard(), and "
-                    "load what state_dict() of this one gave before it"
+                    f"with ({summary(parameter._sharding_spec)} now); make another after "
+                    "reshard(), and load what state_dict() of this one gave before it"
                 )
 
 

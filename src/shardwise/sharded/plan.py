@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.metadata import TensorProperties
-from shardwise.sharded.specs import ShardingSpec, as_spec
+from shardwise.sharded.specs import ShardingSpec, as_spec, metadata_of
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
 
@@ -96,7 +96,7 @@ def check_shardable(tensor: torch.Tensor, spec: ShardingSpec, group: Group, argu
             "ShardedTensor.from_dtensor(tensor)"
         )
     try:
-        metadata = spec.build_metadata(tensor.shape, TensorProperties())
+        metadata = metadata_of(spec, tensor.shape, TensorProperties())
         group.owners(metadata.shards_metadata)
     except ShardedTensorError as error:
         raise ShardedTensorError(f"{argument}, of size {tuple(tensor.shape)}: {error}") from None

@@ -16,6 +16,7 @@ from shardwise.box import Box
 from shardwise.rules.calls import input_of, tensors_in
 from shardwise.rules.registry import lookup
 from shardwise.rules.spec import Dims, Spec
+from shardwise.sharded.moving import same
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -38,17 +39,27 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
     if target is not None and not isinstance(target, ShardedTensor):
         return None
 
+    def shared(value: Any) -> Any:
+        """A plain tensor gets gradients from the shards of all ranks."""
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+        if not (is_plain and value.requires_grad and torch.is_grad_enabled()):
+            return value
+        known = same(value, model._group)
+        dims[id(known)] = dims[id(value)]
+        return known
+
     def piece(box: Box, at: int, value: Any) -> Any:
         if isinstance(value, ShardedTensor):
-            parts = value._tensors() or [value._empty(box.shape)]
+            parts = value._tensors() or [_stand_in(value, box)]
             return parts[at]
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return value[_slices(dims[id(value)], whole, box)]
         return value
 
+    args, kwargs = pytree.tree_map(shared, (args, kwargs))
     results: list[Any] = []
     # On a rank without shards the same of nothing: it tells the dtype, and what is refused.
-    for at, box in enumerate(model._held.by(model._group.rank) or [_nothing(model)]):
+    for at, box in enumerate(model._held.by(model._group.rank) or [model._held.nowhere]):
         here, by_name = pytree.tree_map(partial(piece, box, at), (args, kwargs))
         results.append(func(*here, **by_name))
     if not isinstance(results[0], torch.Tensor | tuple | list):
@@ -66,9 +77,12 @@ def _is_in_place(func: Any) -> bool:
     return known is not None and known.outplace is not None
 
 
-def _nothing(model: ShardedTensor) -> Box:
-    corner = (0,) * len(model.shape)
-    return Box(corner, corner)
+def _stand_in(value: ShardedTensor, box: Box) -> torch.Tensor:
+    """In place of a shard, where there is none. Without dims there is no tensor of no elements."""
+    if box.start:
+        return value._empty(box.shape)
+    nothing = value._empty()
+    return nothing.prod() if nothing.requires_grad else nothing.new_ones(())
 
 
 def _spec(func: Any, args: Any, kwargs: Any) -> Spec | None:

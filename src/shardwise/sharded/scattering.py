@@ -19,7 +19,7 @@ from shardwise.sharded.group import Group, GroupLike, as_group
 from shardwise.sharded.held import Held, mine
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded.moving import Move
-from shardwise.sharded.specs import ShardingSpec
+from shardwise.sharded.specs import ShardingSpec, metadata_of
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor
@@ -84,7 +84,7 @@ def _agreed_cut(
         }
         properties = TensorProperties.create_from_tensor(tensor)
         properties.pin_memory = False
-        metadata = spec.build_metadata(tensor.shape, properties)
+        metadata = metadata_of(spec, tensor.shape, properties)
         group.owners(metadata.shards_metadata)
         asked.facts["sharding_spec"] = str(metadata.shards_metadata)
     except ShardwiseError as error:

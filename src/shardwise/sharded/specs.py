@@ -150,6 +150,26 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata([each.copy() for each in self.shards], size, tensor_properties)
 
 
+def metadata_of(
+    spec: ShardingSpec, size: Sequence[int], properties: TensorProperties
+) -> ShardedTensorMetadata:
+    """The shards that a spec cuts a tensor into; checked, if the spec is of the user's own kind."""
+    metadata = spec.build_metadata(torch.Size(size), properties)
+    if type(spec) in (ChunkShardingSpec, EnumerableShardingSpec):
+        return metadata
+    name = f"{type(spec).__name__}.build_metadata"
+    shards = metadata.shards_metadata if isinstance(metadata, ShardedTensorMetadata) else []
+    if not shards or metadata.size != torch.Size(size):
+        raise ShardedTensorError(
+            f"{name}: expected ShardedTensorMetadata of size {tuple(size)}, got {metadata!r}"
+        )
+    try:
+        check_tiling(shards, size)
+    except ShardedTensorError as error:
+        raise ShardedTensorError(f"{name}: {error}") from None
+    return metadata
+
+
 def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
     """Chunks of one dim if the shards are that, and else the shards themselves."""
     for dim in range(len(size)):
@@ -182,13 +202,24 @@ def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> 
     if spec is None:
         return inferred_spec(shards, metadata.size)
     as_spec(spec, "sharding_spec")
-    cut = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
+    cut = metadata_of(spec, metadata.size, metadata.tensor_properties).shards_metadata
     if _some(cut) != _some(shards):
         raise ShardedTensorError(
             f"sharding_spec: expected one that cuts a tensor of size {tuple(metadata.size)} into "
             f"the metadata's shards {shards}; got {spec}"
         )
     return spec
+
+
+def summary(spec: ShardingSpec) -> str:
+    """A spec in messages: of many shards, only the first and the last."""
+    if not isinstance(spec, EnumerableShardingSpec) or len(spec.shards) <= _SHOWN:
+        return repr(spec)
+    first, last = spec.shards[0], spec.shards[-1]
+    return f"{type(spec).__name__}([{first}, ..., {last}]) of {len(spec.shards)} shards"
+
+
+_SHOWN = 8
 
 
 def as_size(sizes: Any, argument: str) -> torch.Size:

@@ -29,7 +29,7 @@ from shardwise.sharded.local import check_can_pin
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.moving import Move
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.specs import ShardingSpec, as_spec
+from shardwise.sharded.specs import ShardingSpec, as_spec, metadata_of, summary
 from shardwise.tensor import DTensor, short_dtype
 
 
@@ -188,7 +188,7 @@ class ShardedTensor(Copying):
         with remote.together(self._group, self._init_rrefs):
             as_spec(resharding_spec, "resharding_spec")
             properties = replace(self._metadata.tensor_properties)
-            metadata = resharding_spec.build_metadata(self.shape, properties)
+            metadata = metadata_of(resharding_spec, self.shape, properties)
             _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
             held = Held.of(metadata.shards_metadata, self._group)
         if held == self._held:  # perhaps by other names of the same ranks
@@ -267,7 +267,7 @@ class ShardedTensor(Copying):
         history = ", requires_grad=True" if self.requires_grad else ""
         size = f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
         local = ", ".join(f"{each.metadata.box}: {each.tensor!r}" for each in self._local_shards)
-        text = f"{name}{size}, {self._sharding_spec}{history}, local={{{local}}}"
+        text = f"{name}{size}, {summary(self._sharding_spec)}{history}, local={{{local}}}"
         return f"{type(self).__name__}({text})"
 
     ProcessGroupState = saving.ProcessGroupState

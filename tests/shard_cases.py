@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import shardwise as sw
@@ -15,6 +16,7 @@ from shardwise.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardedTensor,
+    ShardedTensorError,
     ShardingSpec,
     ShardMetadata,
 )
@@ -96,6 +98,12 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
     except kind as error:
         return str(error)
     return ""
+
+
+def refused(call: Callable[[], Any], message: str) -> None:
+    """A call is refused with a message like this one."""
+    with pytest.raises(ShardedTensorError, match=message):
+        call()
 
 
 def refusals(build: Callable[[int], Any], ranks: int = 3) -> list[str]:

@@ -1,0 +1,155 @@
+"""Gradients of sharded tensors and of what is beside them: those of one process, on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from operator_cases import all_specs, chunks, on_ranks, values
+
+import shardwise as sw
+import shardwise.sharded as sh
+
+SPECS = pytest.mark.parametrize("name", all_specs(3))
+ONE_RANK = all_specs(3)["one rank"]  # ranks 0 and 1 have no shards
+SEED = values(5, 4, seed=7, grad=False)
+
+
+def sharded(name: str, seed: int = 0) -> sh.ShardedTensor:
+    """A leaf, cut by the spec of this name."""
+    tensor = values(5, 4, seed=seed, grad=False)
+    return all_specs(3)[name].shard(tensor).requires_grad_()
+
+
+# ---- of what is beside a sharded tensor
+
+
+BESIDE: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "whole": (lambda x, plain: x * plain, (5, 4)),
+    "row": (lambda x, plain: x * plain + x, (4,)),
+    "column": (lambda x, plain: plain / (x * x + 1), (5, 1)),
+    "number": (lambda x, plain: (x * plain).sin(), ()),
+    "in place": (lambda x, plain: (x * 2).mul_(plain), (5, 4)),
+    "copied": (lambda x, plain: x * torch.zeros_like(x).copy_(plain), (5, 4)),
+}
+
+
+@SPECS
+@pytest.mark.parametrize("how", BESIDE)
+def test_a_plain_tensor_gets_the_gradient_from_the_shards_of_all_ranks(how: str, name: str) -> None:
+    function, shape = BESIDE[how]
+    x, plain = values(5, 4), values(*shape, seed=1)
+    function(x, plain).backward(SEED)
+
+    def program() -> bool:
+        mine = plain.detach().clone().requires_grad_()
+        function(sharded(name), mine).backward(SEED)
+        return torch.allclose(mine.grad, plain.grad)
+
+    assert all(sw.simulate(program, 3))
+
+
+@SPECS
+def test_a_dtensor_that_is_copied_gets_its_gradient(name: str) -> None:
+    def program() -> bool:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        source = sw.distribute_tensor(values(5, 4, grad=False), mesh, [sw.Shard(1)])
+        source.requires_grad_()
+        (torch.zeros_like(sharded(name)).copy_(source) * 2).backward(SEED)
+        return torch.allclose(source.grad.full_tensor(), 2 * SEED)
+
+    assert all(sw.simulate(program, 3))
+
+
+@SPECS
+def test_the_gradient_that_backward_begins_with_has_one_too(name: str) -> None:
+    def program() -> bool:
+        x, seed = sharded(name), SEED.clone().requires_grad_()
+        (first,) = torch.autograd.grad(x * x, x, seed, create_graph=True)
+        (second,) = torch.autograd.grad(first, seed, torch.ones_like(SEED))
+        return torch.allclose(second, 2 * values(5, 4))
+
+    assert all(sw.simulate(program, 3))
+
+
+# ---- second gradients
+
+
+TWICE: dict[str, Callable[[Any], Any]] = {
+    "pointwise": lambda x: x * x.tanh(),
+    "whole": lambda x: _whole(x).sum() ** 3 * _whole(x),
+    "moved": lambda x: _moved(x) ** 3,
+}
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, sh.ShardedTensor) else x
+
+
+def _moved(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().reshard(chunks(1, 2, 0, 1)) if isinstance(x, sh.ShardedTensor) else x
+
+
+@SPECS
+@pytest.mark.parametrize("how", TWICE)
+def test_second_gradients(how: str, name: str) -> None:
+    def second(x: Any) -> Any:
+        (first,) = torch.autograd.grad(TWICE[how](x), x, SEED, create_graph=True)
+        return torch.autograd.grad(first * first, x, torch.ones_like(SEED))[0]
+
+    expected = second(values(5, 4))
+
+    def program() -> bool:
+        return torch.allclose(second(sharded(name)).full_tensor(), expected)
+
+    assert all(sw.simulate(program, 3))
+
+
+# ---- on ranks without shards
+
+
+def test_a_copy_of_a_leaf_is_none_on_ranks_without_shards_either() -> None:
+    def program() -> Any:
+        x = sharded("one rank")
+        y = x.clone()
+        y.zero_()  # which is refused for leaves
+        y.retain_grad()
+        (y * 2).backward(SEED)
+        return y.is_leaf, y.grad_fn is None, y.retains_grad, y.grad is None, x.grad is None
+
+    assert on_ranks(program, 3) == [(False, False, True, False, False)] * 3
+
+
+def test_a_deep_copy_has_a_gradient_of_its_own_on_ranks_without_shards_too() -> None:
+    def program() -> Any:
+        x = sharded("one rank")
+        (x * 2).backward(SEED)
+        other = copy.deepcopy(x)
+        other.grad = None
+        return other.is_leaf, other.grad is None, x.grad is None
+
+    assert on_ranks(program, 3) == [(True, True, False)] * 3
+
+
+@SPECS
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.copy_(SEED),
+        lambda x: x.add_(1),
+        lambda x: x.zero_(),
+        lambda x: x.normal_(),
+        lambda x: torch.mul(SEED, 2, out=x),
+    ],
+)
+def test_a_leaf_is_not_written_to_on_any_rank(write: Callable[[Any], Any], name: str) -> None:
+    def program() -> bool:
+        x = sharded(name)
+        with pytest.raises(RuntimeError):
+            write(x)
+        return torch.equal(x, values(5, 4, grad=False))
+
+    assert all(sw.simulate(program, 3))
