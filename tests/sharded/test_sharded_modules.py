@@ -219,7 +219,7 @@ class Replace(Sharder):
 
 class NoModule(Sharder):
     def shard(self, module):
-        return "no module"
+        return "no module" if sw.world.current().rank == 1 else module
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,22 @@ def test_what_one_rank_objects_to_is_refused_on_all():
         assert message.startswith("rank 1: plan['fc1.wait']: expected the name of a parameter")
 
 
+class OfTwo(sharded.ShardingSpec):
+    """Two of it are not equal, as it defines no `==`."""
+
+    def build_metadata(self, tensor_sizes, tensor_properties):
+        return chunks(0, 1, 0).build_metadata(tensor_sizes, tensor_properties)
+
+
+def test_a_spec_of_the_users_own_in_a_plan_need_not_be_comparable():
+    def run():
+        model = Recommender()
+        shard_module(model, ShardingPlan({"fc1.weight": OfTwo()}, {"fc1": OfTwo()}))
+        assert isinstance(model.fc1.weight.sharding_spec(), OfTwo)
+
+    sw.simulate(run, 2)
+
+
 def test_an_error_of_the_users_own_spec_on_one_rank_is_told_to_all():
     class Broken(sharded.ChunkShardingSpec):
         def build_metadata(self, tensor_sizes, tensor_properties):
@@ -318,10 +334,16 @@ def test_a_sharder_s_module_takes_the_place_of_the_submodule():
 
 
 def test_a_sharder_that_gives_no_module_is_refused():
-    plan = ShardingPlan({"fc1": NoModule()})
-    assert "expected a module from NoModule.shard" in refused_on_all(
-        lambda: shard_module(Recommender(), plan)
-    )
+    """Also if one rank alone gets none: by all ranks, and nothing is changed."""
+
+    def run():
+        model = Recommender()
+        plan = ShardingPlan({"fc1": NoModule(), "fc2.weight": chunks(0, 0, 1)})
+        with pytest.raises(ShardedTensorError, match=r"expected a module from NoModule\.shard"):
+            shard_module(model, plan)
+        assert not isinstance(model.fc2.weight, ShardedTensor)
+
+    sw.simulate(run, 2)
 
 
 def test_sharders_inside_each_other_are_refused():

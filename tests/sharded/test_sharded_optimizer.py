@@ -408,6 +408,11 @@ def test_a_state_dict_that_does_not_fit_changes_nothing_on_any_rank():
         less = {**good, "state": {}} if rank == 0 else good
         with pytest.raises(ShardedTensorError, match="expected the same on every rank"):
             optimizer.load_state_dict(less)
+        whole = copy.deepcopy(good) if rank == 0 else good  # one that the others would wait for
+        if rank == 0:
+            whole["state"]["fc1.weight"]["exp_avg"] = torch.zeros(7, 5)
+        with pytest.raises(ShardedTensorError, match=r"cut alike.*exp_avg"):
+            optimizer.load_state_dict(whole)
         assert optimizer.param_groups[0]["lr"] == 0.05
         assert float(optimizer.state_dict()["state"]["fc1.weight"]["step"]) == 1
 
