@@ -219,14 +219,21 @@ def test_shards_of_another_number_of_dims_are_refused_with_both():
     refused_alike(build, "(Box[0:2, 0:3] on rank:0/cpu) has 2", "(Box[4:6] on rank:2/cpu) has 1")
 
 
-def test_a_tensor_that_no_longer_fits_its_metadata_is_refused_on_all_ranks():
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(1, 3), "tensor: expected the metadata's shard_sizes [2, 3]"),
+        (None, "expected a tensor"),
+    ],
+)
+def test_a_tensor_that_no_longer_fits_its_metadata_is_refused_on_all_ranks(tensor, message):
     def build(rank):
         shard = rows(rank)
         if rank == 1:
-            shard.tensor = torch.zeros(1, 3)
+            shard.tensor = tensor
         return init_from_local_shards([shard], 6, 3)
 
-    refused_alike(build, "rank 1: tensor: expected the metadata's shard_sizes [2, 3]")
+    refused_alike(build, "rank 1: ", message)
 
 
 @pytest.mark.parametrize("bad", [None, "shard", torch.zeros(2, 3), 5])

@@ -285,9 +285,10 @@ def test_views_share_memory_or_say_on_all_ranks_that_they_do_not() -> None:
         tensor[:, 1:3].view(5, 2).zero_()
         assert tensor.full_tensor()[:, 1:3].abs().sum() == 0
         pieces = layouts(3)["pieces"].shard(X.detach())
-        for view in (pieces[:, 1:3], pieces.view(20), pieces.T):
-            with pytest.raises(sw.ShardwiseError, match="writing to it would not reach"):
-                view.add_(1)
+        for view in (pieces[:, 1:3], pieces.view(20), pieces.T, pieces.squeeze(), tensor[1:4]):
+            for write in (lambda x: x.add_(1), lambda x: x.zero_(), lambda x: x.copy_(x.detach())):
+                with pytest.raises(sw.ShardwiseError, match="writing to it would not reach"):
+                    write(view)
         assert torch.equal(pieces, X.detach())
 
     on_ranks(run, 3)
