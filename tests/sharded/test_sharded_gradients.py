@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import all_specs, chunks, on_ranks, values
+from operator_cases import all_specs, boxes, chunks, gradient, layouts, odd, on_ranks, values
 
 import shardwise as sw
 import shardwise.sharded as sh
 
+X, Y = values(5, 4), values(5, 4, seed=1)
+COUNTS = pytest.mark.parametrize("count", [2, 3, 4])
 SPECS = pytest.mark.parametrize("name", all_specs(3))
 ONE_RANK = all_specs(3)["one rank"]  # ranks 0 and 1 have no shards
 SEED = values(5, 4, seed=7, grad=False)
@@ -153,3 +155,68 @@ def test_a_leaf_is_not_written_to_on_any_rank(write: Callable[[Any], Any], name:
         return torch.equal(x, values(5, 4, grad=False))
 
     assert all(sw.simulate(program, 3))
+
+
+# ---- backward, grad and hooks
+
+
+@COUNTS
+def test_backward_of_sharded_tensors(count: int) -> None:
+    def run() -> None:
+        for name, spec in all_specs(count).items():
+            for seed in (Y.detach(), spec.shard(Y.detach()), chunks(1, 1, 0).shard(Y.detach())):
+                tensor = spec.shard(X)
+                (tensor**3).backward(seed)
+                torch.testing.assert_close(
+                    gradient(tensor), 3 * X.detach() ** 2 * Y.detach(), msg=name
+                )
+                if tensor.local_shards():
+                    assert isinstance(tensor.grad, sh.ShardedTensor)
+
+    on_ranks(run, count)
+
+
+@COUNTS
+def test_autograd_grad_of_sharded_tensors(count: int) -> None:
+    def run() -> None:
+        for name, spec in layouts(count).items():
+            x, y = spec.shard(X), spec.shard(Y)
+            first, second = torch.autograd.grad((x * x * y).sum(), [x, y], create_graph=True)
+            torch.testing.assert_close(first.full_tensor(), 2 * X * Y, msg=name)
+            torch.testing.assert_close(second.full_tensor(), X * X, msg=name)
+            (again,) = torch.autograd.grad(first.sum(), x)
+            torch.testing.assert_close(again.full_tensor(), 2 * Y.detach(), msg=name)
+            assert torch.autograd.grad(x.sum(), [y], allow_unused=True) == (None,)
+
+    on_ranks(run, count)
+
+
+def test_hooks_are_handed_sharded_tensors() -> None:
+    def run() -> None:
+        tensor = chunks(0, 0, 1).shard(X)
+        seen: list[Any] = []
+        tensor.register_hook(lambda gradient: gradient * 2)
+        tensor.register_post_accumulate_grad_hook(seen.append)
+        double = tensor * 1
+        double.retain_grad()
+        assert double.retains_grad and double.grad_fn is not None and not double.is_leaf
+        double.sum().backward()
+        assert seen == [tensor]
+        torch.testing.assert_close(gradient(tensor), torch.full((5, 4), 2.0, dtype=torch.float64))
+        torch.testing.assert_close(double.grad.full_tensor(), torch.ones(5, 4, dtype=torch.float64))
+        for spec in (odd(2)["bricks"], odd(2)["one rank"]):
+            with pytest.raises(sh.ShardedTensorError, match="expected one shard on each rank"):
+                spec.shard(X).register_hook(print)
+
+    on_ranks(run, 2)
+
+
+def test_a_result_is_a_scalar_or_needs_a_gradient() -> None:
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            (chunks(0, 0, 1).shard(X) * 2).backward()
+        one = boxes((1, [0], [1])).shard(torch.ones(1, requires_grad=True))
+        (one * 3).backward()
+        assert gradient(one).tolist() == [3.0]
+
+    on_ranks(run, 2)
