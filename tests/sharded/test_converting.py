@@ -17,7 +17,6 @@ from operator_cases import (
     on_ranks,
     values,
 )
-from shard_cases import rank_here
 
 import shardwise as sw
 import shardwise.sharded as sh
