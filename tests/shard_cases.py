@@ -15,6 +15,7 @@ from shardwise.comm import Event, listen
 from shardwise.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
+    Shard,
     ShardedTensor,
     ShardedTensorError,
     ShardingSpec,
@@ -41,6 +42,15 @@ def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
 def shard_at(offsets: Sequence[int], sizes: Sequence[int], rank: int = 0) -> ShardMetadata:
     """A shard of a rank."""
     return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
+
+
+def rows(
+    rank: int, count: int = 2, width: int = 3, offset: int | None = None, **options: Any
+) -> Shard:
+    """Two rows of a tensor of three columns, the rank's."""
+    start = rank * count if offset is None else offset
+    tensor = torch.full((count, width), float(rank), **options)
+    return Shard(tensor, shard_at([start, 0], [count, width], rank))
 
 
 def cut(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableShardingSpec:

@@ -155,8 +155,8 @@ def trained(model, optimizer, steps, mesh=None):
 
 def recommender_on(ranks, group):
     model = Recommender()
-    first = chunks(ranks), chunks(ranks[::-1], 1), chunks(ranks[-1:])
-    plan = {f"tables.{at}.weight": spec for at, spec in enumerate(first)}
+    specs = chunks(0, *ranks), chunks(1, *reversed(ranks)), chunks(0, ranks[-1])
+    plan = {f"tables.{at}.weight": spec for at, spec in enumerate(specs)}
     sharded.shard_module(model, sharded.ShardingPlan(plan), process_group=group)
     named = dict(sharded.named_params_with_sharded_tensor(model))
     optimizer = sharded.ShardedOptimizer(named, torch.optim.Adam, lr=0.1)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from shard_cases import chunks
 from torch import nn
 
-from shardwise.sharded import ShardedTensor, ShardingPlan, ShardingSpec, shard_module
+import shardwise as sw
+from shardwise.sharded import (
+    ShardedTensor,
+    ShardedTensorError,
+    ShardingPlan,
+    ShardingSpec,
+    shard_module,
+)
 
 ROWS, WIDTH, HIDDEN, CLASSES = 11, 5, 7, 3  # nothing divides
 
@@ -40,6 +48,17 @@ def cut(model: nn.Module, specs: dict[str, ShardingSpec]) -> Any:
 def whole(tensor: Any) -> Any:
     """A tensor on every rank."""
     return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def refused_on_all(run, count=2):
+    """The message of the error that every rank raises."""
+
+    def caught():
+        with pytest.raises(ShardedTensorError) as error:
+            run()
+        return str(error.value)
+
+    return sw.simulate(caught, count)[0]
 
 
 def in_order(count: int) -> dict[str, ShardingSpec]:

@@ -114,3 +114,8 @@ def test_a_group_of_other_ranks_is_refused():
         refused(lambda: empty(chunks(0, 0), 4, process_group="all"), "expected a ProcessGroup")
 
     sw.simulate(run, 3)
+
+
+def test_a_process_that_is_alone_is_told_how_to_start_others():
+    with pytest.raises(ShardedTensorError, match=r"alone: sw\.simulate"):
+        zeros(chunks(0, 0, 1), 4)

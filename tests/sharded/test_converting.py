@@ -17,7 +17,6 @@ from operator_cases import (
     on_ranks,
     values,
 )
-from shard_cases import rank_here
 
 import shardwise as sw
 import shardwise.sharded as sh
@@ -226,6 +225,9 @@ def test_metadata_is_each_tensor_s_own() -> None:
         sh.from_dtensor(dtensor).metadata().shards_metadata.reverse()
         tensor = sh.from_dtensor(dtensor)
         assert tensor.metadata().shards_metadata[0].placement is not None
-        assert tensor.local_shards()[0].metadata == tensor.metadata().shards_metadata[rank_here()]
+        assert (
+            tensor.local_shards()[0].metadata
+            == tensor.metadata().shards_metadata[sw.world.current().rank]
+        )
 
     on_ranks(run, 3)

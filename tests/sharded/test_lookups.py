@@ -125,6 +125,18 @@ def test_what_is_not_a_sum_says_what_to_reshard_to() -> None:
     on_ranks(run, 3)
 
 
+def test_of_many_shards_messages_name_the_first_and_the_last() -> None:
+    def run() -> None:
+        table = boxes(*((row % 2, [row, 0], [1, 4]) for row in range(50))).shard(torch.ones(50, 4))
+        shown = "([ShardMetadata([0, 0], [1, 4], 'rank:0/cpu'), ..., "
+        with pytest.raises(sh.ShardedTensorError) as caught:
+            torch.linalg.svd(table)
+        for text in (str(caught.value), repr(table)):
+            assert shown in text and "'rank:1/cpu')]) of 50 shards" in text
+
+    on_ranks(run, 2)
+
+
 def test_shards_that_are_no_layout_on_the_mesh_of_a_dtensor_are_refused() -> None:
     def run() -> None:
         for mesh in (sw.init_device_mesh("cpu", (4,)), sw.init_device_mesh("cpu", (2, 2))):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import all_specs, chunks, on_ranks, values
+from operator_cases import all_specs, boxes, chunks, gradient, layouts, odd, on_ranks, values
 
 import shardwise as sw
 import shardwise.sharded as sh
 
-SPECS = pytest.mark.parametrize("name", all_specs(3))
-ONE_RANK = all_specs(3)["one rank"]  # ranks 0 and 1 have no shards
+X, Y = values(5, 4), values(5, 4, seed=1)
+COUNTS = pytest.mark.parametrize("count", [2, 3, 4])
 SEED = values(5, 4, seed=7, grad=False)
 
 
@@ -22,6 +22,12 @@ def sharded(name: str, seed: int = 0) -> sh.ShardedTensor:
     """A leaf, cut by the spec of this name."""
     tensor = values(5, 4, seed=seed, grad=False)
     return all_specs(3)[name].shard(tensor).requires_grad_()
+
+
+def holds_however_cut(program: Callable[[str], bool]) -> None:
+    """Run it on three ranks for each spec; of one of them ranks 0 and 1 have no shards."""
+    found = sw.simulate(lambda: {name: program(name) for name in all_specs(3)}, 3)
+    assert found == [dict.fromkeys(all_specs(3), True)] * 3
 
 
 # ---- of what is beside a sharded tensor
@@ -37,42 +43,39 @@ BESIDE: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 }
 
 
-@SPECS
 @pytest.mark.parametrize("how", BESIDE)
-def test_a_plain_tensor_gets_the_gradient_from_the_shards_of_all_ranks(how: str, name: str) -> None:
+def test_a_plain_tensor_gets_the_gradient_from_the_shards_of_all_ranks(how: str) -> None:
     function, shape = BESIDE[how]
     x, plain = values(5, 4), values(*shape, seed=1)
     function(x, plain).backward(SEED)
 
-    def program() -> bool:
+    def program(name: str) -> bool:
         mine = plain.detach().clone().requires_grad_()
         function(sharded(name), mine).backward(SEED)
         return torch.allclose(mine.grad, plain.grad)
 
-    assert all(sw.simulate(program, 3))
+    holds_however_cut(program)
 
 
-@SPECS
-def test_a_dtensor_that_is_copied_gets_its_gradient(name: str) -> None:
-    def program() -> bool:
+def test_a_dtensor_that_is_copied_gets_its_gradient() -> None:
+    def program(name: str) -> bool:
         mesh = sw.init_device_mesh("cpu", (3,))
         source = sw.distribute_tensor(values(5, 4, grad=False), mesh, [sw.Shard(1)])
         source.requires_grad_()
         (torch.zeros_like(sharded(name)).copy_(source) * 2).backward(SEED)
         return torch.allclose(source.grad.full_tensor(), 2 * SEED)
 
-    assert all(sw.simulate(program, 3))
+    holds_however_cut(program)
 
 
-@SPECS
-def test_the_gradient_that_backward_begins_with_has_one_too(name: str) -> None:
-    def program() -> bool:
+def test_the_gradient_that_backward_begins_with_has_one_too() -> None:
+    def program(name: str) -> bool:
         x, seed = sharded(name), SEED.clone().requires_grad_()
         (first,) = torch.autograd.grad(x * x, x, seed, create_graph=True)
         (second,) = torch.autograd.grad(first, seed, torch.ones_like(SEED))
         return torch.allclose(second, 2 * values(5, 4))
 
-    assert all(sw.simulate(program, 3))
+    holds_however_cut(program)
 
 
 # ---- second gradients
@@ -93,19 +96,18 @@ def _moved(x: torch.Tensor) -> torch.Tensor:
     return x.clone().reshard(chunks(1, 2, 0, 1)) if isinstance(x, sh.ShardedTensor) else x
 
 
-@SPECS
 @pytest.mark.parametrize("how", TWICE)
-def test_second_gradients(how: str, name: str) -> None:
+def test_second_gradients(how: str) -> None:
     def second(x: Any) -> Any:
         (first,) = torch.autograd.grad(TWICE[how](x), x, SEED, create_graph=True)
         return torch.autograd.grad(first * first, x, torch.ones_like(SEED))[0]
 
     expected = second(values(5, 4))
 
-    def program() -> bool:
+    def program(name: str) -> bool:
         return torch.allclose(second(sharded(name)).full_tensor(), expected)
 
-    assert all(sw.simulate(program, 3))
+    holds_however_cut(program)
 
 
 # ---- on ranks without shards
@@ -134,7 +136,6 @@ def test_a_deep_copy_has_a_gradient_of_its_own_on_ranks_without_shards_too() -> 
     assert on_ranks(program, 3) == [(True, True, False)] * 3
 
 
-@SPECS
 @pytest.mark.parametrize(
     "write",
     [
@@ -145,11 +146,76 @@ def test_a_deep_copy_has_a_gradient_of_its_own_on_ranks_without_shards_too() -> 
         lambda x: torch.mul(SEED, 2, out=x),
     ],
 )
-def test_a_leaf_is_not_written_to_on_any_rank(write: Callable[[Any], Any], name: str) -> None:
-    def program() -> bool:
+def test_a_leaf_is_not_written_to_on_any_rank(write: Callable[[Any], Any]) -> None:
+    def program(name: str) -> bool:
         x = sharded(name)
         with pytest.raises(RuntimeError):
             write(x)
         return torch.equal(x, values(5, 4, grad=False))
 
-    assert all(sw.simulate(program, 3))
+    holds_however_cut(program)
+
+
+# ---- backward, grad and hooks
+
+
+@COUNTS
+def test_backward_of_sharded_tensors(count: int) -> None:
+    def run() -> None:
+        for name, spec in all_specs(count).items():
+            for seed in (Y.detach(), spec.shard(Y.detach()), chunks(1, 1, 0).shard(Y.detach())):
+                tensor = spec.shard(X)
+                (tensor**3).backward(seed)
+                torch.testing.assert_close(
+                    gradient(tensor), 3 * X.detach() ** 2 * Y.detach(), msg=name
+                )
+                if tensor.local_shards():
+                    assert isinstance(tensor.grad, sh.ShardedTensor)
+
+    on_ranks(run, count)
+
+
+@COUNTS
+def test_autograd_grad_of_sharded_tensors(count: int) -> None:
+    def run() -> None:
+        for name, spec in layouts(count).items():
+            x, y = spec.shard(X), spec.shard(Y)
+            first, second = torch.autograd.grad((x * x * y).sum(), [x, y], create_graph=True)
+            torch.testing.assert_close(first.full_tensor(), 2 * X * Y, msg=name)
+            torch.testing.assert_close(second.full_tensor(), X * X, msg=name)
+            (again,) = torch.autograd.grad(first.sum(), x)
+            torch.testing.assert_close(again.full_tensor(), 2 * Y.detach(), msg=name)
+            assert torch.autograd.grad(x.sum(), [y], allow_unused=True) == (None,)
+
+    on_ranks(run, count)
+
+
+def test_hooks_are_handed_sharded_tensors() -> None:
+    def run() -> None:
+        tensor = chunks(0, 0, 1).shard(X)
+        seen: list[Any] = []
+        tensor.register_hook(lambda gradient: gradient * 2)
+        tensor.register_post_accumulate_grad_hook(seen.append)
+        double = tensor * 1
+        double.retain_grad()
+        assert double.retains_grad and double.grad_fn is not None and not double.is_leaf
+        double.sum().backward()
+        assert seen == [tensor]
+        torch.testing.assert_close(gradient(tensor), torch.full((5, 4), 2.0, dtype=torch.float64))
+        torch.testing.assert_close(double.grad.full_tensor(), torch.ones(5, 4, dtype=torch.float64))
+        for spec in (odd(2)["bricks"], odd(2)["one rank"]):
+            with pytest.raises(sh.ShardedTensorError, match="expected one shard on each rank"):
+                spec.shard(X).register_hook(print)
+
+    on_ranks(run, 2)
+
+
+def test_a_result_is_a_scalar_or_needs_a_gradient() -> None:
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            (chunks(0, 0, 1).shard(X) * 2).backward()
+        one = boxes((1, [0], [1])).shard(torch.ones(1, requires_grad=True))
+        (one * 3).backward()
+        assert gradient(one).tolist() == [3.0]
+
+    on_ranks(run, 2)

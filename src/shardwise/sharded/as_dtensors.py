@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
 from shardwise.placement import Shard
 from shardwise.rules.registry import name_of
@@ -90,6 +91,8 @@ class _StandIn(NamedTuple):
         if self.copy is not None:
             memory, version, history = self.copy
             if memory._version != version:
+                for each in self.tensor._parts():
+                    check_writable(name_of(func), each)
                 was_recorded = memory.grad_fn is not history
                 with torch.set_grad_enabled(was_recorded and torch.is_grad_enabled()):
                     converting.write_back(self.tensor, self.layout, memory)

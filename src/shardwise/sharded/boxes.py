@@ -39,16 +39,16 @@ class Corners:
 
 def check_apart(shards: Sequence[ShardMetadata]) -> None:
     """Refuse shards of different numbers of dims, or two that overlap."""
-    boxes, names = _named(shards)
-    for box, name in zip(boxes, names, strict=True):
+    boxes = [each.box for each in shards]
+    for at, box in enumerate(boxes):
         if len(box.start) != len(boxes[0].start):
             raise ShardedTensorError(
-                f"shards: expected boxes of one number of dims; {names[0]} has "
-                f"{len(boxes[0].start)}, {name} has {len(box.start)}"
+                f"shards: expected boxes of one number of dims; {_name(shards, 0)} has "
+                f"{len(boxes[0].start)}, {_name(shards, at)} has {len(box.start)}"
             )
     for first, second in _overlaps(boxes):
         raise ShardedTensorError(
-            f"shards: {names[first]} and {names[second]} overlap in "
+            f"shards: {_name(shards, first)} and {_name(shards, second)} overlap in "
             f"{boxes[first].intersect(boxes[second])}; every element must be in one shard"
         )
 
@@ -56,21 +56,22 @@ def check_apart(shards: Sequence[ShardMetadata]) -> None:
 def check_tiling(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
     """Refuse shards that overlap, lie outside a tensor of this size, or leave some of it out."""
     check_apart(shards)
-    boxes, names = _named(shards)
-    for box, name in zip(boxes, names, strict=True):
+    boxes = [each.box for each in shards]
+    for at, box in enumerate(boxes):
         if len(box.start) != len(size):
             raise ShardedTensorError(
                 f"shards: expected boxes of {len(size)} dims, as the size {tuple(size)} has; "
-                f"got {name}"
+                f"got {_name(shards, at)}"
             )
         if any(stop > length for stop, length in zip(box.stop, size, strict=True)):
             raise ShardedTensorError(
-                f"shards: {name} reaches beyond the tensor, whose size is {tuple(size)}"
+                f"shards: {_name(shards, at)} reaches beyond the tensor, whose size is "
+                f"{tuple(size)}"
             )
     covered, volume = sum(math.prod(box.shape) for box in boxes), math.prod(size)
     if covered != volume:
         free = _left(Box((0,) * len(size), tuple(size)), boxes)
-        beside = [name for box, name in zip(boxes, names, strict=True) if _touch(box, free)]
+        beside = [_name(shards, at) for at, box in enumerate(boxes) if _touch(box, free)]
         near = f", which lies beside {' and '.join(beside[:2])}" if beside else ""
         raise ShardedTensorError(
             f"shards: they hold {covered} of the {volume} elements of a tensor of size "
@@ -78,13 +79,9 @@ def check_tiling(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
         )
 
 
-def _named(shards: Sequence[ShardMetadata]) -> tuple[list[Box], list[str]]:
-    """The boxes, and how messages call them: by number, box and place."""
-    boxes = [each.box for each in shards]
-    return boxes, [
-        f"shard {at} ({box} on {each.placement or 'no rank'})"
-        for at, (box, each) in enumerate(zip(boxes, shards, strict=True))
-    ]
+def _name(shards: Sequence[ShardMetadata], at: int) -> str:
+    """How messages call a shard: by number, box and place."""
+    return f"shard {at} ({shards[at].box} on {shards[at].placement or 'no rank'})"
 
 
 def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.errors import ShardwiseError
 from shardwise.sharded import remote
 from shardwise.sharded.agreeing import Problem, check_agreement, refuse_problems
 from shardwise.sharded.base import bare
@@ -133,7 +132,7 @@ def _brought(local_shards: Any, global_size: Any, group: Group) -> _Brought:
             shard.check()
             told.shards.append(shard.metadata)
             told.properties.append(TensorProperties.create_from_tensor(shard.tensor))
-    except ShardwiseError as error:
+    except Exception as error:  # whatever it is, nobody waits
         told.problem = Problem.of(error)
     return told
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.dispatch.entry import check_writable
 from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group
@@ -135,6 +136,7 @@ class Copying(LocalShards):
             )
         recorded = other.requires_grad and torch.is_grad_enabled()
         for target, source in zip(self._parts(), self._parts_of(other, recorded), strict=True):
+            check_writable("copy_", target)
             target.copy_(source, non_blocking)
         if recorded and can_require_gradients(self.dtype):
             self._note_requires_grad(True)

@@ -82,9 +82,11 @@ class Group:
         if rank is None:
             rank = _rank_of_worker(placement, argument)
         if rank not in self.ranks:
+            is_alone = self.given is None and len(self.ranks) == 1
+            hint = ". This process is alone: sw.simulate, sw.launch and torchrun start ranks"
             raise ShardedTensorError(
                 f"{argument}: expected a rank of the process group, one of {self.ranks}; "
-                f"got {placement}"
+                f"got {placement}{hint if is_alone else ''}"
             )
         return rank
 

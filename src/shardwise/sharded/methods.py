@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise import factories
+from shardwise.dispatch.entry import check_writable
 from shardwise.placement import Replicate
 from shardwise.rules.pointwise import names
 from shardwise.sharded import comparing, filling, gradients
@@ -74,6 +75,7 @@ def _in_place(name: str) -> Method:
 
     def run(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         for each in tensor._parts():
+            check_writable(name, each)
             getattr(each, name)(*args, **kwargs)
         return tensor
 

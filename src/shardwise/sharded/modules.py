@@ -18,13 +18,20 @@ from shardwise.sharded.group import Group, GroupLike, as_group
 from shardwise.sharded.plan import (
     Place,
     Resolved,
+    Sharder,
     ShardingPlan,
     check_shardable,
     near,
     resolved,
     tensors_of,
 )
-from shardwise.sharded.specs import ChunkShardingSpec, ShardingSpec, as_spec, summary
+from shardwise.sharded.specs import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    as_spec,
+    summary,
+)
 from shardwise.sharded.tensor import ShardedTensor
 
 # ---- parameters
@@ -66,8 +73,8 @@ def shard_parameter(
         process_group: the ranks that take part; all by default.
     """
     group = as_group(process_group)
-    spec = as_spec(sharding_spec, "sharding_spec")
     with objections(group):
+        spec = as_spec(sharding_spec, "sharding_spec")
         own = {name: value for name, (owner, _), value in tensors_of(module) if owner is module}
         if param_name not in own:
             raise ShardedTensorError(
@@ -112,38 +119,53 @@ def shard_module(
     with objections(group):
         todo = resolved(module, plan, group)
     check_agreement(group, group.communicator.gather_objects(_facts(todo)))
+    with objections(group):
+        made = {
+            name: _sharded_by(name, sharder, old)
+            for name, (_, old, sharder) in todo.sharders.items()
+        }
     for places, tensor, spec in todo.parameters.values():
         _shard_in_place(places, tensor, spec, src_rank, group)
-    for name, (swaps, submodule, sharder) in todo.sharders.items():
-        made = sharder.shard(submodule)
-        if not isinstance(made, nn.Module):
-            raise ShardedTensorError(
-                f"plan[{name!r}]: expected a module from {type(sharder).__name__}.shard, "
-                f"got {made!r}"
-            )
+    for name, (swaps, _, _) in todo.sharders.items():
         for owner, child in swaps:
-            setattr(owner, child, made)
+            setattr(owner, child, made[name])
     for name, spec in todo.output_plan.items():
         reshard_output(module.get_submodule(name), spec)
     for name in todo.return_local_tensor:
         collect_local_shard(module.get_submodule(name))
 
 
+def _sharded_by(name: str, sharder: Sharder, submodule: nn.Module) -> nn.Module:
+    made = sharder.shard(submodule)
+    if not isinstance(made, nn.Module):
+        raise ShardedTensorError(
+            f"plan[{name!r}]: expected a module from {type(sharder).__name__}.shard, got {made!r}"
+        )
+    return made
+
+
 def _facts(todo: Resolved) -> dict[str, Any]:
     """What must be the same on all ranks."""
     facts: dict[str, Any] = {
         "plan": sorted([*todo.parameters, *todo.sharders]),
-        "output_plan": todo.output_plan,
+        "output_plan": {name: _known(spec) for name, spec in todo.output_plan.items()},
         "return_local_tensor": todo.return_local_tensor,
     }
     for name, (_, tensor, spec) in todo.parameters.items():
-        facts[f"plan[{name!r}]"] = spec
+        facts[f"plan[{name!r}]"] = _known(spec)
         facts[f"{name}.shape"] = tuple(tensor.shape)
         facts[f"{name}.dtype"] = str(tensor.dtype)
         facts[f"{name}.requires_grad"] = tensor.requires_grad
     for name, (_, _, sharder) in todo.sharders.items():
         facts[f"plan[{name!r}]"] = type(sharder).__qualname__
     return facts
+
+
+def _known(spec: ShardingSpec) -> ShardingSpec | str:
+    """A spec that can be compared; of a user's own, which may not say when two are equal, its
+    kind. Of parameters the shards are compared, too, when they are cut."""
+    is_known = type(spec) in (ChunkShardingSpec, EnumerableShardingSpec)
+    return spec if is_known else type(spec).__qualname__
 
 
 # ---- outputs

@@ -16,6 +16,7 @@ from torch import optim
 from shardwise.sharded.agreeing import objections
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import Group
+from shardwise.sharded.held import Held
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -169,7 +170,7 @@ def loaded(parameters: Parameters, state_dict: Mapping[str, Any]) -> dict[str, A
     with objections(*parameters.process_groups()):
         groups = _matched(parameters, state_dict)
         plan = _plan(parameters, state_dict["state"])
-    _check_alike(parameters, plan)
+    _check_alike(parameters, plan, state_dict["state"])
     numbers = parameters.numbers()
     state: dict[int, dict[str, Any]] = {}
     for name, key in plan:
@@ -245,18 +246,24 @@ def _plan(parameters: Parameters, state: Mapping[str, Any]) -> list[tuple[str, s
     return found
 
 
-def _check_alike(parameters: Parameters, plan: Sequence[tuple[str, str]]) -> None:
-    """Refuse state dicts of which some ranks have more than others."""
+def _check_alike(
+    parameters: Parameters, plan: Sequence[tuple[str, str]], state: Mapping[str, Any]
+) -> None:
+    """Refuse state dicts of which some ranks have more than others, or cut otherwise."""
+    mine = {(name, key, _held(state[name][key])) for name, key in plan}
     for group in parameters.process_groups():
-        for rank, theirs in zip(
-            group.ranks, group.communicator.gather_objects(set(plan)), strict=True
-        ):
-            odd = theirs ^ set(plan)
+        everywhere = group.communicator.gather_objects(mine)
+        for rank, theirs in zip(group.ranks, everywhere, strict=True):
+            odd = sorted({(name, key) for name, key, _ in theirs ^ mine})
             if odd:
                 raise ShardedTensorError(
-                    f"state_dict: expected the same on every rank; ranks {group.rank} and {rank} "
-                    f"differ in {sorted(odd)}"
+                    f"state_dict: expected the same on every rank, cut alike; ranks {group.rank} "
+                    f"and {rank} differ in {odd}"
                 )
+
+
+def _held(value: Any) -> Held | None:
+    return value._held if isinstance(value, ShardedTensor) else None
 
 
 def _cut(parameter: torch.Tensor, value: Any) -> list[Any]:

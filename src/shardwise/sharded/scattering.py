@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checks import as_int
-from shardwise.errors import ShardwiseError
 from shardwise.sharded.agreeing import Problem, check_agreement, refuse_problems
 from shardwise.sharded.building import made
 from shardwise.sharded.errors import ShardedTensorError
@@ -87,7 +86,7 @@ def _agreed_cut(
         metadata = metadata_of(spec, tensor.shape, properties)
         group.owners(metadata.shards_metadata)
         asked.facts["sharding_spec"] = str(metadata.shards_metadata)
-    except ShardwiseError as error:
+    except Exception as error:  # whatever it is, nobody waits
         asked.problem = Problem.of(error)
     everywhere: list[_Asked] = group.communicator.gather_objects(asked)
     check_agreement(group, [each.facts for each in everywhere])

@@ -28,6 +28,8 @@ class Shard:
 
     def check(self) -> None:
         """Refuse a tensor that is not of the size or on the device that the metadata says."""
+        if not isinstance(self.tensor, torch.Tensor):
+            raise ShardedTensorError(f"tensor: expected a tensor, got {self.tensor!r}")
         if list(self.tensor.shape) != self.metadata.shard_sizes:
             raise ShardedTensorError(
                 f"tensor: expected the metadata's shard_sizes {self.metadata.shard_sizes}, "
