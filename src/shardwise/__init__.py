@@ -112,6 +112,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explicit",
+    "export",
     "eye",
     "fallback",
     "fallback_counts",
@@ -142,6 +143,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Submodules that few programs need, and that take long to import."""
-    if name in ("fsdp", "interop", "parallel", "sharded", "testing"):
+    if name in ("export", "fsdp", "interop", "parallel", "sharded", "testing"):
         return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

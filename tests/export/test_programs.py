@@ -90,6 +90,41 @@ def test_each_row_of_a_mesh_may_have_a_part_of_the_batch(name):
         assert sum(counted.values()) >= sum(case.collectives.values())
 
 
+class Pair(torch.nn.Module):
+    def forward(self, x, y):
+        return x + y, x - y
+
+
+@pytest.mark.parametrize(
+    "shape, given, first, second",
+    [
+        ((2,), Shard(0), (2, 6), (2, 6)),
+        ((2,), {"dp": Shard(1)}, (4, 3), (4, 3)),
+        ((2,), [Shard(1)], (4, 3), (4, 3)),
+        ((2,), [Shard(0), Shard(1)], (2, 6), (4, 3)),  # in order, as there is one axis
+        ((2,), {0: Shard(0)}, (2, 6), (4, 6)),  # by position, not by axis
+        ((2, 2), [Shard(0), Shard(1)], (2, 3), (2, 3)),
+        ((2, 2), {"tp": Shard(1)}, (4, 3), (4, 3)),
+        ((2, 2), [{"dp": Shard(0)}, None], (2, 6), (4, 6)),
+    ],
+)
+def test_placements_of_outputs_are_for_all_or_in_order(shape, given, first, second):
+    mesh = sw.DeviceMesh.abstract(shape, ("dp", "tp")[: len(shape)])
+    original = torch.export.export(Pair(), (torch.ones(4, 6), torch.ones(4, 6)))
+    made = shard_program(original, mesh, {}, output_placements=given)
+    (outputs,) = made.graph.output_node().args
+    assert [node.meta["val"].shape for node in outputs] == [first, second]
+
+
+def test_placements_of_inputs_may_be_for_all_unless_one_has_the_name_of_the_axis():
+    original = torch.export.export(Pair(), (torch.ones(4, 6), torch.ones(4, 6)))
+    for axis, shapes in (("tp", [(2, 6), (2, 6)]), ("x", [(2, 6), (4, 6)])):
+        mesh = sw.DeviceMesh.abstract((2,), (axis,))
+        made = shard_program(original, mesh, {}, input_placements={axis: Shard(0)})
+        inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
+        assert [node.meta["val"].shape for node in inputs] == shapes
+
+
 EAGER = ["attention by hand", "sdpa", "fused qkv", "multihead", "encoder", "tied", "image"]
 
 

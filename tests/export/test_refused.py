@@ -29,6 +29,8 @@ def mesh():
 PLANS = {
     "no dict": ([1], "plan: expected a dict"),
     "an unknown name": ({"upp.weight": ROWS}, r"near it are up.weight, .*leave it out: what no"),
+    "a module": ({"up": ROWS}, r"matches up, which is a module: 'up\.\*' means what it holds"),
+    "a style": ({"up": "colwise"}, r"'tp': Shard\(0\)}; got 'colwise'. Styles are for tensor_par"),
     "an unknown axis": ({"up.weight": {"dp": Shard(0)}}, r"axes of the mesh, \(tp=2\); got 'dp'"),
     "too many placements": ({"up.weight": [Shard(0)] * 2}, "expected 1 placements"),
     "a dim that is not there": ({"up.*": ROWS, "down.*": {"tp": Shard(1)}}, "down.bias: .* 1-d"),
@@ -48,9 +50,9 @@ def test_plans_that_do_not_fit(program, mesh, name):
     ("given", "message"),
     [
         ({"y": [Shard(0)]}, r"\['y'\]: expected the name.* of inputs.*There are \['x'\]"),
-        ([None, None], r"expected one for each of \['x'\]"),
+        ([None, None], r"expected placements for each of \['x'\]"),
         ({"x": [Shard(2)]}, "x: expected a dim of a 2-d tensor"),
-        (3, "input_placements: expected one for each"),
+        (3, "input_placements: expected placements for each"),
     ],
 )
 def test_placements_of_inputs_that_do_not_fit(program, mesh, given, message):
@@ -62,9 +64,9 @@ def test_placements_of_inputs_that_do_not_fit(program, mesh, given, message):
     ("given", "message"),
     [
         ({1: [Shard(0)]}, r"\['1'\]: expected the name.* of outputs.*There are \['0'\]"),
-        ([None, None], r"expected one for each of \['0'\]"),
+        ([None, None], r"expected placements for each of \['0'\]"),
         ([Shard(2)], r"output_placements\[0\]: expected a dim of a 2-d tensor"),
-        (3, "output_placements: expected one for each"),
+        (3, "output_placements: expected placements for each"),
     ],
 )
 def test_placements_of_outputs_that_do_not_fit(program, mesh, given, message):
@@ -73,7 +75,7 @@ def test_placements_of_outputs_that_do_not_fit(program, mesh, given, message):
 
 
 def test_a_model_is_no_program_and_a_number_no_mesh(program, mesh):
-    with pytest.raises(ExportError, match=r"expected one of torch.export, got MLP"):
+    with pytest.raises(ExportError, match=r"torch.export.export\(model, args\) returns, got MLP"):
         shard_program(MLP(), mesh, {})
     with pytest.raises(sw.errors.MeshError, match="expected a DeviceMesh, got 2"):
         shard_program(program, 2, {})

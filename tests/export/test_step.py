@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise import Shard
 from shardwise.export import ExportError, shard_step
 from shardwise.export.cleaning import is_collective
+from shardwise.parallel import Activations
 from shardwise.parallel.names import PlanError
 
 TWO = sw.DeviceMesh.abstract((2,), ("tp",))
@@ -176,9 +177,20 @@ def test_what_cannot_be_a_graph_is_refused(fn, message):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_unknown_names_are_refused_with_those_near():
-    with pytest.raises(PlanError, match=r"plan\['upp.weight'\].*matches nothing; near it are up"):
-        shard_step(with_grad, TWO, {"upp.weight": [Shard(0)]}, (PARAMS, X))
+@pytest.mark.parametrize(
+    "plan, example, message",
+    [
+        ({"upp.weight": [Shard(0)]}, (PARAMS, X), "matches nothing; near it are up.*leave it out"),
+        ({"up.weight": {"dp": Shard(0)}}, (PARAMS, X), "expected axes of the mesh.*leave it out"),
+        ({"": Activations()}, (PARAMS, X), "the plan of a step is for tensors"),
+        (PLAN, PARAMS, "the state first; got dict$"),
+        (PLAN, (nn.Linear(8, 16), X), r"params: .*got a module, Linear.*named_parameters\(\)"),
+    ],
+)
+def test_plans_and_examples_that_do_not_fit_are_refused(plan, example, message):
+    with pytest.raises((ExportError, PlanError), match=message) as raised:
+        shard_step(with_grad, TWO, plan, example)
+    assert "strict=False" not in str(raised.value)
 
 
 def test_names_of_state_and_batch_must_differ():

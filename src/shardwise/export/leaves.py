@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.export.errors import ExportError
-from shardwise.export.plan import Placements, check_fits
+from shardwise.export.plan import NO_AXIS, NO_NAME, Placements, check_fits
 from shardwise.mesh import DeviceMesh
+from shardwise.parallel.activations import Activations
 from shardwise.parallel.names import PlanError, check_pattern, matches, unmatched
 from shardwise.parallel.specs import placements_of
 from shardwise.placement import Replicate
@@ -65,7 +67,8 @@ def arguments_of(fn: Callable[..., Any], example: Sequence[Any]) -> list[Argumen
     """
     if not isinstance(example, tuple | list) or not example:
         raise ExportError(
-            f"example: expected a tuple of the arguments of fn, the state first; got {example!r}"
+            "example: expected a tuple of the arguments of fn, the state first; got "
+            f"{type(example).__name__}"
         )
     names = _argument_names(fn, example)
     found: list[Argument] = []
@@ -82,6 +85,12 @@ def arguments_of(fn: Callable[..., Any], example: Sequence[Any]) -> list[Argumen
                     "of the state should differ from the names of the other arguments"
                 )
             seen.add(full)
+            if isinstance(value, nn.Module):
+                raise ExportError(
+                    f"{full}: expected tensors, got a module, {type(value).__name__}. The state is "
+                    "such as dict(model.named_parameters()), which fn uses by "
+                    "torch.func.functional_call(model, state, args)"
+                )
             leaves.append(Leaf(full, value, keys[0] if at == 0 and keys else ""))
         found.append(Argument(name, tuple(leaves), structure))
     return found
@@ -125,10 +134,17 @@ def placements_by_leaf(
     chosen: dict[str, Placements] = {}
     for pattern, wanted in plan.items():
         check_pattern("plan", pattern)
-        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]")
+        if isinstance(wanted, Activations):
+            raise PlanError(
+                f"plan[{pattern!r}]: Activations are for modules, and the plan of a step is for "
+                "tensors of its state and batch only; leave them out"
+            )
+        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]", NO_AXIS)
         fitting = [leaf for leaf in tensors if matches(pattern, leaf.name)]
         if not fitting:
-            raise unmatched("plan", pattern, [leaf.name for leaf in tensors], "tensors")
+            names = [leaf.name for leaf in tensors]
+            kinds = "tensors of the state or the batch"
+            raise unmatched("plan", pattern, names, kinds, remedy=NO_NAME)
         for leaf in fitting:
             check_fits(leaf.name, leaf.value, asked, mesh)
             chosen[leaf.name] = asked

@@ -12,8 +12,8 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from shardwise.export.errors import ExportError
 from shardwise.mesh import DeviceMesh
-from shardwise.parallel.names import PlanError, check_pattern, matches, unmatched
-from shardwise.parallel.specs import placements_of
+from shardwise.parallel.names import PlanError, check_pattern, joined, matches, unmatched
+from shardwise.parallel.specs import has_axis, is_spec, placements_of
 from shardwise.placement import Placement, Replicate
 
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -21,7 +21,7 @@ STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 Placements = list[Placement]
 
 NO_NAME = "Correct it, or leave it out: what no pattern matches is whole"
-_NO_AXIS = "Make the mesh with that axis, or leave it out"
+NO_AXIS = "Make the mesh with that axis, or leave it out"
 
 
 class Inputs:
@@ -69,9 +69,15 @@ def placements_by_input(
         raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
     chosen: dict[str, Placements] = {}
     everything = [name for names in inputs.names.values() for name in names]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in everything)
     for pattern, wanted in plan.items():
         check_pattern("plan", pattern)
-        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]", _NO_AXIS)
+        if not isinstance(wanted, Placement | Mapping | list | tuple):
+            raise PlanError(
+                f"plan[{pattern!r}]: expected placements, such as {{{mesh.axis_name(0)!r}: "
+                f"Shard(0)}}; got {wanted!r}. Styles are for tensor_parallel_transformation"
+            )
+        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]", NO_AXIS)
         fitting = [
             placeholder
             for placeholder, names in inputs.names.items()
@@ -79,7 +85,8 @@ def placements_by_input(
         ]
         if not fitting:
             kinds = "parameters, buffers or constants"
-            raise unmatched("plan", pattern, everything, kinds, remedy=NO_NAME)
+            meant = f"which is a module: {joined(pattern, '*')!r} means what it holds"
+            raise unmatched("plan", pattern, everything, kinds, modules, meant, NO_NAME)
         chosen |= dict.fromkeys(fitting, asked)
     users = [node.name for node in inputs.users]
     return chosen | _given("input_placements", input_placements, users, "inputs", mesh)
@@ -88,10 +95,12 @@ def placements_by_input(
 def _given(
     argument: str, given: Any, names: list[str], kinds: str, mesh: DeviceMesh
 ) -> dict[str, Placements]:
-    """Placements by name, or in order with None for what is whole."""
+    """Placements by name, in order with None for what is whole, or the same for all."""
     if given is None:
         return {}
-    if isinstance(given, Mapping):
+    if _is_for_all(given, names, mesh):
+        pairs = [(name, given) for name in names]
+    elif isinstance(given, Mapping):
         pairs = [(str(name), each) for name, each in given.items()]
         for name, _ in pairs:
             if name not in names:
@@ -99,13 +108,25 @@ def _given(
     else:
         if not isinstance(given, Sequence) or len(given) != len(names):
             raise ExportError(
-                f"{argument}: expected one for each of {names}, or a dict by their names; "
-                f"got {given!r}"
+                f"{argument}: expected placements for each of {names}, a dict by their names, or "
+                f"the same for all, such as {{{mesh.axis_name(0)!r}: Shard(0)}}; got {given!r}"
             )
         pairs = [pair for pair in zip(names, given, strict=True) if pair[1] is not None]
     return {
-        name: placements_of(each, mesh, f"{argument}[{name!r}]", _NO_AXIS) for name, each in pairs
+        name: placements_of(each, mesh, f"{argument}[{name!r}]", NO_AXIS) for name, each in pairs
     }
+
+
+def _is_for_all(given: Any, names: list[str], mesh: DeviceMesh) -> bool:
+    """Whether this says how one tensor lies, and so how all do."""
+    if isinstance(given, Placement):
+        return True
+    if not is_spec(given):
+        return False
+    if not isinstance(given, Mapping):
+        return len(given) == mesh.ndim
+    axes = [each for each in given if isinstance(each, str) and has_axis(mesh, each)]
+    return len(axes) == len(given) and not set(axes) & set(names)
 
 
 def output_placements_of(given: Any, values: Sequence[Any], mesh: DeviceMesh) -> list[Placements]:
@@ -116,10 +137,6 @@ def output_placements_of(given: Any, values: Sequence[Any], mesh: DeviceMesh) ->
     """
     whole: Placements = [Replicate()] * mesh.ndim
     names = [str(at) for at in range(len(values))]
-    if isinstance(given, Placement):
-        given = [given]
-    if isinstance(given, Sequence) and given and all(isinstance(e, Placement) for e in given):
-        given = [given] * len(values)  # the same for all
     found = _given("output_placements", given, names, "outputs", mesh)
     for name, value in zip(names, values, strict=True):
         if name in found:

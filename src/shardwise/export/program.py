@@ -72,9 +72,9 @@ def shard_program(
         plan: placements by name patterns of parameters, buffers and constants, as for
             `shardwise.parallel.shard_module`; what no pattern matches is whole on every rank.
             By patterns for modules, `Activations`: how tensors lie that enter and leave them.
-        input_placements: of what users give, by name or in order; whole by default. A rank is
-            then given its piece.
-        output_placements: of what users get, in order, or one for all; whole by default.
+        input_placements: of what users give, by name, in order, or the same for all; whole by
+            default. A rank is then given its piece.
+        output_placements: of what users get, in order, or the same for all; whole by default.
 
     A program that talks among all ranks runs wherever torch.distributed was started with as many.
     If axes of a mesh of several talk, their groups have to be there: they are in the processes
@@ -89,7 +89,8 @@ def shard_program(
     """
     if not isinstance(exported_program, ExportedProgram):
         raise ExportError(
-            f"exported_program: expected one of torch.export, got {type(exported_program).__name__}"
+            "exported_program: expected what torch.export.export(model, args) returns, got "
+            f"{type(exported_program).__name__}"
         )
     mesh = as_mesh(mesh)
     real, recording = as_recorded(mesh)

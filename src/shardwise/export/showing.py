@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TextIO
 
 import torch
@@ -21,6 +22,9 @@ from shardwise.tensor import short_dtype
 
 _WIDEST = 36
 """The most characters of an operator and its arguments."""
+
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+"""What torch writes at nodes that no module made."""
 
 
 def print_sharding(program: Any, file: TextIO | None = None) -> None:
@@ -149,6 +153,7 @@ def _reason(said: dict[str, Any]) -> str:
 def _module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path: str = next((path for path, _ in reversed(list(stack.values()))), "")
+    path = "" if path == _NO_MODULE else path
     path = path or notes.said(node, notes.MODULE) or ""
     return re.sub(r"^L\['self'\]\.?", "", path)
 
@@ -193,7 +198,8 @@ def _here(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"[{', '.join(str(size).replace(' ', '') for size in value.shape)}]"
     if isinstance(value, list | tuple):
-        return " ".join(map(_here, value))
+        runs = [(each, len(list(run))) for each, run in groupby(map(_here, value))]
+        return " ".join(f"{count} x {each}" if count > 1 else each for each, count in runs)
     return "" if value is None else str(value).replace(" ", "")
 
 

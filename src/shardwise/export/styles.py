@@ -55,7 +55,8 @@ def tensor_parallel_transformation(
     """
     if not isinstance(exported_program, ExportedProgram):
         raise ExportError(
-            f"exported_program: expected one of torch.export, got {type(exported_program).__name__}"
+            "exported_program: expected what torch.export.export(model, args) returns, got "
+            f"{type(exported_program).__name__}"
         )
     _check_rank(rank, world_size)
     _check_device_type(device_type)
@@ -176,7 +177,8 @@ def as_style(given: Any, argument: str) -> Any:
     raise ExportError(
         f"{argument}: expected ColwiseParallel, RowwiseParallel, SequenceParallel or "
         f"PrepareModuleInput or -Output, as a class or an instance, or one of "
-        f"{', '.join(map(repr, _NAMED))}; got {given!r}"
+        f"{', '.join(map(repr, _NAMED))}; got {given!r}. "
+        "Placements are for shard_program"
     )
 
 
