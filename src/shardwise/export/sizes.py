@@ -154,6 +154,10 @@ def merged(graphs: Sequence[fx.GraphModule]) -> fx.GraphModule:
         others = [nodes[at] for nodes in lists]
         if any(other.target != node.target and node.op == "call_function" for other in others):
             raise _differs(f"the operator at {node.name}")
+        if node.op == "get_attr":
+            held = [getattr(each, other.target) for each, other in zip(graphs, others, strict=True)]
+            if any(not _same(value, held[0]) for value in held):
+                raise _differs(f"a constant that {[*node.users][:1]} takes")
         arguments = [pytree.tree_flatten((other.args, other.kwargs)) for other in others]
         if any(structure != arguments[0][1] for _, structure in arguments):
             raise _differs(f"the arguments of {node.name}")
@@ -172,6 +176,12 @@ def merged(graphs: Sequence[fx.GraphModule]) -> fx.GraphModule:
         # Not into the node yet: a graph holds no such things.
         node.meta["varying"] = pytree.tree_unflatten(flat, arguments[0][1])
     return first
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or one.is_meta or other.is_meta:
+        return one is other or isinstance(one, torch.Tensor)
+    return torch.equal(one, other)
 
 
 def _differs(what: str) -> ExportError:
