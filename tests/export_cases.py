@@ -430,7 +430,7 @@ CASES: dict[str, Case] = {
         Autocast,
         tensor(2, 8),
         {"block.up.*": ROWS, "block.down.weight": COLUMNS},
-        tolerance=0.05,  # bfloat16
+        tolerance=0.05,
     ),
 }
 

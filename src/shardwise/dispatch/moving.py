@@ -123,7 +123,7 @@ def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
     # All ranks must agree on what is shared, as the moves back of its gradients are collectives.
     is_shared = (
         type(tensor) is DTensor
-        and (how.is_kept or (needs_grad and how.is_slice))
+        and (how.is_kept or (how.is_slice if needs_grad else state.keeps_gathers))
         and not _is_inference(tensor)  # it has no version that would tell of changes
     )
     # A leaf must not hold what leads back to it: see below.

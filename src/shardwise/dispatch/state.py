@@ -34,6 +34,8 @@ class State(threading.local):
         self.fallback = "warn"
         self._plain_tensors = "assume"
         self.explicit = False
+        self.keeps_gathers = False
+        """Whether tensors remember all that they were moved to, as they do pending sums."""
         self.warned: set[Any] = set()
         self.fallbacks: dict[str, int] = {}
         self.moved_parameters: dict[Any, Any] = {}

@@ -69,10 +69,14 @@ def _place(graph: fx.Graph, device: torch.device) -> None:
 
 
 def _share(graph: fx.Graph) -> None:
-    """The same operator on the same values is run once; also collectives."""
+    """The same operator on the same values is run once.
+
+    No collectives: values may be the same on this rank alone, and all must meet in the same ones.
+    What is a collective of the same tensor twice, DTensors know (`dispatch.moving`).
+    """
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or is_random(node):
+        if node.op != "call_function" or is_random(node) or is_collective(node):
             continue
         flat, structure = pytree.tree_flatten((node.args, node.kwargs))
         key = (node.target, str(structure), *((type(each), each) for each in flat))

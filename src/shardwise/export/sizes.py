@@ -184,7 +184,13 @@ def _varying(graphs: Sequence[fx.GraphModule], solver: Solver) -> Arguments:
 def _are_equal(graphs: Sequence[fx.GraphModule], nodes: Sequence[fx.Node]) -> bool:
     pairs = zip(graphs, nodes, strict=True)
     first, *others = [getattr(graph, str(node.target)) for graph, node in pairs]
-    return all(each.shape == first.shape and torch.equal(each, first) for each in others)
+    return all(_same(each, first) for each in others)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or one.is_meta or other.is_meta:
+        return one is other or isinstance(one, torch.Tensor)
+    return torch.equal(one, other)
 
 
 def _differs(what: str) -> ExportError:

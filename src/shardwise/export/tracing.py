@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 from shardwise import world
 from shardwise.comm import Cause, trace
 from shardwise.comm.cause import acting
+from shardwise.dispatch.moving import moved, transfer
+from shardwise.dispatch.state import state
+from shardwise.export.autocast import Autocast
 from shardwise.export.notes import node_of, note, note_layout
 from shardwise.export.operators import check_operator, first_alone
 from shardwise.layout import Layout
@@ -46,11 +49,17 @@ class OnDTensors(fx.Interpreter):
     Arguments:
         module: the graph.
         moves: what may move arguments and results of its nodes.
+        autocast: within which it is.
     """
 
-    def __init__(self, module: fx.GraphModule, moves: Moves | None = None) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        moves: Moves | None = None,
+        autocast: Autocast | None = None,
+    ) -> None:
         super().__init__(module)
-        self._moves = moves
+        self._moves, self._autocast = moves, autocast
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; its recorded ones get its metadata and layout."""
@@ -85,6 +94,8 @@ class OnDTensors(fx.Interpreter):
         if target in _INLINE:
             return _INLINE[target](self, *args, **kwargs)
         check_operator(target, args, kwargs)
+        if self._autocast is not None:
+            args, kwargs = self._autocast.cast(target, args, kwargs)
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: _META, (args, kwargs))
         if target is torch.ops.aten.sym_size.int:
             tensor, dim = args
@@ -94,7 +105,7 @@ class OnDTensors(fx.Interpreter):
 
 def _with_grad_mode(interpreter: OnDTensors, enabled: Any, graph: Any, *args: Any) -> Any:
     """A block within `no_grad`: nothing is differentiated here."""
-    return OnDTensors(graph, interpreter._moves).run(*args)
+    return OnDTensors(graph, interpreter._moves, interpreter._autocast).run(*args)
 
 
 def _with_autocast(
@@ -105,10 +116,9 @@ def _with_autocast(
     cache: Any,
     graph: Any,
     *args: Any,
-    **kwargs: Any,
 ) -> Any:
-    with torch.autocast(device, dtype, enabled, cache):
-        return OnDTensors(graph, interpreter._moves).run(*args, **kwargs)
+    autocast = Autocast(device, dtype) if enabled else None
+    return OnDTensors(graph, interpreter._moves, autocast).run(*args)
 
 
 _INLINE: dict[Any, Callable[..., Any]] = {
@@ -153,6 +163,8 @@ def record(
 
     def run() -> None:
         try:
+            # Of this thread only. A gradient has moves of its own, as autograd calls them.
+            state.keeps_gathers = not is_training
             with world.use(here), mode(), _traceable(), _noting():
                 traced = make_fx(heard, tracing_mode="real", pre_dispatch=not is_training)
                 results.append(traced(*inputs))
@@ -225,7 +237,8 @@ def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
 
 def as_piece(tensor: DTensor, layout: Layout) -> torch.Tensor:
     """A result that is being recorded, as a rank has it in a layout."""
-    moved: DTensor = tensor.redistribute(placements=layout.placements)
-    piece = unwrap(moved)
+    with as_local():  # as an operator would: it may have been moved there before
+        there = moved(tensor, transfer(tensor._layout, layout, ()), "output")
+    piece = unwrap(there) if isinstance(there, DTensor) else there
     note_layout(node_of(piece), layout)
     return piece

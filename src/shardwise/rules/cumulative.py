@@ -14,6 +14,7 @@ from shardwise.comm import communicator
 from shardwise.rules.calls import input_of, with_synonyms
 from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import stacked
+from shardwise.rules.constants import picked
 from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.padding import with_a_row
 from shardwise.rules.precision import keeps_sums, widened
@@ -121,8 +122,9 @@ def _latest(name: str) -> Callable[..., Spec]:
                 indices = indices + start
                 last = [with_a_row(each, at).narrow(at, -1, 1) for each in (values, indices)]
                 theirs, places = (stacked(each, here.mesh, axes, is_used=True) for each in last)
-                theirs, which = run(theirs[before or [0]], 0)
-                theirs, places = theirs[-1], places[before or [0]].gather(0, which[-1:])[0]
+                theirs, places = (picked(each, 0, before or [0]) for each in (theirs, places))
+                theirs, which = run(theirs, 0)
+                theirs, places = theirs[-1], places.gather(0, which[-1:])[0]
                 wins = is_beyond(theirs, values) | (theirs.isnan() & ~values.isnan())
                 wins &= bool(before)
                 return kind((theirs.where(wins, values), places.where(wins, indices)))

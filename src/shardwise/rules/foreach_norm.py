@@ -13,6 +13,7 @@ import torch
 from shardwise.comm import communicator
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.rules.constants import numbers
 from shardwise.rules.registry import handler
 from shardwise.tensor import DTensor, as_local, wrap, wrap_moved
 
@@ -113,7 +114,7 @@ def _norms_on(
                 values = values**order
             if axes:
                 if 0 in counts:
-                    values = values * values.new_tensor(counts)
+                    values = values * numbers(counts, values)
                 values = communicator(mesh, axes).all_reduce(values, "sum")
             if is_root and order != 1:
                 values = values ** (1 / order)

@@ -21,6 +21,7 @@ from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError
 from shardwise.rules.chunks import pieces
 from shardwise.rules.collectives import total
+from shardwise.rules.constants import picked
 from shardwise.rules.padding import padded
 
 Local = Callable[[torch.Tensor], torch.Tensor]
@@ -107,7 +108,7 @@ def _picker(rows: Rows, size: int, dim: int) -> Local:
     """What picks these rows of so many."""
     first, count = int(rows[0]) if len(rows) else 0, len(rows)
     if not np.array_equal(rows, np.arange(first, first + count)):
-        return lambda x: x.index_select(dim, torch.as_tensor(rows, device=x.device))
+        return lambda x: picked(x, dim, rows)
     if count == size:
         return lambda x: x
     return lambda x: x.narrow(dim, first, count)

@@ -17,6 +17,7 @@ from shardwise.redistribute.moves import redistribute_local
 from shardwise.rules.calls import composed, input_of, with_synonyms
 from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import extreme, stacked
+from shardwise.rules.constants import picked
 from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.padding import padded
 from shardwise.rules.reduction import split_as
@@ -81,8 +82,7 @@ def topk(
             """The candidates of all ranks, in the order of the dim."""
             full = padded(mine, {along: (0, k - mine.shape[along])})
             every = stacked(full, here.mesh, axes).movedim(0, along).flatten(along, along + 1)
-            chosen = torch.tensor(real, dtype=torch.int64, device=mine.device)
-            return every.index_select(along, chosen)
+            return picked(every, along, real)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             local = input_of(args, kwargs)

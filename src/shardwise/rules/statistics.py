@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.calls import composed, input_of, with_synonyms
+from shardwise.rules.constants import numbers
 from shardwise.rules.dims import as_dims, whole_along, without
 from shardwise.rules.extremes import extreme_value
 from shardwise.rules.precision import keeps_sums, widened, wider
@@ -42,7 +43,7 @@ def _moments(
         spread = mean.abs()
     every = over.stacked(torch.stack([mean, spread.to(mean.dtype)]))
     means, spreads = every[:, 0], every[:, 1]
-    counts = torch.tensor(over.counts, dtype=spread.dtype, device=local.device)
+    counts = numbers(over.counts, spread)
     counts = counts.view(-1, *[1] * mean.dim())
     mean = (means * counts).sum(0) / over.count
     away = means - mean

@@ -52,13 +52,15 @@ def fill_diagonal_(input: DTensor, fill_value: Any, wrap: bool = False) -> DTens
     indices = _diagonal(layout.shape, wrap)
     with as_local():
         value = contribution(layout, fill_value)
-        number = torch.tensor(value, dtype=input.dtype, device=input.device)
+        number = torch.full((), value, dtype=input.dtype, device=input.device)
         for box, here in layout.boxes():
             inside = torch.ones(indices.shape[1], dtype=torch.bool)
             for index, start, stop in zip(indices, box.start, box.stop, strict=True):
                 inside &= (index >= start) & (index < stop)
             shift = torch.tensor(here.start).unsqueeze(1) - torch.tensor(box.start).unsqueeze(1)
-            local = tuple((indices[:, inside] + shift).to(input.device))
+            places = indices[:, inside] + shift
+            # Without data, those of the places are kept by their being elsewhere.
+            local = tuple(places if input.is_meta else places.to(input.device))
             torch.Tensor.index_put_(input, local, number)
     return input
 
