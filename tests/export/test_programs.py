@@ -36,11 +36,12 @@ def results(name, decomposed, shape, input_placements=None):
         if split:
             args = args[0].chunk(shape[0])[mesh.get_local_rank("dp")], *args[1:]
         inputs = [(args, kwargs)] * 2 if split else case.all_inputs()
-        saved = reloaded(made)
+        saved = made if split or decomposed else reloaded(made)  # takes as long as the rest
         with Routed(mesh):
             if not case.others:
                 check_metadata(made, args, kwargs)
-            return runs(made.module(), inputs), runs(saved.module(), inputs), collectives(made)
+            again = None if saved is made else runs(saved.module(), inputs)
+            return runs(made.module(), inputs), again, collectives(made)
 
     return sw.simulate(rank, mesh_size(shape))
 
@@ -67,26 +68,25 @@ def test_two_ranks_get_what_one_process_does(name):
 
 
 # Dynamic sizes take several recordings: one such case is enough.
-@pytest.mark.parametrize(
-    "name", [n for n, c in CASES.items() if not c.others or n == "mlp, dynamic"]
-)
+MORE_RANKS = [name for name in CASES if "dynamic" not in name and "llama" not in name]
+
+
+@pytest.mark.parametrize("name", [*MORE_RANKS, "mlp, dynamic"])
 def test_four_ranks_get_it_from_decomposed_programs(name):
     case = CASES[name]
     want = runs(case.made(), case.all_inputs())
-    for got, saved, counted in results(name, True, (4,)):
+    for got, _, counted in results(name, True, (4,)):
         agrees(got, want, case)
-        agrees(saved, want, case)
         assert counted == (case.decomposed or case.collectives)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.batch])
+@pytest.mark.parametrize("name", [name for name in MORE_RANKS if CASES[name].batch])
 def test_each_row_of_a_mesh_may_have_a_part_of_the_batch(name):
     case = CASES[name]
     want = runs(case.made(), [case.inputs()])[0][0]
-    for got, saved, counted in results(name, False, (2, 2), {case.batch: {"dp": Shard(0)}}):
-        for (result, *_), (again, *_) in zip(got, saved, strict=True):
+    for got, _, counted in results(name, False, (2, 2), {case.batch: {"dp": Shard(0)}}):
+        for result, *_ in got:
             agrees(result, want, case)
-            agrees(again, want, case)
         assert sum(counted.values()) >= sum(case.collectives.values())
 
 

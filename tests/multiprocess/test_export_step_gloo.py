@@ -84,10 +84,7 @@ def trained(name, optimizer, kind, backend=None):
     "name, optimizer, kind",
     [
         ("mlp", "sgd", "two"),
-        ("mlp", "adam", "both"),
         ("attention", "adam", "four"),
-        ("attention", "sgd", "both"),
-        ("llama", "sgd", "two"),
         ("llama", "adam", "both"),
     ],
 )

@@ -37,6 +37,7 @@ from shardwise.export.plan import (
     output_placements_of,
     placements_by_input,
 )
+from shardwise.export.polynomials import Sizes
 from shardwise.export.recording import RecordingWorld, as_recorded
 from shardwise.export.simplifying import simplify
 from shardwise.export.tracing import (
@@ -140,9 +141,7 @@ class Sharding:
 
     def program(self) -> ExportedProgram:
         """Record, clean up, and put together with the local state."""
-        samples = sizes.samples(self._symbols)
-        modules = [self._recorded(each) for each in samples]
-        module = sizes.merged(modules) if len(modules) > 1 else modules[0]
+        module, varying = sizes.recorded(self._recorded, self._symbols)
         graph = module.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for (original, _), node in zip(self._inputs.all, placeholders, strict=True):
@@ -151,15 +150,15 @@ class Sharding:
                 **original.meta,
                 **{k: v for k, v in node.meta.items() if k in ("layout", "custom")},
             }
-        if len(modules) > 1:
-            sizes.Emitter(graph, self._original, self._symbols, samples).fill()
+        if varying:
+            sizes.Emitter(graph, self._original, self._symbols).fill(varying)
         cleaning.clean(graph, torch.device(self._mesh.device_type))
         lifted = self._lifted(module)
         self._propagate(module, lifted)
         simplify(graph)
         return self._assembled(module, lifted)
 
-    def _recorded(self, at: sizes.Sizes) -> fx.GraphModule:
+    def _recorded(self, at: Sizes) -> fx.GraphModule:
         """The local graph at some sizes."""
         layouts: dict[str, Layout] = {}
         inputs: list[Any] = []

@@ -8,10 +8,7 @@ must be a polynomial in the symbols: it is found from some of the sizes and must
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from itertools import combinations_with_replacement
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +16,17 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardwise.export.errors import ExportError
+from shardwise.export.polynomials import (
+    NoPolynomialError,
+    Polynomial,
+    Sizes,
+    Solver,
+    Symbol,
+    monomials,
+)
 
 _MOST = 2**31
 """What a size without an upper limit is taken to be less than."""
-
-Sizes = dict[Any, int]
-"""A number for each symbol."""
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A dynamic size of a program."""
-
-    expression: Any
-    """What the program's own metadata calls it."""
-    name: str
-    example: int
-    lower: int
-    upper: int
 
 
 def symbols_of(program: torch.export.ExportedProgram) -> list[Symbol]:
@@ -101,17 +91,21 @@ def number(size: Any, sizes: Sizes) -> int:
 
 # ---- at which sizes
 
+_STEPS = 1, 37, 6, 15, 4, 23, 10, 29, 2, 18, 33, 11
+"""From the example's size to others: near, as larger ones may want other collectives, but with
+other remainders, lest a part of a size looks like a polynomial."""
+
+FEW = 4
+"""So many sizes find and check numbers like c0 + c1 * batch * length, as nearly all are."""
+
 
 def samples(symbols: Sequence[Symbol]) -> list[Sizes]:
     """Sizes to record at: the example's first, and enough to find polynomials and check them."""
-    if not symbols:
-        return [{}]
-    needed = len(_monomials(len(symbols))) + 2
+    needed = len(monomials(len(symbols))) + 2 if symbols else 1
     found: list[Sizes] = []
     for step in range(8 * needed):
-        # Different steps for each symbol, so that no two vary together.
         sizes = {
-            each.expression: _near(each, step * (2 * at + 1) + (step * step if at else 0))
+            each.expression: _near(each, step and _step(step - 1 + at))
             for at, each in enumerate(symbols)
         }
         if sizes not in found:
@@ -121,44 +115,57 @@ def samples(symbols: Sequence[Symbol]) -> list[Sizes]:
     return found
 
 
+def _step(at: int) -> int:
+    turns, place = divmod(at, len(_STEPS))
+    return _STEPS[place] + 41 * turns
+
+
 def _near(symbol: Symbol, step: int) -> int:
     """The example's size, or one a few above or below it that is allowed."""
     room = symbol.upper - symbol.lower + 1
     return symbol.lower + (symbol.example - symbol.lower + step) % room
 
 
-def _monomials(count: int) -> list[tuple[int, ...]]:
-    return [
-        each for degree in range(3) for each in combinations_with_replacement(range(count), degree)
-    ]
+# ---- from numbers to polynomials
 
 
-# ---- from numbers to symbols
+Arguments = dict[fx.Node, Any]
+"""Those of nodes in which numbers vary, with a `Polynomial` for each."""
 
 
-class Varying:
-    """A number of a graph that is another one at other sizes."""
+def recorded(
+    record: Callable[[Sizes], fx.GraphModule], symbols: Sequence[Symbol]
+) -> tuple[fx.GraphModule, Arguments]:
+    """The graph at the example's sizes, and what varies in it."""
+    at = samples(symbols)
+    graphs = [record(each) for each in at[:FEW]]
+    if len(at) > FEW:
+        try:
+            return graphs[0], _varying(graphs, Solver(symbols, at[:FEW], is_short=True))
+        except NoPolynomialError:
+            graphs += [record(each) for each in at[FEW:]]
+    return graphs[0], _varying(graphs, Solver(symbols, at))
 
-    def __init__(self, values: Sequence[int]) -> None:
-        self.values = tuple(values)
 
-
-def merged(graphs: Sequence[fx.GraphModule]) -> fx.GraphModule:
-    """The first graph, with `Varying` for the numbers that are not the same in all."""
-    first = graphs[0]
+def _varying(graphs: Sequence[fx.GraphModule], solver: Solver) -> Arguments:
+    """The arguments of the first graph's nodes in which not all graphs have the same numbers."""
     lists = [list(each.graph.nodes) for each in graphs]
     index = [{node: at for at, node in enumerate(nodes)} for nodes in lists]
     if len({len(nodes) for nodes in lists}) > 1:
         raise _differs("the number of operators")
-    for at, node in enumerate(lists[0]):
-        others = [nodes[at] for nodes in lists]
+    found: Arguments = {}
+    for others in zip(*lists, strict=True):
+        node = others[0]
         if any(other.target != node.target and node.op == "call_function" for other in others):
             raise _differs(f"the operator at {node.name}")
+        if node.op == "get_attr" and not _are_equal(graphs, others):
+            raise _differs(f"the constant {node.name}")
         arguments = [pytree.tree_flatten((other.args, other.kwargs)) for other in others]
-        if any(structure != arguments[0][1] for _, structure in arguments):
+        structure = arguments[0][1]
+        if any(each != structure for _, each in arguments):
             raise _differs(f"the arguments of {node.name}")
         flat: list[Any] = []
-        for values in zip(*(leaves for leaves, _ in arguments), strict=True):
+        for values in zip(*(each for each, _ in arguments), strict=True):
             if isinstance(values[0], fx.Node):
                 if len({places[value] for places, value in zip(index, values, strict=True)}) > 1:
                     raise _differs(f"what {node.name} is computed from")
@@ -166,12 +173,18 @@ def merged(graphs: Sequence[fx.GraphModule]) -> fx.GraphModule:
             elif all(value == values[0] for value in values):
                 flat.append(values[0])
             elif all(type(value) is int for value in values):
-                flat.append(Varying(values))
+                flat.append(solver.polynomial(values, node))
             else:
                 raise _differs(f"an argument of {node.name}, {values[0]!r},")
-        # Not into the node yet: a graph holds no such things.
-        node.meta["varying"] = pytree.tree_unflatten(flat, arguments[0][1])
-    return first
+        if any(isinstance(each, Polynomial) for each in flat):
+            found[node] = pytree.tree_unflatten(flat, structure)
+    return found
+
+
+def _are_equal(graphs: Sequence[fx.GraphModule], nodes: Sequence[fx.Node]) -> bool:
+    pairs = zip(graphs, nodes, strict=True)
+    first, *others = [getattr(graph, str(node.target)) for graph, node in pairs]
+    return all(each.shape == first.shape and torch.equal(each, first) for each in others)
 
 
 def _differs(what: str) -> ExportError:
@@ -187,58 +200,32 @@ class Emitter:
 
     Arguments:
         program: the original one, whose inputs have the symbols in their sizes.
-        samples: at which sizes the values of `Varying` were seen.
     """
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        program: torch.export.ExportedProgram,
-        symbols: Sequence[Symbol],
-        samples: Sequence[Sizes],
+        self, graph: fx.Graph, program: torch.export.ExportedProgram, symbols: Sequence[Symbol]
     ) -> None:
-        self._graph, self._symbols, self._samples = graph, symbols, samples
-        self._monomials = _monomials(len(symbols))
+        self._graph, self._symbols = graph, symbols
         self._nodes: dict[Any, Any] = {}
-        placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-        self._last = list(placeholders.values())[-1]
-        self._found = dict(_sources(program, symbols))
-        self._placeholders = placeholders
+        self._placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+        self._last = list(self._placeholders.values())[-1]
+        self._found = _sources(program, symbols)
 
-    def fill(self) -> None:
+    def fill(self, varying: Arguments) -> None:
         """Put nodes in place of the numbers that vary."""
-        for node in self._graph.nodes:
-            varying = node.meta.pop("varying", None)
-            if varying is None:
-                continue
-            leaves, structure = pytree.tree_flatten(varying)
-            if not any(isinstance(each, Varying) for each in leaves):
-                continue
-            leaves = [
-                self._number(each, node) if isinstance(each, Varying) else each for each in leaves
-            ]
-            node.args, node.kwargs = pytree.tree_unflatten(leaves, structure)
+        for node, arguments in varying.items():
+            node.args, node.kwargs = pytree.tree_map_only(Polynomial, self._number, arguments)
 
-    def _number(self, varying: Varying, node: fx.Node) -> fx.Node:
-        coefficients = self._solved(varying.values)
-        if coefficients is None:
-            raise ExportError(
-                f"exported_program: a number in {node.name} ({node.target}) is no polynomial in "
-                f"the dynamic sizes {[each.name for each in self._symbols]}: it is "
-                f"{varying.values[:4]} at {[list(each.values()) for each in self._samples[:4]]}. "
-                "Probably an axis splits a dynamic dim there; fix its size at export, or split "
-                "other dims"
-            )
+    def _number(self, polynomial: Polynomial) -> Any:
         total: Any = None
-        for monomial, coefficient in zip(self._monomials, coefficients, strict=True):
-            if coefficient:
-                term: Any = coefficient.numerator
-                for at in monomial:
-                    term = self._apply(operator.mul, self._symbol(at), term)
-                if coefficient.denominator != 1:
-                    term = self._apply(operator.floordiv, term, coefficient.denominator)
-                total = term if total is None else self._apply(operator.add, total, term)
-        return total  # type: ignore[no-any-return]
+        for monomial, coefficient in polynomial.terms.items():
+            term: Any = coefficient
+            for at in monomial:
+                term = self._apply(operator.mul, self._symbol(at), term)
+            total = term if total is None else self._apply(operator.add, total, term)
+        if polynomial.denominator == 1:
+            return total
+        return self._apply(operator.floordiv, total, polynomial.denominator)
 
     def _apply(self, function: Callable[..., Any], left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -270,24 +257,10 @@ class Emitter:
         size: fx.Node = self._nodes[key]
         return size if factor == 1 else self._apply(operator.floordiv, size, factor)
 
-    def _solved(self, values: Sequence[int]) -> list[Fraction] | None:
-        """The polynomial through all samples; None if there is none with these monomials."""
-        rows = []
-        for sizes in self._samples:
-            numbers = list(sizes.values())
-            row = []
-            for monomial in self._monomials:
-                product = 1
-                for at in monomial:
-                    product *= numbers[at]
-                row.append(Fraction(product))
-            rows.append(row)
-        return _solution(rows, [Fraction(value) for value in values])
-
 
 def _sources(
     program: torch.export.ExportedProgram, symbols: Sequence[Symbol]
-) -> Iterator[tuple[Any, tuple[str, int, int]]]:
+) -> dict[Any, tuple[str, int, int]]:
     """Which size of which input a symbol is, or of which multiple of it."""
     wanted = {each.expression for each in symbols}
     exact: dict[Any, tuple[str, int, int]] = {}
@@ -306,31 +279,4 @@ def _sources(
             factor = expression / symbol
             if factor.is_Integer and (symbol not in exact or int(factor) == 1):
                 exact.setdefault(symbol, (node.name, dim, int(factor)))
-    yield from exact.items()
-
-
-def _solution(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction] | None:
-    """Solve more equations than unknowns, exactly; None if they contradict each other."""
-    table = [[*row, value] for row, value in zip(rows, values, strict=True)]
-    unknowns = len(rows[0])
-    pivots: list[int] = []
-    for column in range(unknowns):
-        at = len(pivots)
-        pivot = next((row for row in range(at, len(table)) if table[row][column]), None)
-        if pivot is None:
-            continue
-        table[at], table[pivot] = table[pivot], table[at]
-        scale = table[at][column]
-        table[at] = [each / scale for each in table[at]]
-        for row in range(len(table)):
-            if row != at and table[row][column]:
-                times = table[row][column]
-                pairs = zip(table[row], table[at], strict=True)
-                table[row] = [each - times * other for each, other in pairs]
-        pivots.append(column)
-    if any(row[-1] for row in table[len(pivots) :]):
-        return None
-    solution = [Fraction(0)] * unknowns
-    for at, column in enumerate(pivots):
-        solution[column] = table[at][-1]
-    return solution
+    return exact
