@@ -74,7 +74,7 @@ def test_a_program_is_shown_with_layouts_collectives_and_reasons():
     assert ["all_reduce", "all_reduce(mul)", "f32", "[4, 8]", reason] in shown
     waited = ["wait_tensor", "wait_tensor(all_reduce)", "f32", "[4, 8]", "[4, 8]", "norm"]
     assert waited in shown
-    assert shown[-3] == ["view_as", "[4, 8]"]  # the output
+    assert shown[-3] == ["layer_norm", "[4, 8]"]  # the output
     assert shown[-1] == ["1 collective (1 all_reduce), 128 B received per call"]
 
 
