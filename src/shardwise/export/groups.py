@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.export import ExportedProgram
 
 from shardwise import world
+from shardwise.export.cleaning import is_collective
 from shardwise.export.errors import ExportError
 
 _DEFAULT = "0"  # what torch calls its default group
@@ -73,12 +74,7 @@ def make_groups(program: ExportedProgram) -> dict[str, ProcessGroup]:
 
 def group_names(program: ExportedProgram) -> list[str]:
     """What a program calls the groups that it talks through, in the order of their use."""
-    names = [
-        str(node.args[-1])
-        for node in program.graph.nodes
-        if getattr(node.target, "namespace", "") == "_c10d_functional"
-        and node.target._opname != "wait_tensor"
-    ]
+    names = [str(node.args[-1]) for node in program.graph.nodes if is_collective(node)]
     return list(dict.fromkeys(names))
 
 

@@ -61,7 +61,7 @@ def modules_of(program: ExportedProgram) -> dict[str, ProgramModule]:
             if isinstance(value, torch.Tensor):
                 module.shapes[held] = tuple(map(int, value.shape))
             if held == "weight":
-                own = [user for user in node.users if _innermost(user) == path]
+                own = [user for user in node.users if innermost(user) == path]
                 module.weight_users = own or list(node.users)
     return found
 
@@ -74,6 +74,7 @@ def _paths(module: fx.GraphModule) -> Iterator[str]:
                     yield path
 
 
-def _innermost(node: fx.Node) -> str | None:
+def innermost(node: fx.Node) -> str | None:
+    """The path of the module that a node is of; None where the graph does not say."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return stack[-1][0] if stack else None

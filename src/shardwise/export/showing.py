@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from shardwise.export import notes
 from shardwise.export.cleaning import is_collective
 from shardwise.export.errors import ExportError
+from shardwise.export.modules import innermost
 from shardwise.tensor import short_dtype
 
 _WIDEST = 36
@@ -151,10 +152,8 @@ def _reason(said: dict[str, Any]) -> str:
 
 
 def _module_of(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path: str = next((path for path, _ in reversed(list(stack.values()))), "")
-    path = "" if path == _NO_MODULE else path
-    path = path or notes.said(node, notes.MODULE) or ""
+    path = innermost(node)
+    path = ("" if path == _NO_MODULE else path) or notes.said(node, notes.MODULE) or ""
     return re.sub(r"^L\['self'\]\.?", "", path)
 
 

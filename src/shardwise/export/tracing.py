@@ -24,6 +24,7 @@ from shardwise.comm.cause import acting
 from shardwise.dispatch.moving import moved, transfer
 from shardwise.dispatch.state import state
 from shardwise.export.autocast import Autocast
+from shardwise.export.modules import innermost
 from shardwise.export.notes import node_of, note, note_layout
 from shardwise.export.operators import check_operator, first_alone
 from shardwise.layout import Layout
@@ -63,7 +64,7 @@ class OnDTensors(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; its recorded ones get its metadata and layout."""
-        with acting(Cause(module=_module_of(n))):
+        with acting(Cause(module=innermost(n) or "")):
             try:
                 result = self._result(n)
             except Exception as error:
@@ -127,13 +128,8 @@ _INLINE: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _module_of(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((path for path, _ in reversed(list(stack.values()))), "")
-
-
 def _place_of(node: fx.Node) -> str:
-    path = _module_of(node)
+    path = innermost(node)
     return f"module {path}" if path else "no module"
 
 
