@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from export_cases import CASES, MLP, MLP_PLAN
+from export_cases import CASES, MLP, MLP_PLAN, program
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -142,11 +142,8 @@ DECOMPOSED = [(name, True) for name in ("written", "cache by slice", "image, tra
 
 @pytest.mark.parametrize("name, decomposed", FIXED + DECOMPOSED)
 def test_all_ranks_meet_in_the_same_collectives_in_the_same_order(name, decomposed):
-    case = CASES[name]
-    exported = case.exported(case.made())
-    if decomposed:
-        exported = exported.run_decompositions()
-    found = [_collectives(program_of(exported, case.plan, rank, 3)) for rank in range(3)]
+    exported, plan = program(name, decomposed), CASES[name].plan
+    found = [_collectives(program_of(exported, plan, rank, 3)) for rank in range(3)]
     assert found == [found[0]] * 3
 
 

@@ -43,7 +43,6 @@ def test_a_program_for_each_rank_returns_what_the_original_returns(workers4, nam
 @pytest.mark.parametrize(
     "name",
     [
-        "attention by hand",
         "an embedding, tied",
         "a cache that is written to, keywords",
     ],
@@ -71,8 +70,7 @@ def ready_plan(kind, sequence_parallel):
     return collectives(local)
 
 
-@pytest.mark.parametrize("kind", ["styles", "plan"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind, sequence_parallel", [("styles", True), ("plan", False)])
 def test_the_ready_plans_for_a_llama_fit_its_program(workers4, kind, sequence_parallel):
     counted = workers4.run(ready_plan, kind, sequence_parallel)
     assert all(each == counted[0] for each in counted)
