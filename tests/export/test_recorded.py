@@ -151,6 +151,8 @@ KNOWN = {
     "statistics": lambda w, x: torch.var_mean(w, 0),
     "the largest": lambda w, x: w.topk(3, 0),
     "running extremes": lambda w, x: torch.cummax(w, 0),
+    "the place of the largest": lambda w, x: (w.argmax(), w.argmin(0)),
+    "a format": lambda w, x: w.double(memory_format=torch.preserve_format),
     "a diagonal": lambda w, x: (w + x).fill_diagonal_(3.0),
 }
 

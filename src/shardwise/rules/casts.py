@@ -99,6 +99,8 @@ def to(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = dict(kwargs)
         other = kwargs.pop("other")
         args = (tensor, other.device, other.dtype)
+    if isinstance(args[-1], torch.memory_format):  # operators have it by position
+        args, kwargs = args[:-1], {**kwargs, "memory_format": args[-1]}
     if not isinstance(tensor, DTensor):
         return tensor.to(*args[1:], **kwargs)
     stays = any(each is tensor.dtype for each in (*args[1:], *kwargs.values()))

@@ -177,10 +177,13 @@ def _first_index(name: str) -> Callable[..., Spec]:
                 local.reshape(-1), 0, keepdim=True
             )
             value = over.extreme(proposed, op)
-            places = torch.unravel_index(at, local.shape)
-            at = torch.zeros_like(at)
-            for place, start, size in zip(places, over.start, over.layout.shape, strict=True):
-                at = at * size + place + start
+            # By hand: torch.unravel_index makes a tensor of the shape, which a program that is
+            # recorded would not know.
+            left, at, stride = at, torch.zeros_like(at), 1
+            for dim in reversed(range(local.dim())):
+                at = at + (left % local.shape[dim] + over.start[dim]) * stride
+                left = left // local.shape[dim]
+                stride *= over.layout.shape[dim]
             at = torch.where(_same(proposed, value), at, _NOWHERE)
         index = over.extreme(at, "min")
         return index.view([1] * local.dim() if over.keepdim else [])
