@@ -163,3 +163,20 @@ def test_numbers_that_a_rule_makes_tensors_of_are_in_the_program(name):
     want = exported.module()(torch.ones(4))
     for got, _ in on_three(exported, {"weight": TP}, torch.ones(4)):
         torch.testing.assert_close(got, want)
+
+
+# ---- dynamic sizes
+
+
+def test_nothing_is_learnt_about_the_dynamic_sizes_of_the_original():
+    """What is assumed of them in one rank's program would hold for the original, too."""
+    model = Module(lambda weight, x: nn.functional.pad(x @ weight, (1, 2)), 8, 5)
+    batch = torch.export.Dim("batch", min=2, max=40)
+    exported = torch.export.export(model, (torch.randn(6, 8),), dynamic_shapes=({0: batch},))
+    value = next(node.meta["val"] for node in exported.graph.nodes if node.name == "x")
+    known = value.fake_mode.shape_env
+    before = dict(known.replacements), list(known.guards)
+    x = torch.randn(9, 8)
+    for result, _ in on_three(exported, {"weight": {"tp": Shard(1)}}, x):
+        torch.testing.assert_close(result, model(x).detach())
+    assert (dict(known.replacements), list(known.guards)) == before

@@ -18,7 +18,6 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from shardwise import world
@@ -48,6 +47,7 @@ from shardwise.export.tracing import (
     record,
     without_writes,
 )
+from shardwise.export.values import propagate
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Replicate
@@ -252,9 +252,7 @@ class Sharding:
                 given.append(mode.from_tensor(lifted[node.name], static_shapes=True))
             else:
                 given.append(self._local_value(node.name, values[node.name], mode))
-        module.recompile()
-        with torch.no_grad():
-            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*given)
+        propagate(module, mode, given)
         for node, value in zip(placeholders, given, strict=True):
             node.meta["val"] = value
         root = self._root_stack()

@@ -118,9 +118,11 @@ class RecordingCommunicator(Communicator):
         def joined(gathered: torch.Tensor) -> torch.Tensor:
             if not dim and min(sizes) == longest:
                 return gathered
+            # Not by chunk: it asks whether a dynamic size divides.
+            apart = gathered.view(self.size, *rows.shape).unbind()
             pieces = [
                 piece if size == longest else piece.narrow(dim, 0, size)
-                for piece, size in zip(gathered.chunk(self.size), sizes, strict=True)
+                for piece, size in zip(apart, sizes, strict=True)
             ]
             return torch.cat(pieces, dim)
 

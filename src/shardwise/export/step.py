@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from shardwise import world
@@ -21,6 +20,7 @@ from shardwise.export.outside import Outside
 from shardwise.export.plan import output_placements_of
 from shardwise.export.recording import RecordingWorld, as_recorded, random_refused
 from shardwise.export.tracing import as_dtensor, as_piece, record
+from shardwise.export.values import propagate
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.tensor import DTensor, unwrap
@@ -346,9 +346,7 @@ class _Recording:
                 )
                 for leaf in self._tensors
             ]
-        module.recompile()
-        with torch.no_grad():
-            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
+        propagate(module, mode, inputs)
         for node in module.graph.nodes:
             node.meta.pop("tensor_meta", None)
         with world.use(self._here):

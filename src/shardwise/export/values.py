@@ -1,0 +1,40 @@
+"""Values without data for the nodes of a recorded graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import _ShapeEnvGuardError
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from shardwise.export.errors import ExportError
+
+
+def propagate(module: fx.GraphModule, mode: FakeTensorMode, inputs: Sequence[Any]) -> None:
+    """Give every node its `meta["val"]`, with symbols where sizes are dynamic."""
+    module.recompile()
+    # The dispatcher has kernels in Python for dynamic sizes, where those in C++ want numbers.
+    with torch.no_grad(), enable_python_dispatcher(), _unchanged(mode.shape_env):
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
+
+
+@contextmanager
+def _unchanged(environment: Any) -> Iterator[None]:
+    """Refuse to learn anything about dynamic sizes: it would hold for the original program, too."""
+    if environment is None:
+        yield
+        return
+    try:
+        with environment.error_on_new_guards():
+            yield
+    except _ShapeEnvGuardError as error:
+        raise ExportError(
+            "exported_program: one rank's program would not serve all of the dynamic sizes: "
+            f"{error}; fix the size at export, or split other dims"
+        ) from error
