@@ -162,7 +162,7 @@ def writes_elsewhere(params, x, module=Counting().requires_grad_(False)):  # noq
         (casts, "autocast"),
         (writes_elsewhere, r"writes to a tensor of shape \(\)"),
         (lambda params, x: x, r"return \(new_state, outputs\)"),
-        (lambda params, x: ({}, x), "expected a new state with the tree of params"),
+        (lambda params, x: ({}, x), "the new state that it returns: expected a tree like"),
         (
             lambda params, x: ({name: each[:1] for name, each in params.items()}, x),
             r"expected up.weight of the new state to be as it was, \(\(16, 8\)",

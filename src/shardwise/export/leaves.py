@@ -43,13 +43,17 @@ class Argument:
     leaves: tuple[Leaf, ...]
     structure: Any
 
-    def flat(self, tree: Any) -> list[Any]:
-        """The leaves of a tree that should be like the example's."""
+    def flat(self, tree: Any, what: str = "") -> list[Any]:
+        """The leaves of a tree that should be like the example's.
+
+        Arguments:
+            what: what to call it in an error; by default the argument that it is.
+        """
         leaves, structure = pytree.tree_flatten(tree)
         if structure != self.structure:
             raise ExportError(
-                f"{self.name}: expected a tree like the example's, {shown(self.structure)}; "
-                f"got {shown(structure)}"
+                f"{what or self.name}: expected a tree like the example's, "
+                f"{shown(self.structure)}; got {shown(structure)}"
             )
         return leaves
 

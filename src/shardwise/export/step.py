@@ -15,7 +15,7 @@ from shardwise.comm import Cause
 from shardwise.comm.cause import acting
 from shardwise.export import cleaning, notes
 from shardwise.export.errors import ExportError
-from shardwise.export.leaves import Argument, Leaf, arguments_of, placements_by_leaf, shown
+from shardwise.export.leaves import Argument, Leaf, arguments_of, placements_by_leaf
 from shardwise.export.outside import Outside
 from shardwise.export.plan import output_placements_of
 from shardwise.export.recording import RecordingWorld, as_recorded, random_refused
@@ -294,7 +294,7 @@ class _Recording:
         pieces: list[torch.Tensor] = []
         kept: list[Any] = []
         first = self._arguments[0]
-        leaves = _like(first, state)
+        leaves = first.flat(state, "fn: the new state that it returns")
         for leaf, value in zip(first.leaves, leaves, strict=True):
             if leaf.is_tensor:
                 _check_returned(leaf, value)
@@ -351,16 +351,6 @@ class _Recording:
             node.meta.pop("tensor_meta", None)
         with world.use(self._here):
             notes.finish(module.graph, self._mesh)
-
-
-def _like(state: Argument, returned: Any) -> list[Any]:
-    leaves, structure = pytree.tree_flatten(returned)
-    if structure != state.structure:
-        raise ExportError(
-            f"fn: expected a new state with the tree of {state.name}, {shown(state.structure)}; "
-            f"it returned {shown(structure)}"
-        )
-    return leaves
 
 
 def _check_returned(leaf: Leaf, value: Any) -> None:
