@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -83,33 +84,48 @@ class Host:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def torchrun(
-    *arguments: object, hosts: Sequence[Host] = (Host(),)
-) -> subprocess.CompletedProcess[str]:
-    """Run an agent on each host; returns all that they wrote."""
+@dataclass(frozen=True)
+class Done:
+    """What agents and their ranks have done."""
+
+    stdout: str
+    stderr: str
+    """What the ranks wrote."""
+    returncode: int
+    agents: str
+    """What the agents wrote to their own stderr. Those of several hosts may complain at the end of
+    a good run: the one that holds their store may leave before another has read that all are
+    done."""
+
+
+def torchrun(*arguments: object, hosts: Sequence[Host] = (Host(),)) -> Done:
+    """Run an agent on each host."""
     deadline = time.monotonic() + PATIENCE
     agents: list[subprocess.Popen[str]] = []
-    try:
-        for at, host in enumerate(hosts):
-            options = [f"--nnodes={len(hosts)}", f"--node-rank={at}"] if len(hosts) > 1 else []
-            agents.append(
-                subprocess.Popen(
-                    [*host.within, sys.executable, "-m", "torch.distributed.run", *options]
-                    + [str(argument) for argument in arguments],
-                    # Without a number of threads torchrun has something to say.
-                    env=os.environ | {"OMP_NUM_THREADS": "1"} | host.variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            for at, host in enumerate(hosts):
+                options = [f"--nnodes={len(hosts)}", f"--node-rank={at}"] if len(hosts) > 1 else []
+                options += [f"--log-dir={logs}/{at}", "--redirects=2"]
+                agents.append(
+                    subprocess.Popen(
+                        [*host.within, sys.executable, "-m", "torch.distributed.run", *options]
+                        + [str(argument) for argument in arguments],
+                        # Without a number of threads torchrun has something to say.
+                        env=os.environ | {"OMP_NUM_THREADS": "1"} | host.variables,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
                 )
-            )
-        said = [agent.communicate(timeout=deadline - time.monotonic()) for agent in agents]
-    finally:
-        for agent in agents:
-            end(agent)
-    out, err = ("".join(texts) for texts in zip(*said, strict=True))
+            said = [agent.communicate(timeout=deadline - time.monotonic()) for agent in agents]
+        finally:
+            for agent in agents:
+                end(agent)
+        ranks = sorted(Path(logs).rglob("stderr.log"))
+        err = "".join(log.read_text() for log in ranks)
     code = max((agent.returncode for agent in agents), key=abs)
-    return subprocess.CompletedProcess(["torchrun"], code, out, err)
+    return Done("".join(out for out, _ in said), err, code, "".join(text for _, text in said))
 
 
 def end(agent: subprocess.Popen[str]) -> None:
@@ -121,11 +137,11 @@ def end(agent: subprocess.Popen[str]) -> None:
             agent.kill()
 
 
-def assert_answered(done: subprocess.CompletedProcess[str]) -> None:
-    """Each rank wrote its answer, and nobody anything else."""
-    assert sorted(done.stdout.splitlines()) == list(map(str, ANSWERS)), done.stderr
+def assert_answered(done: Done) -> None:
+    """Each rank wrote its answer, and none anything else."""
+    assert done.returncode == 0, done.agents
+    assert sorted(done.stdout.splitlines()) == list(map(str, ANSWERS)), done.agents
     assert done.stderr == ""
-    assert done.returncode == 0
 
 
 # ---- one host
@@ -188,7 +204,7 @@ class Network:
     port: int
 
 
-def agents(network: Network, *arguments: object) -> subprocess.CompletedProcess[str]:
+def agents(network: Network, *arguments: object) -> Done:
     where = [f"--master-addr={network.address}", f"--master-port={network.port}"]
     return torchrun(*where, "--nproc-per-node=2", *arguments, hosts=network.hosts)
 
