@@ -37,6 +37,7 @@ LAYERS: list[set[str]] = [
         "rules",
         "random",
         "random_state",
+        "random_words",
         "factories",
         "distribute",
         "optimizers",

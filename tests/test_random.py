@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import factories, random
+from shardwise import factories, random, random_words
 from shardwise.random_state import (
     RandomStateError,
     check_random_state,
@@ -44,10 +44,17 @@ def stream(count: int) -> np.ndarray:
     return np.random.Philox(key=KEY).random_raw(count)
 
 
+def words(layout: sw.Layout, place: tuple[int, ...]) -> np.ndarray:
+    """Those of the shard at a place."""
+    ((runs, _),) = random_words.boxes_of(layout, place)
+    made = random_words.blocks(KEY, runs)
+    return np.concatenate([random_words.NONE, *made]).reshape(runs.shape)
+
+
 def test_the_word_of_an_element_is_that_of_its_global_position() -> None:
     mesh = sw.DeviceMesh.abstract((2,))
     layout = sw.Layout.from_placements(mesh, (2, 6), [sw.Shard(1)])
-    assert random.words(KEY, layout, (1,)).tolist() == [
+    assert words(layout, (1,)).tolist() == [
         stream(12)[3:6].tolist(),
         stream(12)[9:12].tolist(),
     ]
@@ -63,7 +70,7 @@ def test_words_of_any_shard(shape: tuple[int, ...], mesh_shape: tuple[int, ...])
     for layout in layouts(shape, mesh):
         for rank in range(mesh.size()):
             place = mesh.coordinate_of(rank)
-            found = random.words(KEY, layout, place)
+            found = words(layout, place)
             assert (found == expected[layout.box(place).slices]).all(), (layout, place)
 
 
@@ -82,14 +89,14 @@ def test_how_the_words_are_made_does_not_matter(
     layout = sw.Layout.from_placements(mesh, shape, placements)
     expected = stream(math.prod(shape)).reshape(shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random, "_BLOCK", block)
-        patch.setattr(random, "_JUMP", jump)
-        random._boxes.cache_clear()
+        patch.setattr(random_words, "BLOCK", block)
+        patch.setattr(random_words, "_JUMP", jump)
+        random_words.boxes_of.cache_clear()
         for rank in range(mesh.size()):
             place = mesh.coordinate_of(rank)
-            found = random.words(KEY, layout, place)
+            found = words(layout, place)
             assert (found == expected[layout.box(place).slices]).all()
-    random._boxes.cache_clear()
+    random_words.boxes_of.cache_clear()
 
 
 def test_a_shard_far_into_a_huge_tensor_is_made_alone() -> None:
@@ -98,7 +105,7 @@ def test_a_shard_far_into_a_huge_tensor_is_made_alone() -> None:
     place = (2**20 - 1,)
     philox = np.random.Philox(key=KEY)
     philox.advance((2**40 - 2**20) // 4)
-    assert (random.words(KEY, layout, place) == philox.random_raw(2**20)).all()
+    assert (words(layout, place) == philox.random_raw(2**20)).all()
 
 
 # ---- the key
@@ -142,7 +149,7 @@ def test_uniform_numbers_stay_below_the_limit_after_rounding(
     dtype: torch.dtype, low: float, high: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extremes = np.array([0, 2**64 - 1], dtype=np.uint64)
-    monkeypatch.setattr(random, "_blocks", lambda *_: iter([extremes]))
+    monkeypatch.setattr(random, "blocks", lambda *_: iter([extremes]))
     if dtype == torch.float16 and high > 65504:
         return
     least, largest = random.uniform(KEY, sw.Layout(ONE, (2,)), low, high, dtype).tolist()
@@ -202,7 +209,7 @@ def test_exponential_numbers_always_have_a_logarithm(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = np.array([2**64 - 1, 0], dtype=np.uint64)
-    monkeypatch.setattr(random, "_blocks", lambda *_: iter([largest]))
+    monkeypatch.setattr(random, "blocks", lambda *_: iter([largest]))
     values = random.exponential(KEY, sw.Layout(ONE, (2,)), dtype=dtype)
     assert torch.isfinite(values.double().log()).all()
 

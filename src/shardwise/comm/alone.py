@@ -7,7 +7,8 @@ from typing import NoReturn
 import torch
 
 from shardwise.comm.arguments import Shape
-from shardwise.comm.interface import Communicator, copied
+from shardwise.comm.buffers import copied
+from shardwise.comm.interface import Communicator
 from shardwise.comm.meeting import simulation_runs
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import reduce_contributions

@@ -154,8 +154,13 @@ def shown(values: Sequence[Any]) -> str:
     return str(tuple(values)) if len(values) <= _SHOWN else f"({listed(values)})"
 
 
+def dtype_and_shape(x: torch.Tensor) -> str:
+    """Such as `torch.float32 (4, 2)`."""
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
 def _kind(x: torch.Tensor) -> str:
-    return f"{x.dtype} {tuple(x.shape)} on {x.device}"
+    return f"{dtype_and_shape(x)} on {x.device}"
 
 
 def _described(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Memory that travels: pieces one after the other, as bytes."""
+"""Memory that travels: how much it is; copies; pieces one after the other, as bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from itertools import accumulate
 import torch
 
 from shardwise.comm.arguments import Shape
-from shardwise.comm.interface import copied
+
+
+def size_in_bytes(x: torch.Tensor) -> int:
+    """The bytes of its elements."""
+    return x.numel() * x.itemsize
+
+
+def row_in_bytes(x: torch.Tensor, dim: int) -> int:
+    """The bytes of a slice of length one along `dim`, also if `x` is empty there."""
+    return torch.Size((*x.shape[:dim], *x.shape[dim + 1 :])).numel() * x.itemsize
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, which every engine's results are, however the input lies in memory."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def owned(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy if its memory holds more than `x`."""
-    return x if x.untyped_storage().nbytes() == x.numel() * x.itemsize else copied(x)
+    return x if x.untyped_storage().nbytes() == size_in_bytes(x) else copied(x)
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:

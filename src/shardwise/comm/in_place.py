@@ -1,4 +1,4 @@
-"""Collectives whose results go to memory that is there, and how every collective is told of.
+"""Collectives whose results go to memory that is there.
 
 `Communicator` has them beside those that make their results. What they are made of, messages and
 gathers, is an engine's; one that can do without a copy does.
@@ -6,28 +6,20 @@ gathers, is an engine's; one that can do without a copy does.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm import trace
-from shardwise.comm.arguments import as_piece_lists, as_tensors, check_tensor
+from shardwise.comm.arguments import as_piece_lists, as_tensors, check_tensor, dtype_and_shape
+from shardwise.comm.buffers import size_in_bytes
+from shardwise.comm.engine import Engine
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import check_reduction, is_summed_in_place, reduce_into
 from shardwise.errors import CollectiveError
 
-T = TypeVar("T")
 
-
-class InPlace(ABC):
+class InPlace(Engine):
     """What `Communicator` derives from, and explains."""
-
-    ranks: tuple[int, ...]
-    index: int
-    axes: tuple[str, ...]
-    size: int
 
     def all_gather_into(
         self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
@@ -52,7 +44,7 @@ class InPlace(ABC):
         if tuple(rows.shape) != wanted or not is_like_x or not rows.is_contiguous():
             raise CollectiveError(
                 f"all_gather_into(rows): expected {x.dtype} {wanted} on {x.device}, contiguous; "
-                f"got {described(rows)} on {rows.device}"
+                f"got {dtype_and_shape(rows)} on {rows.device}"
                 f"{'' if rows.is_contiguous() else ', not contiguous'}"
             )
         return self._traced(
@@ -163,51 +155,3 @@ class InPlace(ABC):
         """An engine that can do without the copy does."""
         gathered = self._start_all_gather(x.reshape(1, -1), 0, (1,) * self.size)
         return gathered.then(rows.copy_)
-
-    @abstractmethod
-    def _start_all_gather(
-        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
-    ) -> Pending[torch.Tensor]: ...
-
-    @abstractmethod
-    def _start_exchange(
-        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
-    ) -> Pending[None]: ...
-
-    # ---- telling the trace
-
-    def _traced(
-        self,
-        kind: str,
-        x: torch.Tensor | None,
-        received: int,
-        start: Callable[[], Pending[T]],
-    ) -> Pending[T]:
-        if not trace.listeners:
-            return start()
-        return trace.ending(self._tell(kind, x, received), start())
-
-    def _tell(self, kind: str, x: torch.Tensor | None, received: int) -> trace.Event | None:
-        if not trace.listeners:
-            return None
-        event = trace.Event(
-            rank=self.ranks[self.index],
-            kind=kind,
-            axes=self.axes,
-            ranks=self.ranks,
-            shape=() if x is None else tuple(x.shape),
-            dtype=None if x is None else x.dtype,
-            bytes=received,
-        )
-        trace.tell(event)
-        return event
-
-
-def size_in_bytes(x: torch.Tensor) -> int:
-    """The bytes of its elements."""
-    return x.numel() * x.itemsize
-
-
-def described(x: torch.Tensor) -> str:
-    """Its dtype and shape, for messages."""
-    return f"{x.dtype} {tuple(x.shape)}"

@@ -13,7 +13,6 @@ None of these is differentiable: gradients are the business of `shardwise.redist
 from __future__ import annotations
 
 import pickle
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,38 +28,18 @@ from shardwise.comm.arguments import (
     as_shapes,
     as_sizes,
     check_tensor,
+    dtype_and_shape,
     shown,
 )
-from shardwise.comm.in_place import InPlace, described, size_in_bytes
+from shardwise.comm.buffers import row_in_bytes, size_in_bytes
+from shardwise.comm.in_place import InPlace
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import check_reduction
 from shardwise.errors import CollectiveError
 
 
 class Communicator(InPlace):
-    """A way for some ranks to talk, seen by one of them.
-
-    Arguments:
-        ranks: the global ranks, in order.
-        index: where the calling rank stands among them.
-        axes: the names of the mesh axes they lie along, for messages and traces.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...] = ()) -> None:
-        self.ranks = ranks
-        self.index = index
-        self.axes = axes
-        self.size = len(ranks)
-
-    def __repr__(self) -> str:
-        over = f" over {'.'.join(self.axes)}" if self.axes else ""
-        among = f"{self.ranks[self.index]} of {shown(self.ranks)}"
-        return f"{type(self).__name__}(rank {among}{over})"
-
-    @property
-    def is_usable(self) -> bool:
-        """False once what it talks through has been destroyed."""
-        return True
+    """A way for some ranks to talk, seen by one of them; `shardwise.communicator` gives it."""
 
     # ---- reductions
 
@@ -118,7 +97,7 @@ class Communicator(InPlace):
                 f"reduce_scatter(sizes): expected a sum of {x.shape[dim]}, the length of dim {dim} "
                 f"of {tuple(x.shape)}; got {shown(lengths)}"
             )
-        own = _row_bytes(x, dim) * lengths[self.index]
+        own = row_in_bytes(x, dim) * lengths[self.index]
         return self._traced(
             "reduce_scatter",
             x,
@@ -152,7 +131,7 @@ class Communicator(InPlace):
                 f"all_gather(sizes): expected sizes[{self.index}] to be {x.shape[dim]}, the length "
                 f"of dim {dim} of this rank's {tuple(x.shape)}; got {shown(lengths)}"
             )
-        row = _row_bytes(x, dim)
+        row = row_in_bytes(x, dim)
         return self._traced(
             "all_gather",
             x,
@@ -234,8 +213,8 @@ class Communicator(InPlace):
             mine = sent[self.index]
             if mine.shape != like.shape or mine.dtype != like.dtype:
                 raise CollectiveError(
-                    f"scatter(like): expected {described(mine)}, the piece for this rank; "
-                    f"got {described(like)}"
+                    f"scatter(like): expected {dtype_and_shape(mine)}, the piece for this rank; "
+                    f"got {dtype_and_shape(like)}"
                 )
         received = 0 if source == self.index else size_in_bytes(like)
         return self._traced(
@@ -346,74 +325,3 @@ class Communicator(InPlace):
             event.bytes = sum(lengths) - len(data)
         gathered = self._start_gather_bytes(data, lengths)
         return trace.ending(event, gathered.then(lambda each: list(map(pickle.loads, each))))
-
-    # ---- what an engine does
-
-    @abstractmethod
-    def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]: ...
-
-    def _start_all_reduce_in_place(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
-        """An engine that can do without the copy does."""
-
-        def put(total: torch.Tensor) -> torch.Tensor:
-            x.detach().copy_(total)
-            return x
-
-        return self._start_all_reduce(x, op).then(put)
-
-    @abstractmethod
-    def _start_reduce_scatter(
-        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...], op: str
-    ) -> Pending[torch.Tensor]: ...
-
-    @abstractmethod
-    def _start_all_gather(
-        self, x: torch.Tensor, dim: int, sizes: tuple[int, ...]
-    ) -> Pending[torch.Tensor]: ...
-
-    @abstractmethod
-    def _start_all_to_all(
-        self, pieces: list[torch.Tensor], shapes: list[Shape]
-    ) -> Pending[list[torch.Tensor]]: ...
-
-    @abstractmethod
-    def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]: ...
-
-    @abstractmethod
-    def _start_scatter(
-        self, like: torch.Tensor, pieces: list[torch.Tensor] | None, source: int
-    ) -> Pending[torch.Tensor]: ...
-
-    @abstractmethod
-    def _start_gather(
-        self, x: torch.Tensor, shapes: list[Shape], destination: int
-    ) -> Pending[list[torch.Tensor] | None]: ...
-
-    @abstractmethod
-    def _start_exchange(
-        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
-    ) -> Pending[None]: ...
-
-    @abstractmethod
-    def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]: ...
-
-    @abstractmethod
-    def _start_recv(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]: ...
-
-    @abstractmethod
-    def _start_barrier(self) -> Pending[None]: ...
-
-    @abstractmethod
-    def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> Pending[list[bytes]]: ...
-
-    # ---- inside
-
-
-def copied(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy, which every engine's results are, however the input lies in memory."""
-    return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _row_bytes(x: torch.Tensor, dim: int) -> int:
-    """The bytes of a slice of length one along `dim`, also if `x` is empty there."""
-    return torch.Size((*x.shape[:dim], *x.shape[dim + 1 :])).numel() * x.itemsize

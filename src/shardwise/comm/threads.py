@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.arguments import Shape
-from shardwise.comm.interface import Communicator, copied
+from shardwise.comm.arguments import Shape, dtype_and_shape
+from shardwise.comm.buffers import copied
+from shardwise.comm.interface import Communicator
 from shardwise.comm.meeting import Call, Combine, MeetingPlace, user_line
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import reduce_contributions
@@ -211,7 +212,7 @@ class ThreadsWorld(World):
 
 
 def _described(x: torch.Tensor | None) -> str:
-    return "nothing" if x is None else f"{x.dtype} {tuple(x.shape)}"
+    return "nothing" if x is None else dtype_and_shape(x)
 
 
 def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:

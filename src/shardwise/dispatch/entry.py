@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.moving import Transfer, moved
+from shardwise.dispatch.moving import InputMove, moved
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, severed_by, wrap
@@ -76,7 +76,7 @@ class Entry:
         name: str,
         run: Callable[..., Any],
         tensors: list[Path],
-        moves: list[tuple[Path, Transfer]],
+        moves: list[tuple[Path, InputMove]],
         layouts: tuple[Layout, ...],
         *,
         plain: bool,

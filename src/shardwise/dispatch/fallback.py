@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch.entry import Entry, Path, mark_severed
-from shardwise.dispatch.moving import Transfer
+from shardwise.dispatch.moving import InputMove
 from shardwise.dispatch.state import state
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
@@ -32,7 +32,7 @@ class WholeEntry(Entry):
         name: str,
         run: Any,
         paths: list[Path],
-        moves: list[tuple[Path, Transfer]],
+        moves: list[tuple[Path, InputMove]],
         mesh: DeviceMesh,
     ) -> None:
         super().__init__(

@@ -28,7 +28,7 @@ _is_inference = torch._C.TensorBase.is_inference
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class InputMove:
     """How an input gets from how it lies to how a call needs it."""
 
     source: Layout
@@ -43,7 +43,7 @@ class Transfer:
     pieces, `slices` is None."""
     is_linear: bool
     """Whether it has a gradient."""
-    stages: tuple[Transfer, Transfer] | None
+    stages: tuple[InputMove, InputMove] | None
     """The same in two: the sum, which other uses can share, and what gradients need."""
     contributes: bool | None
     """Of a whole tensor that becomes pending: whether this rank gives it, and not zeros."""
@@ -55,18 +55,18 @@ class Transfer:
     """What it is kept under: without gradients, and with them."""
 
 
-def transfer(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Transfer:
-    """The transfer between two layouts, on this rank."""
+def input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> InputMove:
+    """The move between two layouts, on this rank."""
     is_linear = all(op in ("sum", "avg") for _, op in source.partial + target.partial)
     pair = make_pair(source, target, used_on)
     is_slice = _is_slice(source, target)
     slices = _slices(source, target) if is_slice else None
     stages = None
     if used_on and source.partial and target is source.relaid(partial={}):
-        stages = transfer(source, target, ()), transfer(target, target, used_on)
+        stages = input_move(source, target, ()), input_move(target, target, used_on)
     is_enter = source is target
     keys = (source, target, used_on, False), (source, target, used_on, True)
-    return Transfer(
+    return InputMove(
         source,
         target,
         used_on,
@@ -108,7 +108,7 @@ def _slices(source: Layout, target: Layout) -> tuple[slice, ...] | None:
     return None if after.is_empty else after.within(before).slices
 
 
-def moved(tensor: torch.Tensor, how: Transfer, operator: str) -> torch.Tensor:
+def moved(tensor: torch.Tensor, how: InputMove, operator: str) -> torch.Tensor:
     """The local tensor that a call needs, of an input that lies otherwise or needs an enter.
 
     Forward: the move. Backward: gradients of all uses are summed, then one move back.
@@ -184,7 +184,7 @@ def check_gradient(tensor: DTensor, what: str) -> None:
         )
 
 
-def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | None:
+def _own_part(tensor: torch.Tensor, how: InputMove) -> Pending[torch.Tensor] | None:
     """What a slice keeps, or what is contributed, if that is all there is to do.
 
     An alias, but no view of autograd's: as it may be kept for other uses, it must show what is
@@ -197,7 +197,7 @@ def _own_part(tensor: torch.Tensor, how: Transfer) -> Pending[torch.Tensor] | No
     return Pending.done(tensor.detach()[how.slices].detach())
 
 
-def _run(tensor: torch.Tensor, how: Transfer) -> torch.Tensor:
+def _run(tensor: torch.Tensor, how: InputMove) -> torch.Tensor:
     with torch.no_grad():
         return how.pair.forward.run(unwrap(tensor) if type(tensor) is DTensor else tensor)
 
@@ -221,7 +221,7 @@ class _Moves(dict[Any, Any]):
         return OrderedDict, ()  # which torch.load takes
 
 
-def _shared(tensor: Any, how: Transfer, needs_grad: bool) -> torch.Tensor | None:
+def _shared(tensor: Any, how: InputMove, needs_grad: bool) -> torch.Tensor | None:
     key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
     if needs_grad and _is_leaf(owner):
@@ -234,7 +234,7 @@ def _shared(tensor: Any, how: Transfer, needs_grad: bool) -> torch.Tensor | None
     return found[0]  # type: ignore[no-any-return]
 
 
-def _share(tensor: Any, how: Transfer, needs_grad: bool, result: torch.Tensor) -> None:
+def _share(tensor: Any, how: InputMove, needs_grad: bool, result: torch.Tensor) -> None:
     key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
     if not (needs_grad and _is_leaf(owner)):
@@ -268,7 +268,7 @@ def forget(tensor: DTensor) -> None:
 DTensor._forget_moves = forget  # type: ignore[assignment,method-assign]
 
 
-def _refuse_communication(how: Transfer, dtype: torch.dtype, operator: str) -> None:
+def _refuse_communication(how: InputMove, dtype: torch.dtype, operator: str) -> None:
     plan = plan_redistribute(how.source, how.target, dtype)
     if not any(step.communicates for step in plan.moves):
         return

@@ -27,7 +27,7 @@ from shardwise.dispatch.aside import (
 from shardwise.dispatch.entry import Entry, Path, get
 from shardwise.dispatch.fallback import WholeEntry
 from shardwise.dispatch.flowing import FlowEntry, flowing_paths
-from shardwise.dispatch.moving import Transfer, transfer
+from shardwise.dispatch.moving import InputMove, input_move
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.choose import Choice, choose
@@ -92,7 +92,7 @@ def _by_rule(
         run = lowered
     moves = [
         (paths[at], how)
-        for at, how in zip(order, _transfers(layouts, choice), strict=True)
+        for at, how in zip(order, _input_moves(layouts, choice), strict=True)
         if how is not None
     ]
     first = (
@@ -129,10 +129,10 @@ def _on_copies(func: Any) -> Callable[..., Any]:
     return run
 
 
-def _transfers(layouts: Sequence[Layout], choice: Choice) -> Iterator[Transfer | None]:
+def _input_moves(layouts: Sequence[Layout], choice: Choice) -> Iterator[InputMove | None]:
     for source, target, used_on in zip(layouts, choice.inputs, choice.used_on, strict=True):
         moves = source is not target or used_on
-        yield transfer(source, target, used_on) if moves else None
+        yield input_move(source, target, used_on) if moves else None
 
 
 # ---- how a rule fits the call
@@ -200,7 +200,7 @@ def _whole(
     for path, tensor in zip(paths, tensors, strict=True):
         source = layout_of(tensor, mesh)
         if not source.is_replicated:
-            moves.append((path, transfer(source, Layout(mesh, source.shape), ())))
+            moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
     return WholeEntry(name, func, paths, moves, mesh)
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from shardwise import world
 from shardwise.comm import Cause, trace
 from shardwise.comm.cause import acting
-from shardwise.dispatch.moving import moved, transfer
+from shardwise.dispatch.moving import input_move, moved
 from shardwise.dispatch.state import state
 from shardwise.export.autocast import Autocast
 from shardwise.export.modules import innermost
@@ -234,7 +234,7 @@ def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
 def as_piece(tensor: DTensor, layout: Layout) -> torch.Tensor:
     """A result that is being recorded, as a rank has it in a layout."""
     with as_local():  # as an operator would: it may have been moved there before
-        there = moved(tensor, transfer(tensor._layout, layout, ()), "output")
+        there = moved(tensor, input_move(tensor._layout, layout, ()), "output")
     piece = unwrap(there) if isinstance(there, DTensor) else there
     note_layout(node_of(piece), layout)
     return piece

@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.checks import as_int
 from shardwise.errors import LayoutError
-from shardwise.fsdp.context import joined
 from shardwise.fsdp.division import Division, is_dense, sharded_layout
 from shardwise.fsdp.errors import FSDPError
 from shardwise.fsdp.extension import Extension, extension_of, inner_names, values_of
@@ -25,6 +24,7 @@ from shardwise.fsdp.mesh_info import (
 from shardwise.fsdp.module import FSDPModule, swap_class
 from shardwise.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.settings import Settings
+from shardwise.fsdp.sharing import joined
 from shardwise.fsdp.slot import Slot, is_taken
 from shardwise.layout_checks import as_dim
 from shardwise.optimizers import note_averaged, note_left_alone, note_replaced

@@ -169,9 +169,7 @@ class Group:
         return args, kwargs, call
 
     def _begin(self) -> Context:
-        from shardwise.fsdp.context import context_of
-
-        context = self.context or context_of(self)
+        context = self._own_context()
         context.begin(self)
         return context
 
@@ -367,11 +365,14 @@ class Group:
 
     def ready_context(self) -> Context:
         """Its context, whose units hold what the modules have now."""
-        from shardwise.fsdp.context import context_of
-
-        context = self.context or context_of(self)
+        context = self._own_context()
         context.check()
         return context
+
+    def _own_context(self) -> Context:
+        from shardwise.fsdp.sharing import context_of
+
+        return self.context or context_of(self)
 
 
 def _is_of(call: Call, tensor: torch.Tensor) -> bool:

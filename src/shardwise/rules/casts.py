@@ -12,7 +12,7 @@ import torch
 
 from shardwise.dispatch.arguments import check_plain, check_target
 from shardwise.dispatch.entry import check_writable
-from shardwise.dispatch.moving import moved, transfer
+from shardwise.dispatch.moving import input_move, moved
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed, dispatched
 from shardwise.rules.pointwise import broadcast
@@ -193,7 +193,7 @@ def _moved(source: torch.Tensor, given: Layout, target: DTensor) -> torch.Tensor
     if given.partial and wanted.partial and not keeps_sums(target.dtype):
         # A contribution must not be rounded on its own.
         whole = given.relaid(partial={})
-        source, given = moved(source, transfer(given, whole, ()), "copy_"), whole
+        source, given = moved(source, input_move(given, whole, ()), "copy_"), whole
     if given is wanted:
         return source
-    return moved(source, transfer(given, wanted, ()), "copy_")
+    return moved(source, input_move(given, wanted, ()), "copy_")

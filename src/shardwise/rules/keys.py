@@ -15,7 +15,7 @@ import torch
 
 from shardwise.box import Range
 from shardwise.cut import count_below
-from shardwise.dispatch.moving import moved, transfer
+from shardwise.dispatch.moving import input_move, moved
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.spec import Dims, Here
@@ -355,5 +355,5 @@ def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
         return tensor
     layout = tensor._layout
     with as_local():
-        how = transfer(layout, Layout(layout.mesh, layout.shape), ())
+        how = input_move(layout, Layout(layout.mesh, layout.shape), ())
         return moved(tensor, how, name).as_subclass(torch.Tensor)

@@ -1,0 +1,65 @@
+"""Every layout that a tensor can have, and the DTensors of it; and the whole of such a tensor."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.pieces import check_dense
+from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.tensor import DTensor, wrap
+
+
+def layouts_of(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:
+    """Every layout a tensor can have on a mesh (of nested shards, two orders)."""
+    per_axis: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()))]
+    if tensor.is_floating_point() or tensor.is_complex():
+        per_axis.append(Partial())
+    found = [
+        Layout.from_placements(mesh, tensor.shape, placements)
+        for placements in itertools.product(per_axis, repeat=mesh.ndim)
+    ]
+    nested = [each for each in found if any(len(axes) > 1 for axes in each.shard_order)]
+    return found + [each.relaid(axes[::-1] for axes in each.shard_order) for each in nested]
+
+
+def piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's piece of a tensor that every rank has; contributions that add up to it."""
+    place = layout.mesh.get_coordinate()
+    assert place is not None, "every rank is on the mesh"
+    local = layout.piece_of(tensor, place).clone()
+    for axis, _ in layout.partial:
+        local = contribution(local, place[axis], layout.mesh.shape[axis])
+    return local
+
+
+def contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
+    """One of so many contributions: x is 2x - x + 0 + ..., exact in any order of adding up."""
+    if count == 1:
+        return total
+    finite = torch.isfinite(total)
+    others = total if at == 0 else torch.zeros_like(total)
+    return torch.where(finite, total * 2 if at == 0 else -total if at == 1 else others, others)
+
+
+def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
+    """A leaf in this layout, of a tensor that every rank has."""
+    check_dense("tensor", tensor)
+    result = wrap(piece(tensor.detach(), layout), layout)
+    result.requires_grad = tensor.requires_grad
+    return result
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A result as every rank has it; its piece must be what its layout says."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if tuple(local.shape) != tensor.layout.local_shape():
+        raise AssertionError(
+            f"the result says {tensor.layout!r}, but its piece has shape {tuple(local.shape)}"
+        )
+    return tensor.full_tensor()
