@@ -20,6 +20,7 @@ LAYERS: list[set[str]] = [
         "lineage",
         "placement",
         "mesh",
+        "mesh_text",
         "box",
         "cut",
         "layout_checks",
@@ -31,7 +32,7 @@ LAYERS: list[set[str]] = [
     {
         "agreement",
         "tensor",
-        "pieces",
+        "local_shards",
         "stored",
         "dispatch",
         "rules",

@@ -40,9 +40,9 @@ from shardwise.factories import (
 )
 from shardwise.launch import Workers, launch
 from shardwise.layout import Layout
+from shardwise.local_shards import piece_sizes
 from shardwise.mesh import DeviceMesh
 from shardwise.optimizers import OptimizerError
-from shardwise.pieces import piece_sizes
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.policy import PolicyError
 from shardwise.random_state import (

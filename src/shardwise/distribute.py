@@ -14,9 +14,9 @@ from shardwise.checks import as_int
 from shardwise.comm import communicator
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.local_shards import check_dense
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.optimizers import note_replaced
-from shardwise.pieces import check_dense
 from shardwise.placement import Partial, Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.tensor import DTensor, wrap

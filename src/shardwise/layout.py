@@ -32,7 +32,7 @@ from shardwise.placement import (
     Replicate,
     Shard,
     as_placement,
-    shard_in_pieces,
+    shard_of_cut,
 )
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def _placements(
     result: list[Placement | None] = [None] * mesh.ndim
     uses: list[tuple[int, Placement]] = []
     for dim, (axes, cut) in enumerate(zip(order, cuts, strict=True)):
-        shard = Shard(dim) if cut is None else shard_in_pieces(dim, cut)
+        shard = Shard(dim) if cut is None else shard_of_cut(dim, cut)
         uses += [(axis, shard) for axis in axes]
     uses += [(axis, Partial(op)) for axis, op in partial]
     for axis, placement in uses:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from shardwise import cut as cuts_of
 from shardwise.cut import Cut
 from shardwise.errors import LayoutError
@@ -74,3 +76,13 @@ def shown(
     return f"[{', '.join(dims)}]" + "".join(
         f" +{op}@{'.'.join(names)}" for op, names in pending.items()
     )
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """Such as `f32` or `i64`."""
+    name = str(dtype).removeprefix("torch.")
+    letters = name.rstrip("0123456789")
+    return _SHORT[letters] + name[len(letters) :] if letters in _SHORT else name

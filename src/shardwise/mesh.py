@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from shardwise import lineage, world
+from shardwise import lineage, mesh_text, world
 from shardwise.checks import as_device_type, as_int, as_mesh_shape, as_ranks, check_names
 from shardwise.errors import MeshError
 
@@ -177,6 +177,12 @@ class DeviceMesh:
         ascending = sorted(positions)
         order = [ascending.index(axis) for axis in positions]
         return tuple(map(int, block.transpose(order).flat))
+
+    def axes_shown(self) -> str:
+        """The names and sizes of the axes, for messages: `(dp=2, tp=4)`."""
+        names = self.mesh_dim_names or range(self.ndim)
+        pairs = zip(names, self.shape, strict=True)
+        return f"({', '.join(f'{name}={size}' for name, size in pairs)})"
 
     # ---- the calling rank
 
@@ -350,21 +356,7 @@ class DeviceMesh:
     # ---- as a value
 
     def __repr__(self) -> str:
-        names = "" if self.mesh_dim_names is None else f", {self.mesh_dim_names}"
-        named = names and f", mesh_dim_names={self.mesh_dim_names}"
-        ranks = self._ranks.tolist() if self._ranks.size <= 64 else "..."
-        if self.is_abstract:
-            if self._counts_from == 0:
-                device = "" if self.device_type == "cpu" else f", device_type={self.device_type!r}"
-                return f"DeviceMesh.abstract({self.shape}{names}{device})"
-            root, own = self.root, self.mesh_dim_names or ()
-            axes = root.mesh_dim_names or ()
-            if root is not self and all(name in axes for name in own) and root[own] is self:
-                return f"{root!r}[{', '.join(map(repr, own))}]"
-            return f"<abstract DeviceMesh({self.device_type!r}, {ranks}{named})>"
-        if self._counts_from == 0 and self._ranks.size == world.current(start=False).size:
-            return f"init_device_mesh({self.device_type!r}, {self.shape}{names})"
-        return f"DeviceMesh({self.device_type!r}, {ranks}{named})"
+        return mesh_text.shown(self)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: a DeviceMesh cannot be changed; make another")
@@ -391,12 +383,6 @@ class DeviceMesh:
     def _check(self, coordinate: Sequence[int]) -> None:
         if not self.has(coordinate):
             raise MeshError(f"coordinate: expected one within {self.shape}, got {coordinate!r}")
-
-    def axes_shown(self) -> str:
-        """The names and sizes of the axes, for messages: `(dp=2, tp=4)`."""
-        names = self.mesh_dim_names or range(self.ndim)
-        pairs = zip(names, self.shape, strict=True)
-        return f"({', '.join(f'{name}={size}' for name, size in pairs)})"
 
     def _own_coordinate(self) -> tuple[int, ...]:
         coordinate = self.get_coordinate()

@@ -123,7 +123,7 @@ def _least(values: int | Sequence[int]) -> int:
     return values if isinstance(values, int) else min(values)
 
 
-def shard_in_pieces(dim: int, cut: Cut) -> Shard:
+def shard_of_cut(dim: int, cut: Cut) -> Shard:
     """The placement of a dim that is cut so, as short as can be."""
     lengths, units = zip(*cut, strict=True)
     pieces: int | tuple[int, ...] | None = lengths

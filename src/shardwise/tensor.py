@@ -7,7 +7,6 @@ read off the layout is a plain property here, and every torch function goes thro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,17 @@ from shardwise import stored
 from shardwise.box import Box
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.layout_text import short_dtype
+from shardwise.local_shards import (
+    check_dense,
+    check_replicas,
+    check_shard,
+    found_layout,
+    global_stride,
+)
 from shardwise.mesh import DeviceMesh, as_mesh, unpickled
-from shardwise.pieces import check_dense, check_piece, check_replicas, found_layout
 from shardwise.placement import Placement, Replicate
-from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.moves import redistribute_local, relabelled
 from shardwise.redistribute.plan import dual
 
 if TYPE_CHECKING:
@@ -119,7 +125,7 @@ class DTensor(torch.Tensor):
             layout = found_layout(local_tensor, mesh, placements)
         else:
             layout = Layout.from_placements(mesh, shape, placements)
-            check_piece(local_tensor, layout)
+            check_shard(local_tensor, layout)
         if run_check:
             check_replicas(local_tensor, layout)
         back = dual(layout)
@@ -255,7 +261,9 @@ class DTensor(torch.Tensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, were it stored as its pieces are."""
-        strides = _global_stride(self) if _is_global() else _BASE.stride(self)
+        strides = locally(_BASE.stride, (), (self,))
+        if _is_global():
+            strides = global_stride(strides, self._layout)
         return strides if dim is None else strides[dim]
 
     @property
@@ -416,7 +424,7 @@ class DTensor(torch.Tensor):
 
 def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
     """A DTensor from its pickle."""
-    check_piece(local, layout)
+    check_shard(local, layout)
     result = wrap(local, layout)
     result.requires_grad = requires_grad
     if is_param:
@@ -453,16 +461,6 @@ def wrap_moved(tensor: DTensor, layout: Layout) -> DTensor:
     return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
 
 
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """Such as `f32` or `i64`."""
-    name = str(dtype).removeprefix("torch.")
-    letters = name.rstrip("0123456789")
-    return _SHORT[letters] + name[len(letters) :] if letters in _SHORT else name
-
-
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Wrap what a move gave, which is what went in if there was nothing to do."""
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
@@ -476,43 +474,6 @@ def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Seq
     raise LayoutError(
         f"placements: expected {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
     )
-
-
-class _Relabel(torch.autograd.Function):
-    """Forward: nothing. Backward: from the layout the gradient has to the one it should have."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
-        ctx.move = given, wanted
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return redistribute_local(gradients[0].contiguous(), *ctx.move), None, None
-
-
-def relabelled(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
-    """An alias whose gradient comes in one layout and goes on in another."""
-    if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
-        return local.view_as(local)
-    return _Relabel.apply(local, given, wanted)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _global_stride(tensor: DTensor) -> tuple[int, ...]:
-    with as_local():
-        local = tuple(_BASE.stride(tensor))
-    shape = tensor._layout.shape
-    if tensor._layout.is_replicated:
-        return local
-    sizes = tensor._layout.local_shape()
-    if 0 in sizes:
-        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    result = []
-    for stride in local:
-        inner = [dim for dim, other in enumerate(local) if 0 < other < stride and sizes[dim] > 1]
-        grown = stride * math.prod(shape[dim] for dim in inner)
-        result.append(grown // math.prod(sizes[dim] for dim in inner))
-    return tuple(result)
 
 
 # What a pickled DTensor is made of, so that torch.load takes it as it takes torch's own.

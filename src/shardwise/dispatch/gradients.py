@@ -15,10 +15,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwise.dispatch.moving import check_gradient
 from shardwise.errors import LayoutError
+from shardwise.redistribute.moves import relabelled
 from shardwise.redistribute.plan import dual
 from shardwise.rules.collectives import used
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, as_local, laid_out, relabelled, unwrap, wrap
+from shardwise.tensor import DTensor, as_local, laid_out, unwrap, wrap
 
 
 @handler(torch.Tensor.backward)

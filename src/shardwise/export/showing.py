@@ -19,7 +19,7 @@ from shardwise.export import notes
 from shardwise.export.cleaning import is_collective
 from shardwise.export.errors import ExportError
 from shardwise.export.modules import innermost
-from shardwise.tensor import short_dtype
+from shardwise.layout_text import short_dtype
 
 _WIDEST = 36
 """The most characters of an operator and its arguments."""

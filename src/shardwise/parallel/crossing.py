@@ -15,9 +15,9 @@ from shardwise.dispatch.arguments import check_same
 from shardwise.dispatch.state import state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.local_shards import check_shard, found_layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
-from shardwise.pieces import check_piece, found_layout
 from shardwise.placement import Placement, Shard
 from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
 from shardwise.tensor import DTensor, as_local, wrap
@@ -127,7 +127,7 @@ class PieceLayouts:
                 return found_layout(local, self._mesh, [self._placement])
             shape[-1] = self._features
         whole = Layout.from_placements(self._mesh, shape, [self._placement])
-        check_piece(local, whole)
+        check_shard(local, whole)
         if len(self._known) >= _MOST:
             self._known.clear()
         self._known[local.shape] = whole

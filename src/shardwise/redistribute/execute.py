@@ -19,7 +19,7 @@ from shardwise.comm.reduction import check_reduction, reduce_contributions
 from shardwise.cut import taken
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
-from shardwise.redistribute.in_pieces import in_order
+from shardwise.redistribute.cut_dims import in_order
 from shardwise.redistribute.overlap import Transfer, receives, sends
 from shardwise.redistribute.owners import Ownership
 from shardwise.redistribute.plan import Plan

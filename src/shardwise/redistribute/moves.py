@@ -266,6 +266,26 @@ def redistribute_local(
     return Pending(finish)
 
 
+def relabelled(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+    """An alias whose gradient comes in one layout and goes on in another."""
+    if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
+        return local.view_as(local)
+    return _Relabel.apply(local, given, wanted)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Relabel(torch.autograd.Function):
+    """Forward: nothing. Backward: from the layout the gradient has to the one it should have."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+        ctx.move = given, wanted
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return redistribute_local(gradients[0].contiguous(), *ctx.move), None, None
+
+
 def make_pair(
     src: Layout,
     dst: Layout,

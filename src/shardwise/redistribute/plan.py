@@ -24,7 +24,7 @@ from shardwise.redistribute.candidates import (
     rescaled,
 )
 from shardwise.redistribute.cost import Costs, as_costs
-from shardwise.redistribute.in_pieces import stages
+from shardwise.redistribute.cut_dims import stages
 from shardwise.redistribute.memory import peaks
 from shardwise.redistribute.search import as_steps, cheapest_chain
 from shardwise.redistribute.step import Step
@@ -169,7 +169,7 @@ def plan_redistribute(
         raise MemoryCapError(f"peak_bytes: expected a number of bytes, got {peak_bytes!r}")
     model = as_costs(costs, src.mesh.device_type)
     if src.is_cut or dst.is_cut:
-        return _plan_in_pieces(src, dst, dtype, peak_bytes, model, src.mesh.get_coordinate())
+        return _plan_cut(src, dst, dtype, peak_bytes, model, src.mesh.get_coordinate())
     return _plan(src, dst, dtype, peak_bytes, model)
 
 
@@ -219,7 +219,7 @@ def _plan(
 
 
 @lru_cache(maxsize=65536)
-def _plan_in_pieces(
+def _plan_cut(
     src: Layout,
     dst: Layout,
     dtype: torch.dtype,

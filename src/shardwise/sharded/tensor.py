@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise import stored
+from shardwise.layout_text import short_dtype
 from shardwise.mesh import DeviceMesh
 from shardwise.sharded import converting, moving, remote, saving
 from shardwise.sharded.building import (
@@ -30,7 +31,7 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.moving import Move
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import ShardingSpec, as_spec, metadata_of, summary
-from shardwise.tensor import DTensor, short_dtype
+from shardwise.tensor import DTensor
 
 
 class ShardedTensor(Copying):

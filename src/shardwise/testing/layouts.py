@@ -7,8 +7,8 @@ import itertools
 import torch
 
 from shardwise.layout import Layout
+from shardwise.local_shards import check_dense
 from shardwise.mesh import DeviceMesh
-from shardwise.pieces import check_dense
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, wrap
 

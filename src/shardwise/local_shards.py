@@ -1,4 +1,4 @@
-"""The pieces of a tensor that ranks bring: do they fit together, and to what global shape?"""
+"""The shards of a tensor that ranks bring: do they fit together, and to what global tensor?"""
 
 from __future__ import annotations
 
@@ -97,6 +97,22 @@ def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], t
     return found
 
 
+def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """The strides of the global tensor, were it stored as a shard with these strides is."""
+    shape = layout.shape
+    if layout.is_replicated:
+        return tuple(local)
+    sizes = layout.local_shape()
+    if 0 in sizes:
+        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    result = []
+    for stride in local:
+        inner = [dim for dim, other in enumerate(local) if 0 < other < stride and sizes[dim] > 1]
+        grown = stride * math.prod(shape[dim] for dim in inner)
+        result.append(grown // math.prod(sizes[dim] for dim in inner))
+    return tuple(result)
+
+
 def check_dense(argument: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that is sparse or nested: it has no pieces that a layout could tell of."""
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -104,7 +120,7 @@ def check_dense(argument: str, tensor: torch.Tensor) -> None:
         raise LayoutError(f"{argument}: expected a dense tensor, got {kind}; to_dense() it first")
 
 
-def check_piece(local: torch.Tensor, layout: Layout) -> None:
+def check_shard(local: torch.Tensor, layout: Layout) -> None:
     """Refuse a tensor that is not the piece this rank would hold."""
     place = layout.mesh.get_coordinate()
     if layout.mesh.is_abstract or place is None:
