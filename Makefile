@@ -13,7 +13,7 @@ ONLY ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench sweep exports docs clean
+.PHONY: help demo test lint bench sweep exports clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
@@ -38,9 +38,6 @@ sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage
 
 exports: $(STAMP) ## Try torch's own transformation of exported programs, and write it into docs/export.md
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m export_table --page
-
-docs: $(STAMP) ## Build the documentation
-	@echo "docs: nothing yet"
 
 clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -128,11 +128,11 @@ ENCODER_PLAN = {
 class Tied(nn.Module):
     """An embedding that is the output layer too, and a block between."""
 
-    def __init__(self):
+    def __init__(self, count=21):
         super().__init__()
-        self.embedding = nn.Embedding(21, 8)
+        self.embedding = nn.Embedding(count, 8)
         self.norm, self.block = nn.LayerNorm(8), MLP()
-        self.head = nn.Linear(8, 21, bias=False)
+        self.head = nn.Linear(8, count, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,41 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from export_cases import MLP, Attention, Tied
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from shardwise import Replicate, Shard
 from shardwise.examples.llama import Config, Llama
 from shardwise.parallel import ColwiseParallel, RowwiseParallel
-
-
-class MLP(nn.Module):
-    def __init__(self, hidden: int = 16):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
-
-
-class Attention(nn.Module):
-    def __init__(self, by_hand: bool):
-        super().__init__()
-        self.by_hand = by_hand
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x):
-        batch, length, _ = x.shape
-        q, k, v = (
-            each(x).view(batch, length, 4, 4).transpose(1, 2) for each in (self.q, self.k, self.v)
-        )
-        if self.by_hand:
-            hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-            scores = q @ k.transpose(-1, -2) / math.sqrt(4)
-            mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).reshape(batch, length, 16))
 
 
 class Fused(nn.Module):
@@ -65,20 +36,6 @@ class Multihead(nn.Module):
 
     def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Tied(nn.Module):
-    """An embedding that is the last layer too, with a block between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm, self.block = nn.Embedding(20, 8), nn.LayerNorm(8), MLP()
-        self.head = nn.Linear(8, 20, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        return self.head(x + self.block(self.norm(x)))
 
 
 class Image(nn.Module):
@@ -187,12 +144,12 @@ CASES: dict[str, Case] = {
     "MLP of 2-d inputs": Case(MLP, PAIR, x(6, 8)),
     "the same, styles as instances": Case(MLP, INSTANCES, x(6, 8)),
     "MLP of 3-d inputs": Case(MLP, PAIR, x(2, 3, 8)),
-    "a size that does not divide": Case(lambda: MLP(13), PAIR, x(2, 3, 8)),
+    "a size that does not divide": Case(lambda: MLP(hidden=13), PAIR, x(2, 3, 8)),
     "dynamic batch and sequence": Case(MLP, PAIR, x(4, 3, 8), dynamic=BATCH_AND_LENGTH),
-    "attention by hand": Case(lambda: Attention(True), HEADS, x(2, 5, 16)),
-    "scaled_dot_product_attention": Case(lambda: Attention(False), HEADS, x(2, 5, 16)),
+    "attention by hand": Case(Attention, HEADS, x(2, 5, 16)),
+    "scaled_dot_product_attention": Case(lambda: Attention(fused=True), HEADS, x(2, 5, 16)),
     "the same, dynamic": Case(
-        lambda: Attention(False), HEADS, x(2, 5, 16), dynamic=BATCH_AND_LENGTH
+        lambda: Attention(fused=True), HEADS, x(2, 5, 16), dynamic=BATCH_AND_LENGTH
     ),
     "fused queries, keys, values": Case(
         Fused, {"qkv": ColwiseParallel(pieces=3, unit=4), "o": RowwiseParallel}, x(2, 5, 16)
@@ -214,16 +171,16 @@ CASES: dict[str, Case] = {
         collectives=LLAMA_COLLECTIVES,
         theirs=LLAMA_UNTIED,
     ),
-    "a plan for a part": Case(Tied, BLOCK, tokens(2, 5)),
+    "a plan for a part": Case(lambda: Tied(20), BLOCK, tokens(2, 5)),
     "an embedding, tied": Case(
-        Tied,
+        lambda: Tied(20),
         {"embedding": RowwiseParallel, "head": ColwiseParallel, **BLOCK},
         tokens(2, 5),
         collectives=("all_reduce", "all_reduce", "all_gather_into_tensor"),
         theirs={"embedding": RowwiseParallel, **BLOCK},
     ),
     "a norm on split sequences": Case(
-        Tied,
+        lambda: Tied(20),
         {
             "norm": "sequence",
             "block.up": ColwiseParallel(input_layouts=Shard(1)),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Event, listen
@@ -58,3 +59,38 @@ def heard(mesh: sw.DeviceMesh, call: Callable[[], Any]) -> tuple[list[Event], An
     with listen(events.append):
         result = call()
     return [event for event in events if event.rank == mesh.get_rank()], result
+
+
+def with_zeros(*shape: int) -> torch.Tensor:
+    """`values` with two zeros in one column and one in another."""
+    x = values(*shape).detach().clone()
+    x[1, 1] = 0
+    x[3, 1] = 0
+    x[0, 2] = 0
+    return x.requires_grad_()
+
+
+def check_second_order(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """The gradient of the squares of the gradient, with dim 0 split over three ranks."""
+
+    def second(x: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad((gradient * gradient).sum(), x)
+        return again
+
+    def run(mesh: sw.DeviceMesh) -> torch.Tensor:
+        return second(in_layout(x, mesh, sw.Shard(0))).full_tensor()
+
+    for got in ranks(run, 3):
+        torch.testing.assert_close(got, second(x))
+
+
+def check_modules(modules: Sequence[nn.Module], x: torch.Tensor, dim: int) -> None:
+    """What modules make of a tensor that is split over four ranks is what they make of it whole."""
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        for module in modules:
+            made = module(in_layout(x, mesh, sw.Shard(dim))).full_tensor()
+            torch.testing.assert_close(made, module(x), rtol=1e-10, atol=1e-12)
+
+    ranks(run, 4)

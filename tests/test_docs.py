@@ -1,4 +1,8 @@
-"""The code blocks of docs/parallel.md, docs/fsdp.md and docs/sharded.md run on simulated ranks."""
+"""The code blocks of the guides run on simulated ranks.
+
+Those of docs/export.md need real ones (tests/multiprocess/test_export_docs_gloo.py), those of
+docs/hugging-face.md transformers (tests/test_transformers.py).
+"""
 
 import re
 from pathlib import Path
@@ -20,7 +24,14 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
+TRIED_ELSEWHERE = {"export.md", "hugging-face.md"}
+TRIED_HERE = {"dtensor.md", "fsdp.md", "parallel.md", "sharded.md"}
 BLOCKS = blocks("parallel.md")
+
+
+def test_there_is_no_page_whose_code_nobody_runs():
+    with_code = {page.name for page in DOCS.glob("*.md") if blocks(page.name)}
+    assert with_code == TRIED_HERE | TRIED_ELSEWHERE
 
 
 class Layer(nn.Module):
@@ -117,6 +128,34 @@ def test_the_blocks_on_styles():
 def test_every_block_of_the_page_is_python():
     for each in BLOCKS:
         compile(each, "docs/parallel.md", "exec")
+
+
+# ---- docs/dtensor.md: a tensor, one whose dim is made of pieces, an operator of the user's
+
+
+@torch.library.custom_op("mine::matmul", mutates_args=())
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+def test_the_guide_to_dtensors_runs():
+    first, pieces, own = blocks("dtensor.md")
+    whole, weight, x = torch.randn(4, 6), torch.randn(48, 32), torch.randn(5, 32)
+    names = {"sw": sw, "DTensor": sw.DTensor, "Shard": Shard, "Replicate": Replicate}
+
+    def run(mesh):
+        piece = whole.chunk(2)[mesh.get_local_rank("dp")]
+        known = names | {"mesh": mesh, "full": whole, "piece": piece}
+        exec(first, known)
+        assert torch.equal(known["x"].full_tensor(), whole)
+        known |= {"mesh": mesh["tp"], "weight": weight, "x": x, "F": nn.functional}
+        exec(pieces, known)
+        assert f"qkv.layout  # {known['qkv'].layout}\n" in pieces
+        torch.testing.assert_close(known["q"].full_tensor(), x @ weight[:24].T)
+        assert str(known["q"].unflatten(-1, (6, 4)).layout).endswith("(6/2)@tp, 4]")
+
+    on_ranks(run)
+    exec(own, {"sw": sw, "torch": torch})
 
 
 # ---- docs/fsdp.md: its blocks are one program

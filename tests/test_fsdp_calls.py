@@ -42,6 +42,18 @@ def of_its_own_output(model, x):
     return model.layers[1](model.layers[1](x)).square().mean() + mean_square(model, x)
 
 
+def check_step(step):
+    """A step gives every rank what it gives one process, and leaves nothing under way."""
+    plain = step(made(), batch())
+
+    def run(mesh):
+        model = step(shard_all(made(), mesh), mine(batch(), mesh))
+        assert_same(model, plain)
+        assert_at_rest(model)
+
+    on_ranks(run)
+
+
 @pytest.mark.parametrize("loss", [both_then_backward, three_then_backward, of_its_own_output])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_several_forwards_before_one_backward(loss, reshard):
@@ -59,14 +71,7 @@ def test_two_forwards_and_then_two_backwards(in_order):
             each.backward()
         return model
 
-    plain = step(made(), batch())
-
-    def run(mesh):
-        model = step(shard_all(made(), mesh), mine(batch(), mesh))
-        assert_same(model, plain)
-        assert_at_rest(model)
-
-    on_ranks(run)
+    check_step(step)
 
 
 class Repeats(nn.Module):
@@ -321,14 +326,7 @@ def test_a_childs_graph_made_before_the_roots_first_forward():
         (mean_square(model, x) + early.square().mean()).backward()
         return model
 
-    plain = step(made(), batch())
-
-    def run(mesh):
-        model = step(shard_all(made(), mesh), mine(batch(), mesh))
-        assert_same(model, plain)
-        assert_at_rest(model)
-
-    on_ranks(run)
+    check_step(step)
 
 
 class Outside(nn.Module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sharded_cases import shard_all
 from torch import nn
 
 import shardwise as sw
@@ -31,9 +32,7 @@ def test_ranks_that_give_back_the_head_at_different_times_gather_alike(width, re
         torch.manual_seed(0)
         model = Net(width)
         mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        shard_all(model, mesh, reshard_after_forward=reshard)
         for _ in range(2):
             model(torch.ones(1, width), is_scaled=mesh.get_rank() == 0).sum().backward()
         return model.head.bias.grad.full_tensor()
@@ -74,9 +73,7 @@ def test_large_gradients_meet_their_own_in_whichever_order_they_come(monkeypatch
     def run():
         model = made()
         mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_all(model, mesh, reshard_after_forward=None)
         model(torch.ones(1, 4), is_turned=mesh.get_rank() == 1).sum().backward()
         return [each.grad.full_tensor() for each in model.parameters()]
 
@@ -114,9 +111,7 @@ def test_groups_that_travel_with_used_ones_and_are_not_used_have_no_gradients():
     def run():
         model = Net(8)
         mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_all(model, mesh, reshard_after_forward=None)
         model(torch.ones(1, 8)).sum().backward()
         model.zero_grad()
         model.layers[1](torch.ones(1, 8)).sum().backward()
@@ -129,9 +124,7 @@ def test_gradients_that_were_accumulated_are_reduced_by_a_backward_that_does_not
     def run():
         model = Net(600)
         mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_all(model, mesh, reshard_after_forward=None)
         model.set_requires_gradient_sync(False)
         model(torch.ones(1, 600)).sum().backward()
         model.set_requires_gradient_sync(True)
@@ -151,9 +144,7 @@ def test_buffers_of_inference_serve_in_training():
     def run():
         model = Net(8)
         mesh = sw.init_device_mesh("cpu", (2,), ("dp",))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_all(model, mesh, reshard_after_forward=None)
         with torch.inference_mode():
             model(torch.ones(1, 8))
         model(torch.ones(1, 8)).sum().backward()

@@ -5,7 +5,6 @@ import doctest
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from torch.distributed.tensor import placement_types as theirs
 
 import shardwise.layout
@@ -26,7 +26,6 @@ from shardwise import (
     RankError,
     Replicate,
     Shard,
-    ShardwiseError,
     init_device_mesh,
     simulate,
 )
@@ -60,16 +59,6 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
     return product(*map(range, mesh.shape))
-
-
-@contextmanager
-def refused(*parts: str) -> Iterator[None]:
-    """The body raises our error, which is a ValueError and says all of `parts`."""
-    with pytest.raises(ShardwiseError) as caught:
-        yield
-    assert isinstance(caught.value, ValueError)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 # ---- what a rank holds

@@ -5,7 +5,6 @@ import doctest
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import product
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 import shardwise.mesh
 from shardwise import (
@@ -21,7 +21,6 @@ from shardwise import (
     Layout,
     MeshError,
     RankError,
-    ShardwiseError,
     communicator,
     init_device_mesh,
     simulate,
@@ -51,16 +50,6 @@ def on_six(question: Callable[[DeviceMesh], T]) -> list[T]:
 def on_eight(question: Callable[[DeviceMesh], T]) -> list[T]:
     """What each of eight ranks answers about [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]."""
     return simulate(lambda: question(init_device_mesh("cpu", (2, 2, 2), ("dp", "cp", "tp"))), 8)
-
-
-@contextmanager
-def refused(*parts: str) -> Iterator[None]:
-    """The body raises our error, which is a ValueError and says all of `parts`."""
-    with pytest.raises(ShardwiseError) as caught:
-        yield
-    assert isinstance(caught.value, ValueError)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 # ---- what a mesh is

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from export_styles import MLP, Attention, Tied, called, collectives
+from export_cases import MLP, Attention, Tied
+from export_styles import called, collectives
 from torch import nn
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -73,7 +74,7 @@ def test_a_style_may_be_a_class_an_instance_a_name_or_torchs_own(up, down):
 
 
 def test_programs_of_all_ranks_are_made_anywhere_and_have_the_same_collectives():
-    program = exported(MLP(13))
+    program = exported(MLP(hidden=13))
     made = [local(SPLIT, program, rank, 4) for rank in range(4)]
     assert [shapes(each)["up.weight"] for each in made] == [(4, 8), (4, 8), (4, 8), (1, 8)]
     assert torch.equal(
@@ -90,7 +91,7 @@ def test_a_program_for_one_rank_is_the_original():
 
 
 def test_patterns_name_many_modules():
-    program = torch.export.export(Attention(by_hand=False), (torch.randn(2, 5, 16),))
+    program = torch.export.export(Attention(fused=True), (torch.randn(2, 5, 16),))
     made = local({"[qkv]": "colwise", "o": "rowwise"}, program)
     assert [shapes(made)[f"{name}.weight"] for name in "qkvo"] == [(8, 16)] * 3 + [(16, 8)]
 
@@ -127,12 +128,12 @@ def test_an_input_is_moved_once_for_all_modules_that_take_it():
 
 def test_a_sequence_style_splits_the_dim_it_names():
     program = local(
-        {"norm": SequenceParallel(sequence_dim=0)}, exported(Tied(), torch.ones(4, 6).long())
+        {"norm": SequenceParallel(sequence_dim=0)}, exported(Tied(20), torch.ones(4, 6).long())
     )
     norm = next(node for node in program.graph.nodes if "norm.default" in str(node.target))
     assert norm.meta["layout"].placements == (Shard(0),)
     theirs = torch_styles.SequenceParallel(sequence_dim=0)
-    same = local({"norm": theirs}, exported(Tied(), torch.ones(4, 6).long()))
+    same = local({"norm": theirs}, exported(Tied(20), torch.ones(4, 6).long()))
     assert structure(same) == structure(program)
 
 
@@ -266,13 +267,13 @@ def test_what_is_no_program_is_refused():
 
 
 def test_styles_that_tear_a_tie_are_refused():
-    program = exported(Tied(), torch.ones(2, 3).long())
+    program = exported(Tied(20), torch.ones(2, 3).long())
     with pytest.raises(ExportError, match=r"they are one tensor.*embedding.weight.*head.weight"):
         local({"embedding": "colwise", "head": "colwise"}, program)
 
 
 def test_a_dynamic_dim_is_not_split():
-    program = exported(Tied(), torch.ones(2, 3).long(), dynamic_shapes=({1: Dim("length")},))
+    program = exported(Tied(20), torch.ones(2, 3).long(), dynamic_shapes=({1: Dim("length")},))
     with pytest.raises(ExportError, match=r"input of norm: dim 1 of .* is dynamic"):
         local({"norm": "sequence"}, program)
 
@@ -308,7 +309,7 @@ PLAN = {"block.up.*": {"tp": Shard(0)}, "block.down.weight": {"tp": Shard(1)}}
 
 
 def planned(plan, shape=(2,), axes=("tp",), model=None, **options):
-    program = exported(model or Tied(), torch.ones(4, 6).long(), **options)
+    program = exported(model or Tied(20), torch.ones(4, 6).long(), **options)
     return shard_program(program, DeviceMesh.abstract(shape, axes), {**PLAN, **plan})
 
 

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import values
+from rule_cases import check_second_order, values, with_zeros
 
 from shardwise import Shard, init_device_mesh, listen, simulate
 from shardwise.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
-
-
-def with_zeros(*shape: int) -> torch.Tensor:
-    x = values(*shape).detach().clone()
-    x[1, 1] = 0
-    x[3, 1] = 0
-    x[0, 2] = 0
-    return x.requires_grad_()
-
 
 X = values(5, 4)
 SMALL = values(2, 3)
@@ -70,17 +61,7 @@ def test_running_sums_have_the_dtype_that_is_asked_for():
 
 @pytest.mark.parametrize("function", [torch.cumprod, torch.logcumsumexp])
 def test_double_backward_along_a_split_dim(function):
-    def second(x: torch.Tensor) -> torch.Tensor:
-        (gradient,) = torch.autograd.grad(function(x, 0).sum(), x, create_graph=True)
-        (again,) = torch.autograd.grad((gradient * gradient).sum(), x)
-        return again
-
-    def run() -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (3,))
-        return second(distributed(X, Layout(mesh, (5, 4), {0: (0,)}))).full_tensor()
-
-    for got in simulate(run, 3):
-        torch.testing.assert_close(got, second(X))
+    check_second_order(lambda x: function(x, 0), X)
 
 
 @pytest.mark.parametrize("function", [torch.cummax, torch.cummin, torch.logcumsumexp])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from rule_cases import values
+from rule_cases import check_second_order, values
 
 from shardwise import Replicate, init_device_mesh, simulate
 from shardwise.layout import Layout
@@ -124,18 +124,7 @@ def test_there_is_no_largest_of_nothing():
 
 
 def test_the_gradient_of_the_gradient_of_max():
-    def second(x: torch.Tensor) -> torch.Tensor:
-        (gradient,) = torch.autograd.grad((x.max(0)[0] ** 3 + x.amax(0) ** 2).sum(), x,
-                                          create_graph=True)  # fmt: skip
-        (again,) = torch.autograd.grad((gradient * gradient).sum(), x)
-        return again
-
-    def run() -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (3,))
-        return second(distributed(X, Layout(mesh, (5, 4), {0: (0,)}))).full_tensor()
-
-    for got in simulate(run, 3):
-        torch.testing.assert_close(got, second(X))
+    check_second_order(lambda x: x.max(0)[0] ** 3 + x.amax(0) ** 2, X)
 
 
 def test_what_picks_by_rank_keeps_the_other_dims_split():

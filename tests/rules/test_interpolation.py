@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import in_layout, values
+from rule_cases import check_modules, in_layout, values
 from torch import nn
 
 import shardwise as sw
@@ -100,12 +100,4 @@ def test_affine_grid() -> None:
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_modules(dim: int) -> None:
     modules = [nn.Upsample(scale_factor=2), nn.UpsamplingBilinear2d(size=(7, 9))]
-    x = values(3, 4, 5, 5)
-
-    def run() -> None:
-        mesh = sw.init_device_mesh("cpu", (4,))
-        for module in modules:
-            made = module(in_layout(x, mesh, sw.Shard(dim))).full_tensor()
-            torch.testing.assert_close(made, module(x), rtol=1e-10, atol=1e-12)
-
-    sw.simulate(run, 4)
+    check_modules(modules, values(3, 4, 5, 5), dim)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import in_layout, values
+from rule_cases import check_modules, in_layout, values
 from torch import nn
 
 import shardwise as sw
@@ -147,15 +147,7 @@ def test_fractional() -> None:
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_modules(dim: int) -> None:
     modules = [nn.MaxPool2d(2), nn.AvgPool2d(3, 1), nn.LPPool2d(2, 2), nn.AdaptiveMaxPool2d(3)]
-    x = values(3, 4, 6, 6)
-
-    def run() -> None:
-        mesh = sw.init_device_mesh("cpu", (4,))
-        for module in modules:
-            made = module(in_layout(x, mesh, sw.Shard(dim))).full_tensor()
-            torch.testing.assert_close(made, module(x), rtol=1e-10, atol=1e-12)
-
-    sw.simulate(run, 4)
+    check_modules(modules, values(3, 4, 6, 6), dim)
 
 
 @pytest.mark.parametrize("space", [1, 2, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import heard, in_layout, ranks, values
+from rule_cases import heard, in_layout, ranks, values, with_zeros
 
 from shardwise import DeviceMesh, DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.layout import Layout
@@ -14,14 +14,6 @@ from shardwise.testing import Sample, check_rule, distributed
 def with_nan(*shape: int) -> torch.Tensor:
     x = values(*shape).detach().clone()
     x.view(-1)[::3] = float("nan")
-    return x.requires_grad_()
-
-
-def with_zeros(*shape: int) -> torch.Tensor:
-    x = values(*shape).detach().clone()
-    x[1, 1] = 0
-    x[3, 1] = 0
-    x[0, 2] = 0
     return x.requires_grad_()
 
 
