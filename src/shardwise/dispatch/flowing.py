@@ -36,9 +36,11 @@ class FlowEntry(Entry):
             severed=made.severed,
         )
         self.flowing = tuple(flowing)
+        """Where the inputs stand whose pending sums flow through."""
         places = [path[0] for path in flowing if len(path) == 1 and type(path[0]) is int]
         self.few = (places[0], places[-1]) if len(flowing) == len(places) <= 2 else None
-        """The same, where they are one or two of the positional arguments."""
+        """The first and the last of these, if they are one or two positional arguments: a quick
+        way to see that no sum was made."""
         self.plan = plan
         self.others: dict[Any, Entry | None] = {}
         """The same call with made sums in place of pending ones, by how these lie (None for one

@@ -58,7 +58,7 @@ class Context:
         self.in_backward = False
         self.is_last_backward = True
         self._task = -1
-        """The backward of autograd that is under way."""
+        """The id of autograd's backward that is under way; -1 if none is."""
         self._makes_graph = False
         """Whether that can be differentiated itself (`create_graph=True`): what it has saved of
         gathered parameters must stay until the end of a backward that cannot."""
@@ -255,7 +255,7 @@ class Context:
                 return
 
     def _drop_gathers(self) -> None:
-        """Of what was gathered for nothing; they must be over before shards may change."""
+        """Wait for gathers that nobody has used: they must be over before shards may change."""
         for unit in self.units:
             if unit.gather is not None:
                 unit.gather.drop(unit)

@@ -66,7 +66,7 @@ class FSDPModule(_Base):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also of gradients that are accumulated and not reduced yet."""
+        """As `nn.Module.zero_grad`; gradients that are accumulated and not reduced yet go too."""
         with ExitStack() as stack:
             for group in self._groups(recurse=True):
                 stack.enter_context(group.with_shards())
@@ -75,7 +75,7 @@ class FSDPModule(_Base):
             super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of DTensors, even if the parameters are gathered now."""
+        """As `nn.Module.state_dict`: shards, as DTensors, also while parameters are gathered."""
         with self._fsdp_group.with_shards():
             return super().state_dict(*args, **kwargs)
 

@@ -93,7 +93,7 @@ def _copies_to_all_reduce(op: str, dtype: torch.dtype) -> int:
 
 
 def _besides_packed(step: Step, after: Sizes) -> Sizes:
-    """Of an exchange that packs what it sends, and puts what it gets in its place."""
+    """What an exchange holds that packs what it sends, and puts what it gets in its place."""
     moved = received(step.source, step.target)
     goes_as_it_is = (_copies(step) == 1) & (tiles(step.target, step.source) <= 1)
     sent = np.where(goes_as_it_is & _keeps_rows(step.source, step.target), 0, _sent(step))
@@ -102,14 +102,14 @@ def _besides_packed(step: Step, after: Sizes) -> Sizes:
 
 
 def _besides_cross_input(step: Step) -> int:
-    """Of an exchange between two meshes; the ranks that hold a piece share the sending."""
+    """What an exchange between two meshes holds; ranks that hold the same share the sending."""
     source, target = step.source.mesh, step.target.mesh
     sent = math.ceil(step.mean_received * target.size() / source.size())
     return step.received + sent + busiest(volume(step.target))
 
 
 def _besides_contributions(step: Step, after: Sizes) -> Sizes:
-    """Of a reduce-exchange: contributions, what is reduced of them, and what others reduced."""
+    """What a reduce-exchange holds: contributions, what this rank makes of them, what others do."""
     roles = Roles(step.source, step.target)
     first, second = rounds(step.source, step.target, roles)
     free = frozenset({*roles.ending, *roles.split})

@@ -131,7 +131,7 @@ def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
 
 
 def _splitting(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[Way]:
-    """As a dim of an input is split, with its pieces if it may keep them; and without."""
+    """Ways to split a factor as a dim of an input is: keeping its cut if it may, and without."""
     cut, size = layout.cuts[dim], layout.shape[dim]
     if cut is not None and _may_be_cut(spec, factor):
         yield Way(factor, cut=cut, size=size)
@@ -139,7 +139,7 @@ def _splitting(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[Wa
 
 
 def _exchanging(spec: Spec, dims: Dims, layout: Layout, axis: int) -> Iterator[Way]:
-    """Along another dim of an input, as the one that is split must be whole."""
+    """Ways that put an axis on another dim of an input, as the one it splits must be whole."""
     sizes = layout.mesh.shape
     for factor, size, axes in zip(dims, layout.shape, layout.shard_order, strict=True):
         pieces = sizes[axis] * math.prod(sizes[each] for each in axes)
@@ -177,8 +177,8 @@ def _made(
 
 
 class _TornError(Exception):
-    """A cut that would have to be between indices, or within a unit; or a pending reduction that
-    would have to become another."""
+    """What cannot be: a boundary that is no whole index or within a unit; a pending reduction that
+    becomes another, as a maximum a sum."""
 
 
 class _Cuts:
@@ -203,13 +203,13 @@ class _Cuts:
                 self.given.setdefault(way.factor, (cut, way.size))
 
     def of_inputs(self, dims: Dims, shape: Sequence[int]) -> tuple[Cut | None, ...] | None:
-        """Those of an input's dims."""
+        """The cut of each dim of an input; None if no input has one to heed."""
         if not self.given:
             return None
         return tuple(map(self._scaled, dims, shape))
 
     def of_output(self, number: int, dims: Dims, shape: Sequence[int]) -> dict[int, Cut | None]:
-        """Those of a result's dims."""
+        """The cuts of a result's dims, by dim."""
         found = {}
         for dim, (factor, size) in enumerate(zip(dims, shape, strict=True)):
             if factor not in self.given:
