@@ -97,7 +97,8 @@ def measure(shape: tuple[int, int], rounds: int) -> list[tuple[str, dict[str, An
         lambda: their_tensor.gather(0, out),
         size * 3 / RANKS,
     )
-    # Each rank looks up rows of its own and gets those, as torch's does.
+    # Each rank looks up rows of its own and gets those, as torch's does: of the large table from
+    # those who have them, each once; the small one is less than what is looked up, and travels.
     indices = torch.randint(shape[0], (512,), generator=torch.Generator().manual_seed(rank))
     batch = sw.DTensor.from_local(indices, sw.init_device_mesh("cpu", (RANKS,)), [sw.Shard(0)])
 

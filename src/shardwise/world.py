@@ -26,6 +26,8 @@ class World(ABC):
 
     is_simulated = False
     """Whether the ranks are threads of one process."""
+    carries_values = True
+    """Whether tensors have values, and collectives are run."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

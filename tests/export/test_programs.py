@@ -125,6 +125,16 @@ def test_placements_of_inputs_may_be_for_all_unless_one_has_the_name_of_the_axis
         assert [node.meta["val"].shape for node in inputs] == shapes
 
 
+def test_a_program_sends_nothing_whose_size_depends_on_values():
+    """Where eager mode asks owners for the rows that indices name."""
+    indices = torch.arange(200)
+    original = torch.export.export(torch.nn.Embedding(1000, 1000), (indices,))
+    mesh = sw.DeviceMesh.abstract((2,), ("tp",))
+    made = shard_program(original, mesh, {"weight": [Shard(0)]}, input_placements=[[Shard(0)]])
+    called = " ".join(str(node.target) for node in made.graph.nodes)
+    assert "all_gather" in called and "all_to_all" not in called
+
+
 EAGER = ["attention by hand", "sdpa", "fused qkv", "multihead", "encoder", "tied", "image"]
 
 

@@ -57,3 +57,33 @@ def test_a_lookup_and_both_halves_of_an_mlp_have_the_gradients_of_one_process(
     expected = torch.cat([each.grad.flatten() for each in (table, up, down)])
     for result in workers4.run(trained):
         torch.testing.assert_close(result, expected)
+
+
+def own_rows() -> Any:
+    """Rows of a large table by each rank's own indices, which some ranks have none of."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    table = chunks(0, 0, 1, 2, 3).shard(torch.arange(3e5).view(3000, 100).requires_grad_())
+    batch = sw.distribute_tensor(torch.arange(0, 2700, 3).view(3, 300), mesh, [sw.Shard(0)])
+    events: list[sw.Event] = []
+    with sw.listen(events.append):
+        rows = F.embedding(batch, table)
+    rows.square().sum().backward()
+    wrong = torch.zeros(3, 300, dtype=torch.long)
+    wrong[-1, -1] = 3000  # of one rank
+    try:
+        F.embedding(sw.distribute_tensor(wrong, mesh, [sw.Shard(0)]), table)
+    except IndexError as error:
+        refused = str(error)
+    return [each.kind for each in events], rows.full_tensor(), table.grad.full_tensor(), refused
+
+
+def test_ranks_ask_each_other_for_the_rows_of_their_own_indices(workers4: sw.Workers) -> None:
+    table = torch.arange(3e5).view(3000, 100).requires_grad_()
+    expected = F.embedding(torch.arange(0, 2700, 3).view(3, 300), table)
+    expected.square().sum().backward()
+    results = workers4.run(own_rows)
+    for kinds, rows, gradient, refused in results:
+        assert kinds == ["all_to_all"] * 3
+        torch.testing.assert_close(rows, expected.detach())
+        torch.testing.assert_close(gradient, table.grad)
+        assert refused == results[0][3] and "from 0 to 2999" in refused

@@ -85,6 +85,24 @@ def test_each_rank_looks_up_its_part_of_a_batch(lookup: Any, count: int) -> None
             torch.testing.assert_close(grown, table.grad, msg=name)
 
 
+@pytest.mark.parametrize("how", ["one rank", "rows in turns"])
+def test_rows_of_ones_own_part_come_from_those_who_have_them(how: str) -> None:
+    batch = torch.arange(14).view(7, 2) % 5
+
+    def run() -> list[int]:
+        mine = sw.distribute_tensor(batch, sw.init_device_mesh("cpu", (2,)), [Shard(0)])
+        table = odd(2)[how].shard(X.detach())
+        heard: list[Any] = []
+        with sw.listen(heard.append):
+            F.embedding(mine, table)
+        assert {event.kind for event in heard} == {"all_to_all"}
+        return sum(event.bytes for event in heard if event.rank == table._group.rank)
+
+    # Each rank needs all five rows: one number for the other, an index of 8 bytes and a row of 32
+    # for each that the other has.
+    assert sum(on_ranks(run, 2)) == 2 * 8 + 5 * (8 + 32)
+
+
 def test_no_lookup_moves_the_table() -> None:
     size = 1000
 

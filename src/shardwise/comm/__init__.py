@@ -24,7 +24,15 @@ from shardwise.mesh import Axis, DeviceMesh, as_mesh
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-__all__ = ["Cause", "Communicator", "Event", "Pending", "communicator", "listen"]
+__all__ = [
+    "Cause",
+    "Communicator",
+    "Event",
+    "Pending",
+    "carries_values",
+    "communicator",
+    "listen",
+]
 
 world.provide(process_world)
 
@@ -79,6 +87,12 @@ def communicator(
                 found = _made(here, mesh, positions, channel)
                 here.communicators[key] = found
     return found
+
+
+def carries_values(mesh: DeviceMesh) -> bool:
+    """Whether tensors on a mesh have values, on which it may depend what is sent: not on an
+    abstract mesh, nor where collectives are only written down."""
+    return not mesh.is_abstract and mesh.device_type != "meta" and world.current().carries_values
 
 
 def _made(

@@ -32,6 +32,8 @@ GroupName = Callable[[tuple[int, ...]], str]
 class RecordingWorld(World):
     """One rank of a program that is being made."""
 
+    carries_values = False
+
     def __init__(self, rank: int, size: int, name_of: GroupName | None = None) -> None:
         super().__init__(rank, size)
         self._name_of = name_of or (lambda ranks: group_name(ranks, size))

@@ -1,21 +1,23 @@
 """The choice of how to split a call: the least communication for the inputs as they lie.
 
-For each axis of the mesh a call either splits one factor, or lets pending sums flow through its
-linear inputs, or has everything whole. Only what some input already does on that axis is
-considered, so a layout never comes from nowhere; but where an input is split along a dim that must
-be whole, the axis may go to another dim of it: an exchange in place of a gather. The choice is a
-function of layouts and of the rule alone: all ranks make the same.
+For each axis of the mesh a call either splits one factor (or two, if its lowering can exchange what
+then lies apart), or lets pending sums flow through its linear inputs, or has everything whole. Only
+what some input already does on that axis is considered, so a layout never comes from nowhere; but
+where an input is split along a dim that must be whole, the axis may go to another dim of it: an
+exchange in place of a gather. The choice is a function of layouts and of the rule alone: all ranks
+make the same. What a lowering moves itself counts if the rule says how much that is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple
 
 from shardwise import cut as cuts_of
+from shardwise.comm import carries_values
 from shardwise.cut import Cut
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
@@ -30,12 +32,19 @@ class Way(NamedTuple):
     """What a call does on one axis: split a factor, let a pending reduction flow, or neither."""
 
     factor: str | None = None
+    also: str | None = None
+    """A factor that it splits too, of those that no result has."""
     flow: tuple[int, ...] | None = None
     op: str = "sum"
     cut: Cut | None = None
     """The pieces of the factor's dim, if it is cut."""
     size: int | None = None
     """Of the dim that the cut is of, or that others are scaled to."""
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """All that are split."""
+        return tuple(each for each in (self.factor, self.also) if each is not None)
 
 
 WHOLE = Way()
@@ -106,7 +115,7 @@ def _reduction(layout: Layout) -> float:
 
 def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
     """What can be done on an axis, in a fixed order, the inputs' own ways first."""
-    seen: set[Way] = set()
+    seen: dict[Way, None] = {}  # in the order in which they were found
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
         for dim, (factor, axes) in enumerate(zip(dims, layout.shard_order, strict=True)):
             if axis not in axes:
@@ -117,17 +126,30 @@ def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
                 found = _exchanging(spec, dims, layout, axis)
             for way in found:
                 if way not in seen:
-                    seen.add(way)
+                    seen[way] = None
                     yield way
         for pending, op in layout.partial:
             if pending != axis or op not in ("sum", "avg"):
                 continue
             for flow in spec.linear:
-                way = Way(None, tuple(flow), op)
+                way = Way(flow=tuple(flow), op=op)
                 if position in flow and way not in seen:
-                    seen.add(way)
+                    seen[way] = None
                     yield way
+    if spec.together and carries_values(layouts[0].mesh):
+        yield from _together(spec, layouts, axis, seen)
     yield WHOLE
+
+
+def _together(
+    spec: Spec, layouts: Sequence[Layout], axis: int, found: Collection[Way]
+) -> Iterator[Way]:
+    """Two factors at once, both of which inputs split along this axis."""
+    for factor, also in spec.together:
+        if any(way.factor == also for way in found):
+            for way in found:
+                if way.factor == factor:
+                    yield way._replace(also=also)
 
 
 def _splitting(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[Way]:
@@ -163,8 +185,8 @@ def _made(
 ) -> Choice | None:
     splits: dict[str, tuple[int, ...]] = {}
     for axis, way in enumerate(ways):
-        if way.factor is not None:
-            splits[way.factor] = (*splits.get(way.factor, ()), axis)
+        for each in way.factors:
+            splits[each] = (*splits.get(each, ()), axis)
     for factor, axes in splits.items():
         if len(axes) > 1:
             splits[factor] = _ordered(spec, layouts, factor, axes)
@@ -255,7 +277,7 @@ def _choice(
                     pending.append((axis, way.op))
                 elif mesh.shape[axis] > 1:
                     beside.append(axis)
-            elif way.factor is not None and way.factor not in dims:
+            elif way.factor is not None and not any(each in dims for each in way.factors):
                 if position in spec.additive and spec.reduces.get(way.factor) == "sum":
                     pending.append((axis, "sum"))
                 elif mesh.shape[axis] > 1:
@@ -268,8 +290,12 @@ def _choice(
         _output(spec, mesh, out, splits, ways, cuts.of_output(number, out.dims, out.shape))
         for number, out in enumerate(spec.outputs)
     )
+    here = Here(mesh, splits, tuple(targets), outputs)
     seconds = sum(map(estimate, layouts, targets))
-    return Choice(Here(mesh, splits, tuple(targets), outputs), tuple(used), seconds)
+    if spec.moves is not None:
+        collectives, elements = spec.moves(here)
+        seconds += collectives * _SECONDS_PER_COLLECTIVE + elements * _SECONDS_PER_ELEMENT
+    return Choice(here, tuple(used), seconds)
 
 
 def _check_pending(layout: Layout, wanted: Sequence[tuple[int, str]]) -> None:

@@ -1,17 +1,20 @@
 """Embeddings: lookups of rows of a weight; and one_hot, their counterpart.
 
 Indices and features are free. Of a split vocabulary each rank looks up what it holds, and zeros for
-the rest: pending a sum.
+the rest: pending a sum. Where indices are split along the same axis, ranks ask each other for rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from shardwise.layout import Layout
+from shardwise.rules.asking import Answer, Table, rows_of
 from shardwise.rules.calls import Function, composed
 from shardwise.rules.collectives import extreme
 from shardwise.rules.dims import given
@@ -20,6 +23,7 @@ from shardwise.rules.keys import whole
 from shardwise.rules.padding import with_a_row
 from shardwise.rules.pointwise import tensors_among
 from shardwise.rules.registry import Aten, rule
+from shardwise.rules.rows import refuse_if_explicit
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 from shardwise.tensor import DTensor, as_local, unwrap
 
@@ -85,7 +89,7 @@ def _embedding(
 
     def lower(here: Here) -> Callable[..., Any]:
         layout = here.inputs[weight_at]
-        is_split = bool(here.axes("vocabulary"))
+        find = _finder(here, layout, picks, padding)
         refuses = sparse and bool(here.splits)
 
         def lookup(weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -94,19 +98,13 @@ def _embedding(
                     f"embedding: a sparse gradient cannot lie as the weight does, {layout!r}; "
                     "use sparse=False, or a weight that is whole on every rank"
                 )
-            if not indices.numel() and not sparse:
-                # Of no indices torch's own has no second derivative, and other ranks have some.
-                nothing = weight.index_select(0, indices.flatten())
-                return nothing.view(*indices.shape, weight.size(1))
-            if not is_split:
-                return torch.embedding(weight, indices, padding, by_frequency, sparse)
-            found, inside = located(indices, layout, 0, wraps=False)
-            weight = with_a_row(weight, 0)
-            here_padding = padding - layout.range(0)[0]
-            if not (padding >= 0 and 0 <= here_padding < weight.size(0)):
-                here_padding = -1
-            result = torch.embedding(weight, found, here_padding)
-            return result.masked_fill(~inside.unsqueeze(-1), 0)
+            if find is None:
+                if by_frequency or sparse:
+                    return torch.embedding(weight, indices, padding, by_frequency, sparse)
+                return rows_of(weight, indices, padding)
+            weight, found, inside, padding_here = find(weight, indices)
+            result = rows_of(weight, found, padding_here)
+            return result if inside is None else result.masked_fill(~inside.unsqueeze(-1), 0)
 
         return call(lookup)  # type: ignore[no-any-return]
 
@@ -116,10 +114,66 @@ def _embedding(
         inputs[::-1] if weight_at else inputs,
         [Out((*picks, rows[1]), shape)],
         reduces={"vocabulary": "sum"},
+        together=_together(picks),
+        moves=lambda here: _moves(here, picks, here.inputs[1 - weight_at], here.inputs[weight_at]),
         linear=[(weight_at,)],
         lower=lower,
         positions=("vocabulary",),
     )
+
+
+def _together(picks: Dims) -> list[tuple[str, str]]:
+    """An axis that splits the vocabulary may split indices too."""
+    return [(each, "vocabulary") for each in picks if each is not None]
+
+
+def _asking(here: Here, picks: Dims) -> tuple[int, ...]:
+    """The axes along which ranks ask each other for rows: each has its own, and indices too."""
+    return tuple(axis for axis in here.axes("vocabulary") if axis in here.axes(*picks))
+
+
+def _moves(here: Here, picks: Dims, indices: Layout, weight: Layout) -> tuple[int, float]:
+    """What asking takes: numbers, indices and rows."""
+
+    def count(axes: Iterable[int]) -> int:
+        return math.prod(here.mesh.shape[axis] for axis in axes)
+
+    axes = _asking(here, picks)
+    if not axes:
+        return 0, 0.0
+    rows = indices.numel / count(here.axes(*picks))
+    rows *= count(axes) / count(here.axes("vocabulary"))  # others have the rest
+    features = weight.shape[1] / count(weight.shard_order[1])
+    return 3, rows * (1 - 1 / count(axes)) * (1 + features)
+
+
+def _finder(
+    here: Here, layout: Layout, picks: Dims, padding: int = -1
+) -> Callable[[torch.Tensor, torch.Tensor], Answer] | None:
+    """How to find rows of a weight that lies so; None if its rows are not split.
+
+    Arguments:
+        padding: a row that gets no gradient.
+    """
+    if not here.axes("vocabulary"):
+        return None
+    axes = _asking(here, picks)
+    if axes:
+        table = Table.of(layout, axes, padding)
+
+        def ask(weight: torch.Tensor, indices: torch.Tensor) -> Answer:
+            refuse_if_explicit("embedding", here.mesh, axes)
+            return table.ask(weight, indices)
+
+        return ask
+    start, stop = layout.range(0)
+    padding = padding - start if start <= padding < stop else -1
+
+    def locate(weight: torch.Tensor, indices: torch.Tensor) -> Answer:
+        found, inside = located(indices, layout, 0, wraps=False)
+        return Answer(with_a_row(weight, 0), found, inside, padding)
+
+    return locate
 
 
 @composed("embedding_renorm_")
@@ -177,7 +231,7 @@ def embedding_bag(
     def lower(here: Here) -> Callable[..., Any] | None:
         if not here.axes("vocabulary", "picks"):
             return None
-        layout = here.inputs[1]
+        find = _finder(here, here.inputs[1], picks)
 
         def run(
             input: torch.Tensor,
@@ -188,7 +242,11 @@ def embedding_bag(
             **kwargs: Any,
         ) -> torch.Tensor:
             scale = next(iter(tensors_among(*args)), per_sample_weights)
-            found, inside = located(input, layout, 0, wraps=False)
+            found, inside = input, None
+            if find is not None:
+                weight, found, inside, _ = find(weight, input)
+            if inside is None:
+                inside = torch.ones_like(input, dtype=torch.bool)
             if padding is not None:
                 inside = inside & (input != padding)
             scale = inside.to(weight.dtype) if scale is None else scale.masked_fill(~inside, 0)
@@ -199,7 +257,7 @@ def embedding_bag(
                 found, scale = with_a_row(found, 1), with_a_row(scale, 1)
             result = F.embedding_bag(
                 found,
-                with_a_row(weight, 0),
+                weight,
                 offsets,
                 mode="sum",
                 per_sample_weights=scale,
@@ -211,9 +269,16 @@ def embedding_bag(
 
     out = Out((picks[0] if len(picks) == 2 else None, "features"), (bags, weight.size(1)))
     reduces = {"vocabulary": "sum", "picks": "sum"} if adds else {}
-    linear = [(1,)] if mode != "max" else ()
-    positions = ("vocabulary",)
-    return Spec(inputs, [out], reduces=reduces, linear=linear, lower=lower, positions=positions)
+    return Spec(
+        inputs,
+        [out],
+        reduces=reduces,
+        together=_together(picks[:1]) if adds else (),
+        moves=lambda here: _moves(here, picks, here.inputs[0], here.inputs[1]),
+        linear=[(1,)] if mode != "max" else (),
+        lower=lower,
+        positions=("vocabulary",),
+    )
 
 
 def _bag_sizes(kept: torch.Tensor, offsets: torch.Tensor | None, bags: int) -> torch.Tensor:

@@ -63,11 +63,16 @@ def located(
 def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:
     """Refuse indices that no rank would find."""
     fine = ((index >= lowest) & (index < size)).all()
-    message = f"index out of range: expected indices from {lowest} to {size - 1}"
+    error = out_of_range(lowest, size)
     try:
-        torch._assert_async(fine, message)
+        torch._assert_async(fine, str(error))
     except RuntimeError:
-        raise IndexError(message) from None
+        raise error from None
+
+
+def out_of_range(lowest: int, size: int) -> IndexError:
+    """The error for indices that are no rows."""
+    return IndexError(f"index out of range: expected indices from {lowest} to {size - 1}")
 
 
 def unravelled(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:

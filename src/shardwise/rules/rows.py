@@ -77,8 +77,8 @@ def exchange(
     def run(local: torch.Tensor) -> torch.Tensor:
         result = pick(local)
         if moves:
-            _refuse_if_explicit(name, mesh, axes)
-            result = _AllToAll.apply(result, group, dim, sends, receives)  # type: ignore[no-untyped-call]
+            refuse_if_explicit(name, mesh, axes)
+            result = AllToAll.apply(result, group, dim, sends, receives)  # type: ignore[no-untyped-call]
         if has_fill:
             row = list(result.shape)
             row[dim] = 1
@@ -114,7 +114,7 @@ def _picker(rows: Rows, size: int, dim: int) -> Local:
     return lambda x: x.narrow(dim, first, count)
 
 
-class _AllToAll(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Forward: `sends[i]` rows go to rank i, `receives[i]` come from it. Backward: the reverse."""
 
     @staticmethod
@@ -134,10 +134,11 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return _AllToAll.apply(gradients[0], *ctx.back), None, None, None, None  # type: ignore[no-untyped-call]
+        return AllToAll.apply(gradients[0], *ctx.back), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-def _refuse_if_explicit(name: str, mesh: DeviceMesh, axes: Sequence[int]) -> None:
+def refuse_if_explicit(name: str, mesh: DeviceMesh, axes: Sequence[int]) -> None:
+    """Within `explicit()`: refuse to move rows of a dim that these axes split."""
     if state.explicit:
         over = ", ".join(map(mesh.axis_name, axes))
         raise PolicyError(
@@ -167,7 +168,7 @@ def owned_part(
     whole = padded(part, {dim: (before, after)})
     if length == 0:
         return whole
-    _refuse_if_explicit(name, mesh, axes)
+    refuse_if_explicit(name, mesh, axes)
     return total(whole, mesh, axes)
 
 

@@ -45,6 +45,13 @@ class Spec:
     reduces: Mapping[str, str] = field(default_factory=dict)
     """Factors that no result has: the reduction of the results of ranks that split it ("sum",
     "max", ...), or "whole" where the lowering makes the results whole itself."""
+    together: Sequence[tuple[str, str]] = ()
+    """Pairs of factors, one of a result and one of `reduces`, that an axis may split both: the
+    lowering then gets from other ranks what belongs together, and nothing is pending. What it sends
+    may depend on values, so this is only considered where there are any."""
+    moves: Callable[[Here], tuple[int, float]] | None = None
+    """Given how the call is split: in how many collectives the lowering moves how many elements to
+    each rank, roughly. Nothing by default; 0 of each where it is split so that nothing moves."""
     linear: Sequence[Sequence[int]] = ()
     """Sets of inputs in which the operator is (jointly) linear: pending sums flow through."""
     additive: Sequence[int] = ()

@@ -1,17 +1,22 @@
 """Lookups in tables that are cut in any way: `embedding` and `embedding_bag`, by sums or means.
 
 Each rank looks up what its shards have of the rows, and zeros for the rest; their sum is the
-result. Indices travel, and rows that were looked up, but never the table.
+result. Where each rank has indices of its own, and each row is on one rank, `embedding` asks that
+rank for it. Indices travel, and rows that were looked up, but never the table.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from shardwise.comm import carries_values
+from shardwise.layout import Layout
 from shardwise.placement import Partial, Replicate, Shard
+from shardwise.rules.asking import Range, Table, rows_of
 from shardwise.rules.indexing import check_bounds
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
@@ -38,10 +43,12 @@ def _embedding(
 ) -> Any:
     if max_norm is not None or scale_grad_by_freq or sparse or not _fits(input, weight):
         return None
+    padding = _row(padding_idx, weight)
+    if _are_own(input) and all(box.shape[1] == weight.size(1) for box in weight._held.boxes):
+        return _asked(input, weight, -1 if padding is None else padding)
     indices = _checked(input, weight)
     flat = indices.reshape(-1)
     here = _started(weight, len(flat))
-    padding = _row(padding_idx, weight)
     for rows, columns, shard in _shards(weight):
         at = _found(flat, rows)
         looked_up = F.embedding(flat[at] - rows.start, shard)
@@ -49,6 +56,32 @@ def _embedding(
             looked_up = torch.where((flat[at] == padding)[:, None], looked_up.detach(), looked_up)
         here[:, columns].index_add_(0, at, looked_up)
     return _summed(here.view(*indices.shape, weight.size(1)), input, weight)
+
+
+def _are_own(indices: Any) -> bool:
+    """Whether each rank has indices that no other rank has."""
+    if not isinstance(indices, DTensor) or not carries_values(indices.device_mesh):
+        return False
+    layout, placements = indices._layout, indices.placements
+    is_split = all(each.is_shard() for each in placements)
+    return is_split and Layout.from_placements(layout.mesh, layout.shape, placements) is layout
+
+
+def _asked(indices: DTensor, weight: ShardedTensor, padding: int) -> DTensor:
+    """The rows of each rank's own indices, from those who have them."""
+    group = weight._group.communicator
+    ranges, placed = [], Counter[int]()
+    for box, rank in zip(weight._held.boxes, weight._held.owners, strict=True):
+        start, stop = box.start[0], box.stop[0]
+        ranges.append(Range(start, stop, group.ranks.index(rank), placed[rank]))
+        placed[rank] += stop - start
+    shards = [shard.tensor for shard in weight._local_shards]
+    local = torch.cat(shards) if shards else weight._empty((0, weight.size(1)))
+    table = Table(group, ranges, weight.size(0), padding)
+    answer = table.ask(local, indices.to_local())
+    rows = rows_of(answer.rows, answer.found)
+    shape = (*indices.shape, weight.size(1))
+    return DTensor.from_local(rows, indices.device_mesh, indices.placements, shape=shape)
 
 
 def _embedding_bag(
