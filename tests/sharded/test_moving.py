@@ -25,6 +25,7 @@ from shardwise.sharded import (
     Shard,
     ShardedTensorError,
     init_from_local_shards,
+    route,
 )
 
 # ---- reshard: random pairs of specs
@@ -160,6 +161,54 @@ def test_a_spec_that_does_not_fit_leaves_the_tensor_as_it_was(spec, message):
         assert is_cut_of(x, numbers([4, 5]), chunks(0, 0, 1))
 
     sw.simulate(run, 2)
+
+
+# ---- reshard: the way
+
+
+@pytest.mark.parametrize(
+    ("spec", "kinds"),
+    [
+        (chunks(0, 3, 2, 1, 0), ["exchange"]),  # each rank has one peer
+        (chunks(0, 2), ["exchange"]),
+        (chunks(1, 0, 1, 2, 3), ["all_to_all"]),  # each rank has three
+        (cut(([0, 0], [4, 8], 0), ([4, 0], [4, 3], 2), ([4, 3], [4, 5], 3)), ["exchange"]),
+        (cut(*(([row, 0], [1, 8], row // 2) for row in range(8))), ["exchange"]),  # of nothing
+    ],
+    ids=["reversed", "to one", "columns", "boxes", "rows"],
+)
+def test_small_moves_are_packed_only_if_there_are_more_messages_than_ranks(spec, kinds):
+    def run():
+        x = chunks(0, 0, 1, 2, 3).shard(numbers([8, 8]))
+        events = heard(lambda: x.reshard(spec))
+        assert is_cut_of(x, numbers([8, 8]), spec)
+        return [event.kind for event in events]
+
+    assert sw.simulate(run, 4) == [kinds] * 4
+
+
+def test_a_move_that_is_made_again_is_not_planned_again():
+    def run():
+        x = chunks(0, 0, 1).shard(numbers([5, 7]))
+        x.reshard(chunks(1, 1, 0)).reshard(chunks(0, 0, 1))
+
+    known = route._known
+    known.cache_clear()
+    sw.simulate(run, 2)
+    assert known.cache_info().misses == 2 * 3  # on each rank, of shard and twice reshard
+    sw.simulate(run, 2)
+    assert known.cache_info().misses == 2 * 3
+
+
+def test_the_ways_between_many_boxes_are_not_kept():
+    boxes = cut(*(([row], [1], row % 2) for row in range(route._FEW)))
+
+    def run():
+        assert is_cut_of(boxes.shard(numbers([route._FEW])), numbers([route._FEW]), boxes)
+
+    route._known.cache_clear()
+    sw.simulate(run, 2)
+    assert route._known.cache_info().currsize == 0
 
 
 # ---- reshard: gradients

@@ -257,7 +257,8 @@ class Communicator(InPlace):
         """Send a tensor to each of some peers, and fill a tensor from each of some peers.
 
         Every rank calls it, also with nothing to do. Contiguous tensors travel from and to where
-        they lie; others are copied once. For large tensors; `all_to_all` starts faster.
+        they lie; others are copied once. For large tensors, or few messages; else `all_to_all`
+        starts faster.
 
         Arguments:
             sends: by the index of the peer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch.distributed import ProcessGroup
@@ -56,7 +57,11 @@ class Group:
     @property
     def communicator(self) -> Communicator:
         """How its ranks talk."""
-        return communicator(self.mesh())
+        return communicator(self._mesh, (0,))
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        return self.mesh()
 
     @property
     def handle(self) -> Any:
@@ -92,6 +97,9 @@ class Group:
 
     def owners(self, shards: Sequence[ShardMetadata]) -> list[int]:
         """The global rank of each shard."""
+        ranks = [each.placement and each.placement.rank() for each in shards]
+        if all(rank in self.ranks for rank in ranks):  # None, of a worker's name, is not
+            return ranks  # type: ignore[return-value]
         return [self.owner(shard.placement, f"shard {shard.box}: placement") for shard in shards]
 
 

@@ -86,8 +86,11 @@ class ShardMetadata:
 
     @staticmethod
     def of_box(box: Box, placement: Placement | None) -> ShardMetadata:
-        """The shard that holds a box."""
-        return ShardMetadata(box.start, box.shape, placement)
+        """The shard that holds a box, which is not checked."""
+        made = object.__new__(ShardMetadata)
+        made.shard_offsets, made.shard_sizes = list(box.start), list(box.shape)
+        made.placement = None if placement is None else as_placement(placement, "placement")
+        return made
 
     def copy(self, device: torch.device | None = None) -> ShardMetadata:
         """The same, or on another device."""

@@ -1,28 +1,25 @@
 """How elements travel: from shards to other shards, to one rank, to all, from one.
 
-Who sends what to whom follows from the boxes and their owners alone, which every rank knows. Two
-ranks exchange at most one message, and an element goes only to a rank that needs it and does not
-hold it: nobody can move fewer bytes.
+Two ranks exchange at most one message, and an element goes only to a rank that needs it and does
+not hold it: nobody can move fewer bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.box import Box
 from shardwise.comm.c10d import LARGE
 from shardwise.comm.cause import running
-from shardwise.redistribute.overlap import Transfer
 from shardwise.redistribute.swap import Swap
-from shardwise.sharded.boxes import Corners
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.held import Held
+from shardwise.sharded.route import route
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +50,29 @@ class Move:
             into: tensors to write them to. Without, they are new ones, or one of `tensors` where
                 that stays as it is.
         """
-        rank, wanted = self.group.rank, self.after.by(self.group.rank)
-        here = dict(zip(self.before.by(rank), tensors, strict=True))
-        stays = {box for box in wanted if box in here and not box.is_empty and into is None}
-        results = list(into or ())
+        group = self.group
+        way = route(self.before, self.after, group.ranks, group.rank, into is None)
+        local = [each.detach() for each in tensors]
         if into is None:
+            stays = way.stays
             results = [
-                here[box].detach() if box in stays else like.new_empty(box.shape) for box in wanted
+                local[stays[at]] if at in stays else like.new_empty(shape)
+                for at, shape in enumerate(way.shapes)
             ]
-        there = dict(zip(wanted, results, strict=True))
-        parts, places = {}, {}
-        given, taken = [], []
-        for box, common, owner in _shared(here.keys() - stays, self.after):
-            parts[common] = here[box].detach()[common.within(box).slices]
-            given.append(Transfer(owner, common))
-        for box, common, owner in _shared(there.keys() - stays, self.before):
-            places[common] = there[box][common.within(box).slices]
-            taken.append(Transfer(owner, common))
-        # Both ends of a message put its parts in the same order.
-        swap = Swap(self.group.communicator, rank, sorted(given), sorted(taken))
+        else:
+            results = list(into)
+        parts = {box: local[at][slices] for box, (at, slices) in way.parts.items()}
+        places = {box: results[at][slices] for box, (at, slices) in way.places.items()}
+        swap = Swap(group.communicator, group.rank, way.given, way.taken)
         with running(self.reason):
-            if self._is_large(like):
+            # Few messages start faster than an all-to-all, long ones need no packing: the same
+            # on all ranks.
+            if way.is_sparse or way.count * like.itemsize >= LARGE * len(group.ranks):
                 swap.into(parts, places).wait()
             else:
                 for box, part in swap.of_boxes(parts, like).wait():
                     places[box].copy_(part)
         return results
-
-    def _is_large(self, like: torch.Tensor) -> bool:
-        """Whether messages are too long to be packed; the same on all ranks."""
-        count = sum(math.prod(box.shape) for box in self.before.boxes)
-        return count * like.itemsize >= LARGE * len(self.group.ranks)
 
     def check_gradients_return(self, argument: str) -> None:
         """Refuse to record a move after which a rank holds no shards: it would not take part in
@@ -95,14 +84,6 @@ class Move:
                 "hold no shards after this move, so they would not know when; give each an empty "
                 "shard, or detach() first"
             )
-
-
-def _shared(boxes: Iterable[Box], held: Held) -> Iterator[tuple[Box, Box, int]]:
-    """Of each box, what it has in common with each that is held, and who holds that."""
-    corners = Corners(held.boxes)
-    for box in boxes:
-        for at in corners.meeting(box):
-            yield box, box.intersect(held.boxes[at]), held.owners[at]
 
 
 class _Same(torch.autograd.Function):

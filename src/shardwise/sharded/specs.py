@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,12 +111,8 @@ class ChunkShardingSpec(ShardingSpec):
             raise ShardedTensorError(
                 f"dim: expected one of the {len(size)} dims of size {tuple(size)}, got {self.dim}"
             )
-        dim, count = self.dim % len(size), len(self.placements)
-        shards = []
-        for index, placement in enumerate(self.placements):
-            start, stop = [0] * len(size), list(size)
-            start[dim], stop[dim] = chunk(0, size[dim], count, index)
-            shards.append(ShardMetadata.of_box(Box(tuple(start), tuple(stop)), placement))
+        boxes = _chunks(tuple(size), self.dim % len(size), len(self.placements))
+        shards = list(map(ShardMetadata.of_box, boxes, self.placements))
         return ShardedTensorMetadata(shards, size, tensor_properties)
 
 
@@ -148,6 +145,15 @@ class EnumerableShardingSpec(ShardingSpec):
         size = as_size(tensor_sizes, "tensor_sizes")
         check_tiling(self.shards, size)
         return ShardedTensorMetadata([each.copy() for each in self.shards], size, tensor_properties)
+
+
+@lru_cache(maxsize=256)
+def _chunks(size: tuple[int, ...], dim: int, count: int) -> list[Box]:
+    """The boxes of the chunks of a dim."""
+    before, after = size[:dim], size[dim + 1 :]
+    start, beyond = (0,) * dim, (0,) * len(after)
+    bounds = (chunk(0, size[dim], count, index) for index in range(count))
+    return [Box((*start, first, *beyond), (*before, last, *after)) for first, last in bounds]
 
 
 def metadata_of(

@@ -146,7 +146,9 @@ class ShardedTensor(Copying):
         into = None
         if out is not None and not problem and _are_alike(out, like):
             into = [out.detach()]
-        move = Move(self._group, self._held, Held.whole(self.shape, dst), "ShardedTensor.gather")
+        move = Move(
+            self._group, self._held, Held.whole(self._metadata.size, dst), "ShardedTensor.gather"
+        )
         results = move.run(tensors, like, into)
         if problem:  # all ranks have taken part before one complains: nobody is left waiting
             raise ShardedTensorError(problem)
@@ -189,20 +191,21 @@ class ShardedTensor(Copying):
         with remote.together(self._group, self._init_rrefs):
             as_spec(resharding_spec, "resharding_spec")
             properties = replace(self._metadata.tensor_properties)
-            metadata = metadata_of(resharding_spec, self.shape, properties)
+            metadata = metadata_of(resharding_spec, self._metadata.size, properties)
             _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
             held = Held.of(metadata.shards_metadata, self._group)
         if held == self._held:  # perhaps by other names of the same ranks
             self._become_cut(resharding_spec, metadata, held, self._tensors())
             return self
         move = Move(self._group, self._held, held)
-        was_computed, has_gradient = self._history() if self.requires_grad else (False, False)
+        requires_grad = self.requires_grad
+        was_computed, has_gradient = self._history() if requires_grad else (False, False)
         recorded = was_computed and torch.is_grad_enabled()
         if recorded:
             move.check_gradients_return("resharding_spec")
         nothing = self._empty() if recorded else None
         tensors = moving.moved(move, self._tensors(), self._like(), nothing)
-        if self.requires_grad and not was_computed:
+        if requires_grad and not was_computed:
             tensors = [each.requires_grad_() for each in tensors]
             if has_gradient:
                 old = [_gradient(each) for each in self._tensors()]
@@ -210,7 +213,8 @@ class ShardedTensor(Copying):
                     tensor.grad = new
         self._become_cut(resharding_spec, metadata, held, tensors)
         self._nothing = None
-        self._note_requires_grad(self.requires_grad and (recorded or not was_computed))
+        if was_computed and not recorded:
+            self._note_requires_grad(False)
         if has_gradient and not was_computed and not tensors:
             self._note_gradient()
         return self
