@@ -125,3 +125,12 @@ def test_the_norm_of_shards_that_are_no_layout_by_torchs_old_name() -> None:
         return torch.norm(TABLE.shard(torch.arange(4.0)), p=2).item()
 
     assert on_ranks(run, 2) == [torch.norm(torch.arange(4.0)).item()] * 2
+
+
+def test_results_are_not_cast_down_to_what_they_are_written_to() -> None:
+    def run() -> str:
+        x = TABLE.shard(torch.arange(4.0))
+        out = torch.zeros_like(x, dtype=torch.int64)
+        return refusal(lambda: torch.mul(x, 0.5, out=out), RuntimeError)
+
+    assert all("can't be cast" in each for each in on_ranks(run, 2))

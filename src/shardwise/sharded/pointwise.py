@@ -72,7 +72,13 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
                 target._nothing = result.reshape(-1)[:0]
         return target
     made = pytree.tree_map(lambda *each: model._with_results(each), *results)
-    return made if out is None else out.copy_(made)
+    if out is None:
+        return made
+    if not torch.can_cast(made.dtype, out.dtype):
+        raise RuntimeError(
+            f"result type {made.dtype} can't be cast to the desired output type {out.dtype}"
+        )
+    return out.copy_(made)
 
 
 def is_in_place(func: Any) -> bool:
