@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard, sharded
+from shardwise.stored import CheckpointStager
 
 WHOLE = torch.arange(42.0).reshape(7, 6)
 
@@ -119,6 +120,25 @@ def stored_and_loaded_as_others(path):
 
 def test_a_checkpoint_is_loaded_into_dtensors_and_plain_tensors_and_back(workers4, tmp_path):
     workers4.run(stored_and_loaded_as_others, str(tmp_path))
+
+
+def stored_while_it_changes(path):
+    mesh = sw.init_device_mesh("cpu", (4,))
+    state = {
+        "shards": boxes(2, 1).shard(WHOLE),
+        "layout": sw.distribute_tensor(WHOLE, mesh, [Shard(1)]),
+    }
+    stored = dcp.async_save(state, checkpoint_id=path, async_stager=CheckpointStager())
+    for each in state.values():
+        each.zero_()
+    stored.result()
+    dcp.load(state, checkpoint_id=path)
+    for each in state.values():
+        assert torch.equal(each.full_tensor(), WHOLE)
+
+
+def test_a_checkpoint_saved_aside_is_of_the_state_at_the_time(workers4, tmp_path):
+    workers4.run(stored_while_it_changes, str(tmp_path))
 
 
 # ---- a recommender, trained by four ranks and then by two

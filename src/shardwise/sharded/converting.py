@@ -67,8 +67,11 @@ def _as_one(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
         return tensor._empty(shape).clone()
     whole = tensor._like().new_zeros(shape)
     for place, shard in zip(_places(tensor, layout), shards, strict=True):
-        if place is not None:
-            whole[place.slices] = shard.tensor
+        # One of no elements is a part of the graph too: it gets a gradient when the others do.
+        target = (
+            whole.view(-1)[:0].view(shard.tensor.shape) if place is None else whole[place.slices]
+        )
+        target.copy_(shard.tensor)
     return whole
 
 

@@ -124,16 +124,14 @@ class Copying(LocalShards):
             self._note_gradient()
 
     def copy_(self: Kind, other: torch.Tensor, non_blocking: bool = False) -> Kind:
-        """Take the elements of another tensor of the same size, and convert them if need be.
+        """Take the elements of another tensor, and convert them if need be.
 
         Arguments:
             other: a sharded tensor, moved here if it is cut otherwise; a DTensor, which is
-                gathered; or a plain tensor, the same on every rank.
+                gathered; or a plain tensor, the same on every rank. A smaller one is broadcast.
         """
-        if tuple(other.shape) != tuple(self.shape):
-            raise ShardedTensorError(
-                f"copy_: expected a tensor of size {tuple(self.shape)}, got {tuple(other.shape)}"
-            )
+        if other.shape != self.shape:
+            other = self._broadcast(other)
         recorded = other.requires_grad and torch.is_grad_enabled()
         for target, source in zip(self._parts(), self._parts_of(other, recorded), strict=True):
             check_writable("copy_", target)
@@ -141,6 +139,19 @@ class Copying(LocalShards):
         if recorded and can_require_gradients(self.dtype):
             self._note_requires_grad(True)
         return self
+
+    def _broadcast(self, other: torch.Tensor) -> torch.Tensor:
+        """A smaller tensor as one of this size."""
+        lengths = zip(reversed(other.shape), reversed(self.shape), strict=False)
+        if other.dim() > self.dim() or any(its not in (1, own) for its, own in lengths):
+            raise ShardedTensorError(
+                f"copy_: expected a tensor of size {tuple(self.shape)}, or one that broadcasts to "
+                f"it; got {tuple(other.shape)}"
+            )
+        split: Any = other
+        if isinstance(other, LocalShards | DTensor):
+            other = split.full_tensor()
+        return other.expand(self.shape)
 
     def _pieces_of(self, other: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of the same size, as it lies in these shards."""

@@ -190,8 +190,8 @@ class LocalShards(ShardedTensorBase):
             return
         if not isinstance(value, LocalShards) or value._held != self._held:
             raise ShardedTensorError(
-                "grad: expected a ShardedTensor with the same shards as this one, or None; "
-                f"got {value!r}"
+                "grad: expected a ShardedTensor with the same shards as this one, or None; got a "
+                f"{type(value).__name__}; torch.zeros_like(x).copy_(value) is one of its elements"
             )
         for tensor, gradient in zip(self._tensors(), value._tensors(), strict=True):
             tensor.grad = gradient

@@ -30,6 +30,17 @@ def _own(name: str) -> Method:
 # ---- of another dtype
 
 
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`x.to(...)`, or of another tensor as a sharded one is: `tensor.to(x)`."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.to(*args, **kwargs)
+
+    def model(value: Any) -> Any:
+        return value._like() if isinstance(value, ShardedTensor) else value
+
+    return tensor.to(*map(model, args), **{name: model(each) for name, each in kwargs.items()})
+
+
 def _cast(dtype: torch.dtype) -> Method:
     return lambda tensor, memory_format=torch.preserve_format: tensor.to(
         dtype, memory_format=memory_format
@@ -80,6 +91,16 @@ def _in_place(name: str) -> Method:
         return tensor
 
     return run
+
+
+def _fill(tensor: torch.Tensor, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        return _in_place("fill_")(tensor, value)  # type: ignore[no-any-return]
+    if value.dim() > 0:
+        raise ShardedTensorError(
+            f"fill_: expected a number or a tensor of 0 dims, got one of size {tuple(value.shape)}"
+        )
+    return _copy(tensor, value)
 
 
 def _is_shared(tensor: ShardedTensor) -> bool:
@@ -135,9 +156,10 @@ def _new(name: str) -> Method:
 
 OWN: dict[Any, Method] = {
     **{getattr(_Tensor, name): _own(name) for name in names("""
-        to cpu cuda pin_memory is_pinned clone detach requires_grad_ __deepcopy__
+        cpu cuda pin_memory is_pinned clone detach requires_grad_ __deepcopy__
         __reduce_ex__ __repr__ __format__ __hash__
     """)},
+    _Tensor.to: _to,
     _Tensor.copy_: _copy,
     torch.clone: _own("clone"),
     torch.detach: _own("detach"),
@@ -160,11 +182,8 @@ OWN: dict[Any, Method] = {
     **{getattr(_Tensor, name): _new(name) for name in names("""
         new_empty new_zeros new_ones new_full new_tensor
     """)},
-    **{
-        getattr(where, name): _in_place(name)
-        for name in ("zero_", "fill_")
-        for where in (torch, _Tensor)
-    },
+    **{where.zero_: _in_place("zero_") for where in (torch, _Tensor)},
+    **{where.fill_: _fill for where in (torch, _Tensor)},
     **{each: filling.like(each) for each in filling.LIKE},
     torch.equal: comparing.equal,
     _Tensor.equal: comparing.equal,

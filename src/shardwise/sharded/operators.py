@@ -9,11 +9,14 @@ reductions are made of the shards'. The rest says what to reshard to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from types import MethodType
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from shardwise.dispatch.arguments import check_same
 from shardwise.dispatch.state import state
@@ -56,12 +59,17 @@ def dispatch(
         if result is not NotImplemented:
             return result
     _check_groups(func, tensors)
+    _check_targets(func, args, kwargs)
     if func in _LOOKUPS:
         _check_indices(func, args, kwargs, first)
     mesh = _mesh_of_dtensors(args, kwargs)
     layouts = _layouts(tensors, mesh)
     if layouts is not None:
         return as_dtensors.run(func, args, kwargs, tensors, layouts)
+    if mesh is not None or len({each.dim() > 0 for each in tensors}) > 1:
+        args, kwargs, are_fewer = _with_whole_scalars(func, args, kwargs)
+        if are_fewer:
+            return func(*args, **kwargs)
     if mesh is not None:
         result = lookups.run(func, args, kwargs)
         if result is None:
@@ -86,9 +94,29 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTenso
     for kind in (filling, reducing):
         if result is None:
             result = kind.run(func, args, kwargs, tensors[0])
-    if result is None:
+    if result is not None:
+        return result
+    args, kwargs, are_fewer = _with_whole_scalars(func, args, kwargs)
+    if not are_fewer:
         raise _refusal(func, tensors)
-    return result
+    return func(*args, **kwargs)
+
+
+def _with_whole_scalars(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    """The arguments with plain tensors in place of sharded ones of no dims, which are on one rank
+    and no layout, but for what is written to; and whether there were any."""
+    targets = list(_targets(func, args, kwargs))
+    are_fewer = False
+
+    def whole(value: Any) -> Any:
+        nonlocal are_fewer
+        if not isinstance(value, ShardedTensor) or value.dim() or any(x is value for x in targets):
+            return value
+        are_fewer = True
+        return value.full_tensor()
+
+    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    return args, kwargs, are_fewer
 
 
 def _mesh_of_dtensors(args: Any, kwargs: Any) -> DeviceMesh | None:
@@ -117,6 +145,31 @@ def _layouts(tensors: list[ShardedTensor], mesh: DeviceMesh | None) -> list[Layo
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, ShardedTensor) else value
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes to."""
+    yield from tensors_in(kwargs.get("out"))
+    if _writes(func):
+        yield from tensors_in(args[:1])
+
+
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> bool:
+    """Whether a function writes to its input."""
+    name = getattr(func, "__name__", "")
+    is_marked = name.endswith("_") and not name.endswith("__")
+    return is_marked or pointwise.is_in_place(func) or func is torch.Tensor.__setitem__
+
+
+def _check_targets(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse to write to a plain tensor, which a rank could not do with the shards it has."""
+    for each in _targets(func, args, kwargs):
+        if not isinstance(each, ShardedTensor | DTensor):
+            raise ShardedTensorError(
+                f"{_name(func)}: cannot write to a plain tensor what is made of sharded ones; make "
+                "a new one, and plain.copy_(result) takes it, or take them whole: x.full_tensor()"
+            )
 
 
 def _check_groups(func: Any, tensors: list[ShardedTensor]) -> None:

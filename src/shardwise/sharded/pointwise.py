@@ -35,7 +35,7 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
         found = dims.get(id(each))
         if found is None or (isinstance(each, ShardedTensor) and found != whole):
             return None
-    target = input_of(args, kwargs) if _is_in_place(func) else out
+    target = input_of(args, kwargs) if is_in_place(func) else out
     if target is not None and not isinstance(target, ShardedTensor):
         return None
 
@@ -50,7 +50,7 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
 
     def piece(box: Box, at: int, value: Any) -> Any:
         if isinstance(value, ShardedTensor):
-            parts = value._tensors() or [_stand_in(value, box)]
+            parts = value._tensors() or [_stand_in(value, box, value is target)]
             return parts[at]
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return value[_slices(dims[id(value)], whole, box)]
@@ -67,22 +67,38 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
     if target is not None and target is not out:
         if any(each.requires_grad for each in results):
             target._note_requires_grad(True)
+            if not whole and not target._local_shards:  # what was written to was a stand-in
+                (result,) = results
+                target._nothing = result.reshape(-1)[:0]
         return target
     made = pytree.tree_map(lambda *each: model._with_results(each), *results)
-    return made if out is None else out.copy_(made)
+    if out is None:
+        return made
+    if not torch.can_cast(made.dtype, out.dtype):
+        raise RuntimeError(
+            f"result type {made.dtype} can't be cast to the desired output type {out.dtype}"
+        )
+    return out.copy_(made)
 
 
-def _is_in_place(func: Any) -> bool:
+def is_in_place(func: Any) -> bool:
+    """Whether a function writes to its input."""
     known = lookup(func)
     return known is not None and known.outplace is not None
 
 
-def _stand_in(value: ShardedTensor, box: Box) -> torch.Tensor:
+def _stand_in(value: ShardedTensor, box: Box, is_written: bool) -> torch.Tensor:
     """In place of a shard, where there is none. Without dims there is no tensor of no elements."""
     if box.start:
         return value._empty(box.shape)
     nothing = value._empty()
-    return nothing.prod() if nothing.requires_grad else nothing.new_ones(())
+    if not nothing.requires_grad:
+        return nothing.new_ones(())
+    if is_written and nothing.is_leaf and torch.is_grad_enabled():  # as torch says where it is
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    return nothing.sum() + 1
 
 
 def _spec(func: Any, args: Any, kwargs: Any) -> Spec | None:

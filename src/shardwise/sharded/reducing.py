@@ -51,11 +51,12 @@ def _old_norm(
     p: Any = "fro",
     dim: Any = None,
     keepdim: bool = False,
+    out: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
     """`torch.norm`, which has another name for order 2."""
     order = 2 if p in ("fro", None) else p
-    return None if isinstance(order, str) else _norm(x, order, dim, keepdim, dtype=dtype)
+    return None if isinstance(order, str) else _norm(x, order, dim, keepdim, dtype=dtype, out=out)
 
 
 _NORMS: dict[Any, Any] = {
