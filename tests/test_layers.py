@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {
         "agreement",
         "tensor",
+        "copies",
         "local_shards",
         "stored",
         "dispatch",

@@ -4,7 +4,6 @@ import importlib
 
 from shardwise.box import Box
 from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
-from shardwise.dispatch.entry import DispatchError
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dispatch.state import (
     CacheInfo,
@@ -18,6 +17,7 @@ from shardwise.dispatch.state import (
 from shardwise.distribute import distribute_module, distribute_tensor, local_map
 from shardwise.errors import (
     CollectiveError,
+    DispatchError,
     LaunchError,
     LayoutError,
     MeshError,

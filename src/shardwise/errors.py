@@ -37,6 +37,10 @@ class LayoutError(ShardwiseError, ValueError):
     """A placement or layout that does not fit its mesh or its tensor."""
 
 
+class DispatchError(ShardwiseError, RuntimeError):
+    """A call that has no meaning on distributed tensors, or would change a layout in place."""
+
+
 class CollectiveError(ShardwiseError, RuntimeError):
     """A collective with unfit arguments, or one that failed under way."""
 

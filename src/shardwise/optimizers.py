@@ -17,6 +17,7 @@ import torch
 from torch import optim
 from torch.autograd.graph import increment_version
 
+from shardwise.copies import linked, outdate
 from shardwise.errors import ShardwiseError
 from shardwise.tensor import DTensor, laid_out, wrap
 
@@ -165,11 +166,14 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_changes(optimizer: optim.Optimizer) -> None:
-    """Count the changes that torch's fused kernels make and do not count: what was gathered from a
-    parameter is out of date."""
+    """Say that parameters have changed: what was gathered or copied from one is out of date. Of
+    torch's kernels the fused do not count it."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([each for each in group["params"] if type(each) is DTensor])
+        if linked.by_memory:
+            for each in group["params"]:
+                outdate(each, type(optimizer).__name__)
 
 
 def _shards(optimizer: optim.Optimizer) -> list[Any] | None:

@@ -59,6 +59,8 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
 
 def unwrap(tensor: DTensor) -> torch.Tensor:
     """This rank's piece as a plain tensor: an alias, differentiable, with the same gradient."""
+    if type(tensor) is not DTensor:
+        tensor._renew()
     with as_local():
         return tensor.as_subclass(torch.Tensor)
 
@@ -71,6 +73,17 @@ def severed_by(tensor: torch.Tensor) -> str | None:
         base = _base_of(tensor)
         severed = None if base is None else base.__dict__.get("_severed")
     return severed
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or results, in order; within lists, tuples and dicts too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
 
 
 class DTensor(torch.Tensor):
@@ -340,6 +353,9 @@ class DTensor(torch.Tensor):
 
     def _forget_moves(self) -> None:
         """Drop what dispatch keeps of it for other uses; `dispatch.moving` says how."""
+
+    def _renew(self) -> None:
+        """Bring it up to date; `copies` says which ones may be out of date, and how."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.Tensor.to`; itself, at once, if it is only asked for the device it is on."""

@@ -7,6 +7,7 @@ operator.
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,15 +17,17 @@ import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.comm import trace as _trace
 from shardwise.comm.cause import is_running, running
+from shardwise.copies import ViewCopy, as_ordinary, copies_in, link
+from shardwise.copies import linked as _linked
 from shardwise.dispatch import functions, gradients, masked, refused, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.arguments import by_position, by_torchs_names, tensor_paths
-from shardwise.dispatch.entry import Entry, check_writable, get
+from shardwise.dispatch.entry import Entry, check_writable, get, replaced_at
 from shardwise.dispatch.planning import on_meta, plan
 from shardwise.dispatch.state import remember
 from shardwise.dispatch.state import state as _state
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.rules.registry import Known, RuleError, lookup, name_of
-from shardwise.tensor import DTensor, as_local, locally
+from shardwise.tensor import DTensor, as_local, locally, tensors_in
 
 _Tensor = torch.Tensor
 _OpOverload = torch._ops.OpOverload
@@ -79,6 +82,10 @@ def dispatch(
     if entry is None:
         if len(types) > 1 and any(hasattr(each, "makes_dtensors") for each in types):
             return NotImplemented  # it calls again, with DTensors in place of its own kind
+        if ViewCopy in types or (not types and _linked.by_memory):
+            copies = copies_in(args, kwargs)
+            if copies:
+                return as_ordinary(copies, partial(dispatch, cls, func, types, args, kwargs))
         known = lookup(func)
         if kwargs and (not args or type(func) is _OpOverload):
             args, kwargs = by_position(func, known, args, kwargs)
@@ -102,7 +109,10 @@ def dispatch(
             with as_local():
                 return entry.retyped(result, (args, kwargs or {}))
         if not (entry.direct or (entry.direct_without_grad and not _is_grad_enabled())):
-            return entry(args, kwargs or {})
+            result = entry(args, kwargs or {})
+            if entry.views:
+                _link(result, func, args, kwargs or {}, entry.tensors[0])
+            return result
         if entry.inplace:
             check_writable(entry.name, args[0])
         with as_local():
@@ -117,6 +127,19 @@ def dispatch(
             return entry.retyped(result, (args, kwargs or {}))
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise _clearer(error, func, args, kwargs or {}) from None
+
+
+def _link(result: Any, func: Any, args: Any, kwargs: Any, path: Any) -> None:
+    """Tie those results that are copies to the tensor that torch would return views of."""
+    if not any("_severed" in each.__dict__ for each in tensors_in(result)):
+        return
+    without = replaced_at(args, kwargs, path, None)
+
+    def again(base: DTensor) -> Any:
+        given, keywords = replaced_at(*without, path, base)
+        return dispatch(DTensor, func, (), given, keywords)
+
+    link(result, get(args, kwargs, path), again)
 
 
 def _is_below_autograd() -> bool:
@@ -176,6 +199,8 @@ def _part(arg: Any, ignores_numbers: bool) -> Any:
         return kind, *[_part(each, ignores_numbers) for each in arg]
     if arg is None:
         return None
+    if isinstance(arg, DTensor):
+        return arg._layout
     if isinstance(arg, _Tensor):
         return _Plain, tuple(arg.shape), arg.layout
     if kind is slice:

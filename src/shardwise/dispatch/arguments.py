@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from shardwise.agreement import disagreeing
-from shardwise.dispatch.entry import DispatchError, Path
+from shardwise.dispatch.entry import Path
 from shardwise.dispatch.state import state
-from shardwise.errors import MeshError
+from shardwise.errors import DispatchError, MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import DispatchError, Entry, check_writable
+from shardwise.dispatch.entry import Entry, check_writable
+from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from shardwise.copies import linked, outdate, shown, writes_through
 from shardwise.dispatch.moving import InputMove, moved
-from shardwise.errors import ShardwiseError
+from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, severed_by, wrap
 
@@ -16,30 +17,31 @@ Path = tuple[int | str, ...]
 """Where a tensor stands among the arguments: position or keyword, then positions within."""
 
 
-class DispatchError(ShardwiseError, RuntimeError):
-    """A call that has no meaning on distributed tensors, or would change a layout in place."""
-
-
 def check_writable(name: str, target: Any) -> None:
-    """Refuse to write to a copy that the user must take for a view, or to a view of one."""
+    """Refuse to write to a copy that the user must take for a view, if that could not be written
+    back; say that what was copied of the target before is out of date."""
     with as_local():
         severed = severed_by(target)
-    if severed is not None:
+    if severed is not None and not writes_through(target):
         raise DispatchError(
-            f"{name}: this tensor is the result of {_SHOWN.get(severed, severed)}, of which torch "
-            "would return a view, but the dim was split and so it is a copy: writing to it would "
-            "not reach the original. Assign by index instead (x[i] = x[i] + 1, where x[i] += 1 "
-            "and x[i].add_(1) are refused), or take it of a tensor that is whole in that dim: "
-            "x.redistribute(placements=[Replicate(), ...])"
+            f"{name}: this tensor is the result of {shown(severed)}, of which torch would return a "
+            "view, but the dim was split and so it is a copy, or shares memory with one: writing "
+            "to it would not reach the original. Write to a part taken by index of a tensor that "
+            "is still there (x[i] += 1, x[i] = ...), or take it of a tensor that is whole in that "
+            "dim: x.redistribute(placements=[Replicate(), ...])"
         )
+    if linked.by_memory:
+        outdate(target, name)
 
 
-_SHOWN = {"__getitem__": "indexing"}
+def mark_severed(tensor: Any, name: str, key: Any = None) -> None:
+    """Say that a tensor is a copy where torch would have returned a view.
 
-
-def mark_severed(tensor: Any, name: str) -> None:
-    """Say that a tensor is a copy where torch would have returned a view."""
+    Arguments:
+        key: the index that gives it, if there is one.
+    """
     tensor._severed = name
+    tensor._key = key
     with as_local():
         base = _base_of(tensor)
     if base is not None:  # of a view of what was moved: so are other views of it
@@ -69,6 +71,7 @@ class Entry:
         "simple",
         "single",
         "tensors",
+        "views",
     )
 
     def __init__(
@@ -98,6 +101,8 @@ class Entry:
         """Whether every tensor argument is a DTensor: a plain result is then never one of them."""
         self.severed = severed
         """Whether torch would return a view, and this call returns a copy."""
+        self.views = severed
+        """Whether torch would return views, and this call may return copies."""
         self.flowing: tuple[Path, ...] = ()
         """Inputs that are pending a sum, and so is the result; of a `FlowEntry`."""
         self.single = layouts[0] if len(layouts) == 1 else None

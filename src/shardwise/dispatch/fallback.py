@@ -39,6 +39,7 @@ class WholeEntry(Entry):
             name, run, paths, moves, (), plain=True, inplace=False, fresh=False, severed=False
         )
         self.mesh = mesh
+        self.views = bool(moves)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.moves:

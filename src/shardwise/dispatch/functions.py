@@ -21,8 +21,9 @@ from torch.utils.checkpoint import (
     _default_meta_extractor,
 )
 
+from shardwise.copies import as_ordinary, copies_in
 from shardwise.dispatch.arguments import common_mesh
-from shardwise.dispatch.entry import DispatchError
+from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.redistribute.plan import dual
 from shardwise.tensor import DTensor, as_local, laid_out, unwrap, wrap
@@ -33,9 +34,10 @@ _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.Function.apply`, with an eye on DTensors."""
     for arg in args:
-        if type(arg) is DTensor:
+        if isinstance(arg, DTensor):
             if torch._C._is_torch_function_enabled():
-                return _apply_to_dtensors(cls, args, kwargs)
+                run = functools.partial(_apply_to_dtensors, cls, args, kwargs)
+                return as_ordinary(copies_in(args, kwargs), run)
             break
     return _apply(cls, *args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from shardwise.dispatch.entry import DispatchError
+from shardwise.errors import DispatchError
 from shardwise.rules.registry import handler, name_of
 from shardwise.tensor import DTensor
 

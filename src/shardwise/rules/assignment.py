@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwise.copies import is_up_to_date
 from shardwise.dispatch.arguments import check_target
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
@@ -242,6 +243,8 @@ def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         value = torch.tensor(value, dtype=target.dtype, device=target.device)
     if isinstance(key, tuple) and len(key) == 1:
         key = key[0]
+    if is_up_to_date(value, target, key):  # what `x[key] += 1` ends with: it was written back
+        return
     if is_simple(key):
         ASSIGN.dispatched(target, key, value)
     elif _fills(target, key, value):
@@ -328,6 +331,6 @@ def put(
 
 def copy_of(input: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A copy that can be written to; of a plain tensor, one that is whole."""
-    if type(input) is DTensor:
+    if isinstance(input, DTensor):
         return wrap(unwrap(input).clone(), input._layout)
     return static(input.clone(), mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +12,9 @@ import torch
 from shardwise.dispatch.aside import copy_into
 from shardwise.rules.registry import handler, name_of
 from shardwise.tensor import DTensor
+from shardwise.tensor import tensors_in as tensors_in
 
 # ---- arguments
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results, in order; within lists, tuples and dicts too."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
 
 
 _INPUT = ("input", "self", "x", "A")

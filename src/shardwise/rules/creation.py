@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import DispatchError, check_writable
+from shardwise.dispatch.entry import check_writable
+from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.rules.dims import unsplit
 from shardwise.rules.registry import handler, name_of, rule

@@ -114,7 +114,7 @@ def basic(input: torch.Tensor, key: Any) -> Spec:
             result = total(result, here.mesh, axes)
             for dim in reversed(local.dropped):
                 result = result.select(dim, 0)
-            return severed(result, "__getitem__") if local.severed else result
+            return severed(result, "__getitem__", key) if local.severed else result
 
         return run
 
@@ -246,13 +246,13 @@ def advanced(input: torch.Tensor, indices: Indices) -> Spec:
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[key]`."""
     input, key = args
-    if type(input) is DTensor and is_simple(key):
+    if isinstance(input, DTensor) and is_simple(key):
         return BASIC.dispatched(input, key)
     parts = taken_apart(input, key, mesh_of(input, key))
     if parts.basic is not None or not parts.indices:
         basic = () if parts.basic is None else parts.basic
-        input = BASIC.dispatched(input, basic) if type(input) is DTensor else input[basic]
-    if not parts.indices or (type(input) is not DTensor and mesh_of(parts.indices) is None):
+        input = BASIC.dispatched(input, basic) if isinstance(input, DTensor) else input[basic]
+    if not parts.indices or (not isinstance(input, DTensor) and mesh_of(parts.indices) is None):
         return input
     return ADVANCED.dispatched(input, parts.indices)
 

@@ -330,7 +330,7 @@ def _consumes(item: Any) -> int:
 
 def static(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that every rank has made alike."""
-    if type(tensor) is DTensor:
+    if isinstance(tensor, DTensor):
         return tensor
     return wrap(tensor, Layout(mesh, tuple(tensor.shape)))
 
@@ -338,7 +338,7 @@ def static(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 def mesh_of(*values: Any) -> DeviceMesh:
     """The mesh of the first DTensor among values."""
     for value in values:
-        if type(value) is DTensor:
+        if isinstance(value, DTensor):
             return value._layout.mesh
         if isinstance(value, slice):
             value = value.start, value.stop, value.step
@@ -351,8 +351,9 @@ def mesh_of(*values: Any) -> DeviceMesh:
 
 def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """All of a tensor, as a plain one; differentiable."""
-    if type(tensor) is not DTensor:
+    if not isinstance(tensor, DTensor):
         return tensor
+    tensor._renew()
     layout = tensor._layout
     with as_local():
         how = input_move(layout, Layout(layout.mesh, layout.shape), ())

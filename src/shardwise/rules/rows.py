@@ -172,7 +172,7 @@ def owned_part(
     return total(whole, mesh, axes)
 
 
-def severed(result: torch.Tensor, name: str) -> torch.Tensor:
-    """Mark a copy where torch would return a view: writing to it is refused."""
-    mark_severed(result, name)
+def severed(result: torch.Tensor, name: str, key: Any = None) -> torch.Tensor:
+    """Mark a copy where torch would return a view: one that an index gives is written back."""
+    mark_severed(result, name, key)
     return result

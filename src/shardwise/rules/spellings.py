@@ -30,7 +30,7 @@ def _spelled(name: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _run(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if args and type(args[0]) is DTensor:  # without asking torch who is to run it
+    if args and isinstance(args[0], DTensor):  # without asking torch who is to run it
         return dispatched(function, *args, **kwargs)
     return function(*args, **kwargs)
 

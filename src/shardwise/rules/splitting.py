@@ -23,6 +23,15 @@ from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_sha
 # ---- one part
 
 
+def _key(dim: int, rows: range) -> tuple[slice, ...]:
+    """The index that takes rows along a dim."""
+    return *_all(dim), slice(rows.start, rows.stop, rows.step)
+
+
+def _all(count: int) -> tuple[slice, ...]:
+    return (slice(None),) * count
+
+
 def one_row(
     input: torch.Tensor, dim: int, index: int, name: str, *, keep: bool, is_view: bool = True
 ) -> Spec:
@@ -38,13 +47,15 @@ def one_row(
             return None
         start, stop = here.inputs[0].range(dim)
         is_here = start <= index < stop
+        at = slice(index, index + 1) if keep else index
+        key = (*_all(dim), at)
         first = index - start if is_here else 0
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = x.narrow(dim, first, int(is_here))
             whole = owned_part(name, part, dim, 0, 1, here.mesh, axes)
             whole = whole if keep else whole.squeeze(dim)
-            return severed(whole, name) if is_view else whole
+            return severed(whole, name, key) if is_view else whole
 
         return run
 
@@ -105,7 +116,7 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
         move = exchange(name, here.mesh, axes, dim, [shape[dim]], [len(rows)], rows)
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return severed(move(x), name) if is_view else move(x)
+            return severed(move(x), name, _key(dim, rows)) if is_view else move(x)
 
         return run
 
@@ -202,7 +213,10 @@ def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             found = move(x).split_with_sizes(local, dim)
-            return tuple(severed(each, name) for each in found)
+            return tuple(
+                severed(each, name, _key(dim, part))
+                for each, part in zip(found, parts, strict=True)
+            )
 
         return run
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import DispatchError
-from shardwise.errors import LayoutError
+from shardwise.errors import DispatchError, LayoutError
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed
 from shardwise.rules.collectives import extreme

@@ -1,0 +1,264 @@
+"""Copies that stand for views.
+
+Of a split dim, `x[1:3]` must move rows: where torch would return a view, here it is a copy. It is
+kept as a view would be: what is written to it is written to the tensor it was taken of, at once,
+and if that was written to since, the copy is taken again when it is used next. Both are moves that
+every rank makes at the same place of the program. Where no index says what it is a copy of, as of a
+diagonal, writing to it is refused.
+
+Such a copy is a DTensor of a class of its own, so that calls without any pay nothing. Within a call
+it is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+from shardwise.errors import DispatchError
+from shardwise.tensor import DTensor, as_local, locally, tensors_in, wrap
+
+_BASE: Any = torch._C.TensorBase
+_base_of = _BASE._base.__get__
+_storage_of = _BASE.untyped_storage
+
+
+class _Linked(threading.local):
+    """The links of one thread, by the memory of what the copies were taken of."""
+
+    def __init__(self) -> None:
+        self.by_memory: dict[int, list[weakref.ref[Link]]] = {}
+
+
+linked = _Linked()
+
+
+class Link:
+    """What ties a copy to the tensor that it was taken of."""
+
+    def __init__(
+        self, name: str, key: Any, base: DTensor, again: Callable[[DTensor], DTensor]
+    ) -> None:
+        self.name = name
+        """The operator that took it."""
+        self.key = key
+        """What it is of the tensor, as an index; None if no index says it."""
+        self.again = again
+        """Takes it again."""
+        # A copy keeps no large tensor alive, but another copy, which may be all that is left of it.
+        held = "_link" in base.__dict__
+        self.base: Callable[[], DTensor | None] = (lambda: base) if held else TensorWeakRef(base)
+        self.memory = _memory_of(base)
+        """Of the tensor; while this is held no other memory has its address."""
+        self.outdated_by: str | None = None
+        """What wrote to the tensor since."""
+        self.is_written = False
+        """Whether the call that is under way writes to the copy."""
+        _register(self)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody can see the tensor any more."""
+        return self.base() is None and self.memory.expired()  # type: ignore[no-untyped-call]
+
+
+def _register(link: Link) -> None:
+    table, address = linked.by_memory, link.memory.cdata
+    links = table.setdefault(address, [])
+
+    def forget(which: weakref.ref[Link]) -> None:
+        links.remove(which)
+        if not links and table.get(address) is links:
+            del table[address]
+
+    links.append(weakref.ref(link, forget))
+
+
+def _memory_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(locally(_storage_of, (), (tensor,)))  # type: ignore[no-untyped-call]
+
+
+def outdate(tensor: torch.Tensor, name: str) -> None:
+    """Say that `name` writes to a tensor: what was copied of its memory is out of date."""
+    links = linked.by_memory.get(locally(_storage_of, (), (tensor,))._cdata, ())
+    for each in links:
+        link = each()
+        if link is not None:
+            link.outdated_by = name
+
+
+class ViewCopy(DTensor):
+    """A DTensor that is a copy where torch would have returned a view, or a view of such a one."""
+
+    _link: Link
+
+    def _renew(self) -> None:
+        """Take the copy again, if what it was taken of was written to since."""
+        owner, link = self._owner, self._link
+        base = link.base()
+        if type(base) is ViewCopy:
+            base._renew()
+        by = link.outdated_by
+        if by is None:
+            return
+        if base is None or _memory_of(base) != link.memory:
+            raise DispatchError(
+                f"this tensor is the result of {shown(link.name)}, of which torch would return a "
+                "view, but the dim was split and so it is a copy. The original was changed since, "
+                f"by {by} through another tensor that shares its memory, and is gone: the copy "
+                "cannot be taken again. Keep the original, or clone() the part before it changes"
+            )
+        link.outdated_by = None
+        outdate(owner, by)
+        # The history is that of what is there now, whether or not gradients are recorded here.
+        with torch.enable_grad():
+            made = link.again(base)
+            with as_local():
+                torch.Tensor.copy_(owner, made)
+
+    @property
+    def _owner(self) -> DTensor:
+        """The copy itself, of a view of it."""
+        return self.__dict__.get("_copy", self)  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> DTensor:
+        """The tensor without its history, sharing memory."""
+        self._renew()
+        return alias(DTensor.data.__get__(self), self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        for name in ("_link", "_copy", "_severed"):  # it is none of the tensor's any more
+            self.__dict__.pop(name, None)
+        self.__class__ = DTensor  # type: ignore[assignment]
+        self.data = value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = super().__repr__()
+        by = self._link.outdated_by
+        return text if by is None else f"{text[:-1]}, before {by} changed what it is a part of)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        self._renew()
+        return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._renew()
+        return super().__reduce_ex__(protocol)
+
+
+_SHOWN = {"__getitem__": "indexing"}
+
+
+def shown(name: str) -> str:
+    """How a message calls an operator that returns views."""
+    return _SHOWN.get(name, name)
+
+
+def alias(tensor: DTensor, copy: DTensor) -> DTensor:
+    """Say that a tensor shares memory with a copy."""
+    tensor._link = copy._link  # type: ignore[attr-defined]
+    tensor._copy = copy.__dict__.get("_copy", copy)  # type: ignore[attr-defined]
+    tensor.__class__ = ViewCopy
+    return tensor
+
+
+def link(result: Any, base: Any, again: Callable[[DTensor], Any]) -> None:
+    """Tie the copies among results to the tensor they were taken of.
+
+    Arguments:
+        again: makes the results again, of that tensor.
+    """
+    for number, each in enumerate(tensors_in(result)):
+        if type(each) is DTensor and "_severed" in each.__dict__ and "_link" not in each.__dict__:
+            name, key = each.__dict__["_severed"], each.__dict__.get("_key")
+            each._link = Link(name, key, base, _nth(again, number))  # type: ignore[attr-defined]
+            each.__class__ = ViewCopy
+
+
+def _nth(again: Callable[[DTensor], Any], number: int) -> Callable[[DTensor], DTensor]:
+    return lambda base: list(tensors_in(again(base)))[number]  # type: ignore[return-value]
+
+
+def copies_in(*values: Any) -> list[ViewCopy]:
+    """The copies among arguments."""
+    return [each for each in tensors_in(values) if type(each) is ViewCopy]
+
+
+def as_ordinary(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
+    """Make a call with copies as a call with ordinary DTensors."""
+    for each in copies:
+        each._renew()
+    for each in copies:
+        each.__class__ = DTensor  # type: ignore[assignment]
+    try:
+        result = run()
+    except BaseException:
+        for each in copies:
+            each._link.is_written = False
+        raise
+    finally:
+        for each in copies:
+            each.__class__ = ViewCopy
+    for each in copies:
+        if each._link.is_written:
+            _write_back(each)
+        if each._link.is_alone and "_copy" not in each.__dict__:
+            each.__class__ = DTensor  # type: ignore[assignment]
+    _find_aliases(result, copies)
+    return result
+
+
+def _write_back(copy: ViewCopy) -> None:
+    link, base = copy._link, copy._link.base()
+    link.is_written = False
+    assert base is not None, "seen before the call"
+    owner = copy._owner
+    with as_local():
+        value = wrap(owner.view_as(owner), owner._layout)  # no copy of the tensor's any more
+    base[link.key] = value
+    link.outdated_by = None
+
+
+def _find_aliases(result: Any, copies: list[ViewCopy]) -> None:
+    for each in tensors_in(result):
+        if type(each) is not DTensor or "_link" in each.__dict__:
+            continue
+        memory = locally(_storage_of, (), (each,))._cdata
+        for copy in copies:
+            if type(copy) is ViewCopy and locally(_storage_of, (), (copy,))._cdata == memory:
+                alias(each, copy)
+                break
+
+
+def writes_through(target: Any) -> bool:
+    """Whether what is written to a copy, or to a view of one, reaches what it was taken of."""
+    link: Link | None = target.__dict__.get("_link")
+    if link is None:
+        return False
+    if link.is_alone:
+        return True
+    copy = target.__dict__.get("_copy", target)
+    if copy is not target:
+        # What is no view to autograd, as the result of detach(), has a history of its own.
+        with as_local():
+            base = _base_of(copy)
+            if _base_of(target) is not (copy if base is None else base):
+                return False
+    link.is_written = link.key is not None and link.base() is not None
+    return link.is_written
+
+
+def is_up_to_date(copy: Any, base: DTensor, key: Any) -> bool:
+    """Whether a tensor is a copy of just this part, and nothing was written since."""
+    link: Link | None = copy.__dict__.get("_link")
+    if link is None or "_copy" in copy.__dict__ or link.outdated_by is not None:
+        return False
+    return link.base() is base and type(link.key) is type(key) and bool(link.key == key)
