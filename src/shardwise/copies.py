@@ -62,11 +62,6 @@ class Link:
         """Whether the call that is under way writes to the copy."""
         _register(self)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether nobody can see the tensor any more."""
-        return self.base() is None and self.memory.expired()  # type: ignore[no-untyped-call]
-
 
 def _register(link: Link) -> None:
     table, address = linked.by_memory, link.memory.cdata
@@ -135,7 +130,7 @@ class ViewCopy(DTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        for name in ("_link", "_copy", "_severed"):  # it is none of the tensor's any more
+        for name in ("_link", "_copy", "_severed", "_key"):  # it is no part of another any more
             self.__dict__.pop(name, None)
         self.__class__ = DTensor  # type: ignore[assignment]
         self.data = value
@@ -210,8 +205,6 @@ def as_ordinary(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
     for each in copies:
         if each._link.is_written:
             _write_back(each)
-        if each._link.is_alone and "_copy" not in each.__dict__:
-            each.__class__ = DTensor  # type: ignore[assignment]
     _find_aliases(result, copies)
     return result
 
@@ -233,7 +226,7 @@ def _find_aliases(result: Any, copies: list[ViewCopy]) -> None:
             continue
         memory = locally(_storage_of, (), (each,))._cdata
         for copy in copies:
-            if type(copy) is ViewCopy and locally(_storage_of, (), (copy,))._cdata == memory:
+            if locally(_storage_of, (), (copy,))._cdata == memory:
                 alias(each, copy)
                 break
 
@@ -243,8 +236,6 @@ def writes_through(target: Any) -> bool:
     link: Link | None = target.__dict__.get("_link")
     if link is None:
         return False
-    if link.is_alone:
-        return True
     copy = target.__dict__.get("_copy", target)
     if copy is not target:
         # What is no view to autograd, as the result of detach(), has a history of its own.

@@ -27,8 +27,9 @@ def check_writable(name: str, target: Any) -> None:
             f"{name}: this tensor is the result of {shown(severed)}, of which torch would return a "
             "view, but the dim was split and so it is a copy, or shares memory with one: writing "
             "to it would not reach the original. Write to a part taken by index of a tensor that "
-            "is still there (x[i] += 1, x[i] = ...), or take it of a tensor that is whole in that "
-            "dim: x.redistribute(placements=[Replicate(), ...])"
+            "is still there (x[i] += 1, x[i] = ...), or clone() it if it is to change alone, or "
+            "take it of a tensor that is whole in that dim: "
+            "x.redistribute(placements=[Replicate(), ...])"
         )
     if linked.by_memory:
         outdate(target, name)

@@ -25,6 +25,7 @@ from shardwise.dispatch.aside import (
     with_numbers,
 )
 from shardwise.dispatch.entry import Entry, Path, get
+from shardwise.dispatch.failing import failing_together
 from shardwise.dispatch.fallback import WholeEntry
 from shardwise.dispatch.flowing import FlowEntry, flowing_paths
 from shardwise.dispatch.moving import InputMove, input_move
@@ -90,6 +91,9 @@ def _by_rule(
         if known is not None and known.outplace is not None and not spec.writes:
             return computed_aside(name, known.outplace, keeps)
         run = lowered
+    is_plain = spec.needs_plain or (_is_python(func) if lowered is None else _needs_plain(lowered))
+    if spec.may_fail:
+        run = failing_together(name, run, choice.here)
     moves = [
         (paths[at], how)
         for at, how in zip(order, _input_moves(layouts, choice), strict=True)
@@ -104,7 +108,7 @@ def _by_rule(
         paths,
         moves,
         choice.outputs,
-        plain=spec.needs_plain or (_is_python(func) if lowered is None else _needs_plain(lowered)),
+        plain=is_plain,
         inplace=inplace,
         fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
         severed=bool(spec.is_view and first),

@@ -1,7 +1,6 @@
 """Linear algebra: each matrix is whole, and a batch of them is split as it likes.
 
-What a matrix that cannot be factored does to a call is between torch and the rank that has it: it
-raises there, as an index out of range does.
+A matrix that cannot be factored fails the call on all ranks, wherever it is (`Spec.may_fail`).
 """
 
 from __future__ import annotations
@@ -101,9 +100,16 @@ _PATTERNS = {
 }
 
 
-def _rule(pattern: str) -> Any:
+_NEVER_FAIL = {
+    *("matrix_exp", "linalg.matrix_exp", "det", "logdet", "linalg.det", "slogdet"),
+    *("linalg.slogdet", "geqrf", "_lu_with_info", "linalg.inv_ex", "linalg.cholesky_ex"),
+    *("linalg.lu_factor_ex", "linalg.ldl_factor_ex"),
+}
+
+
+def _rule(pattern: str, may_fail: bool) -> Any:
     def made(*args: Any, **kwargs: Any) -> Spec:
-        return matrices(list(tensors_in((args, kwargs))), pattern)
+        return matrices(list(tensors_in((args, kwargs))), pattern, may_fail=may_fail)
 
     return made
 
@@ -114,15 +120,16 @@ def _named(name: str) -> tuple[Any, ...]:
 
 
 for _pattern, _names in _PATTERNS.items():
-    rule(*(each for name in _names.split() for each in _named(name)), inplace=False)(
-        _rule(_pattern)
-    )
+    for _name in _names.split():
+        rule(*_named(_name), inplace=False)(_rule(_pattern, _name not in _NEVER_FAIL))
 
 
 @rule(*linalg("cond"))
 @with_synonyms
 def cond(input: Tensor, p: Any = None) -> Spec:
-    return matrices([input], "m n -> .", lower=for_empty(torch.linalg.cond), positions=())
+    return matrices(
+        [input], "m n -> .", lower=for_empty(torch.linalg.cond), positions=(), may_fail=True
+    )
 
 
 @rule("orgqr", *linalg("householder_product"))
@@ -160,19 +167,21 @@ def linalg_qr(input: Tensor, mode: str = "reduced") -> Spec:
 @with_synonyms
 def svd(input: Tensor, some: bool = True, compute_uv: bool = True) -> Spec:
     results = "m k, k, n k" if some and compute_uv else "m m, k, n n"
-    return matrices([input], f"m n -> {results}")
+    return matrices([input], f"m n -> {results}", may_fail=True)
 
 
 @rule(*linalg("svd"))
 @with_synonyms
 def linalg_svd(input: Tensor, full_matrices: bool = True, *, driver: Any = None) -> Spec:
-    return matrices([input], f"m n -> {'m m, k, n n' if full_matrices else 'm k, k, k n'}")
+    results = "m m, k, n n" if full_matrices else "m k, k, k n"
+    return matrices([input], f"m n -> {results}", may_fail=True)
 
 
 @rule(torch.functional.lu)
 @with_synonyms
 def lu(input: Tensor, pivot: bool = True, get_infos: bool = False) -> Spec:
-    return matrices([input], f"m n -> m n, k{', .' if get_infos else ''}", needs_plain=True)
+    results = f"m n, k{', .' if get_infos else ''}"
+    return matrices([input], f"m n -> {results}", needs_plain=True, may_fail=not get_infos)
 
 
 @rule(*linalg("lu"))
@@ -196,7 +205,8 @@ def lu_unpack(
 def _tolerant(function: Any, input: Tensor, tolerances: Sequence[Any], result: str) -> Spec:
     given = tensors_among(*tolerances)
     pattern = f"m n{', .' * len(given)} -> {result}"
-    return matrices([input, *given], pattern, lower=for_empty(function), positions=())
+    lower = for_empty(function)
+    return matrices([input, *given], pattern, lower=lower, positions=(), may_fail=True)
 
 
 @rule(*linalg("pinv"))

@@ -113,7 +113,7 @@ def _solving(function: Any, results: str, **extra: Any) -> Callable[..., Spec]:
     return made
 
 
-rule(*linalg("solve"))(_solving(torch.linalg.solve, "", linear=[(1,)]))
+rule(*linalg("solve"))(_solving(torch.linalg.solve, "", linear=[(1,)], may_fail=True))
 rule(*linalg("solve_ex"))(_solving(torch.linalg.solve_ex, ", ."))
 
 
@@ -174,4 +174,5 @@ def least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Spec:
             NOTHING if driver == "gels" else rank,
             values if driver in ("gelss", "gelsd") else NOTHING,
         ],
+        may_fail=True,
     )

@@ -77,6 +77,9 @@ class Spec:
     writes: bool = False
     """Whether the lowering of an in-place operator writes to its first input itself; otherwise the
     result of the operator that returns a new tensor is made, and copied."""
+    may_fail: bool = False
+    """Whether torch may raise an error for what a part of a batch holds: it then does on all ranks.
+    Costs a small collective."""
     needs_plain: bool = False
     """Whether what runs looks at shapes in Python, and so must not be handed DTensors."""
 

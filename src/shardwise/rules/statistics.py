@@ -7,6 +7,7 @@ a norm from the norms of the ranks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -139,7 +140,8 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
     dims, names = (rows, columns), dims_of(input)
     out = Out(without(names, dims, keepdim, None), without(input.shape, dims, keepdim, 1))
     if order not in (1, -1, math.inf, -math.inf) or 0 in (input.shape[rows], input.shape[columns]):
-        return whole_along(input, dims, [out])  # of singular values; or torch says what it is
+        # of singular values; or torch says what it is
+        return dataclasses.replace(whole_along(input, dims, [out]), may_fail=True)
     summed, other = (rows, columns) if abs(order) == 1 else (columns, rows)
 
     def lower(here: Here) -> Callable[..., Any] | None:
