@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Link:
     """What ties a copy to the tensor that it was taken of."""
 
     def __init__(
-        self, name: str, key: Any, base: DTensor, again: Callable[[DTensor], DTensor]
+        self, name: str, key: Any, base: DTensor, again: Callable[[DTensor], DTensor], holds: bool
     ) -> None:
         self.name = name
         """The operator that took it."""
@@ -51,9 +51,9 @@ class Link:
         """What it is of the tensor, as an index; None if no index says it."""
         self.again = again
         """Takes it again."""
-        # A copy keeps no large tensor alive, but another copy, which may be all that is left of it.
-        held = "_link" in base.__dict__
-        self.base: Callable[[], DTensor | None] = (lambda: base) if held else TensorWeakRef(base)
+        self.base: Callable[[], DTensor | None] = TensorWeakRef(base)
+        """The tensor, if it is still there."""
+        self.held = base if holds else None
         self.memory = _memory_of(base)
         """Of the tensor; while this is held no other memory has its address."""
         self.outdated_by: str | None = None
@@ -86,6 +86,7 @@ def outdate(tensor: torch.Tensor, name: str) -> None:
         link = each()
         if link is not None:
             link.outdated_by = name
+            link.held = link.base()  # to take it again
 
 
 class ViewCopy(DTensor):
@@ -165,16 +166,22 @@ def alias(tensor: DTensor, copy: DTensor) -> DTensor:
     return tensor
 
 
-def link(result: Any, base: Any, again: Callable[[DTensor], Any]) -> None:
+def link(result: Any, base: Any, again: Callable[[DTensor], Any], keys: Sequence[Any] = ()) -> None:
     """Tie the copies among results to the tensor they were taken of.
 
     Arguments:
         again: makes the results again, of that tensor.
+        keys: the indices that give them, unless those that made the copies said so.
     """
     for number, each in enumerate(tensors_in(result)):
         if type(each) is DTensor and "_severed" in each.__dict__ and "_link" not in each.__dict__:
             name, key = each.__dict__["_severed"], each.__dict__.get("_key")
-            each._link = Link(name, key, base, _nth(again, number))  # type: ignore[attr-defined]
+            if key is None and keys:
+                key = keys[number]
+            # As a view, it keeps the tensor. While gradients are recorded that would double what is
+            # saved for them; but another copy may be all that is left of the tensor itself.
+            holds = "_link" in base.__dict__ or not each.requires_grad
+            each._link = Link(name, key, base, _nth(again, number), holds)  # type: ignore[attr-defined]
             each.__class__ = ViewCopy
 
 

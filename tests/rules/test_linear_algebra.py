@@ -115,9 +115,11 @@ def test_a_matrix_that_must_be_whole_goes_to_another_dim_by_an_exchange():
     def run(mesh):
         batch = in_layout(values(2, 4, 4), mesh, Shard(1))
         events, result = heard(mesh, lambda: torch.linalg.inv(batch))
-        return [event.kind for event in events], result.placements
+        return [(event.kind, event.bytes) for event in events], result.placements
 
-    assert ranks(run) == [(["all_to_all"], (Shard(0),))] * 2
+    moved = ("all_to_all", 1 * 2 * 4 * 8)
+    told = ("all_gather", 1)  # whether the other rank could invert its own
+    assert ranks(run) == [([moved, told], (Shard(0),))] * 2
 
 
 # ---- of low rank

@@ -181,16 +181,10 @@ def test_writing_to_a_view_of_an_unsplit_dim_reaches_the_tensor():
     assert on_two(run)[0] == [[200, 0, -2], [206, 0, -2], [212, 0, -2], [218, 0, -2]]
 
 
-def test_writing_to_a_part_of_a_split_dim_is_refused():
+def test_writing_to_a_part_of_a_split_dim_that_no_index_gives_is_refused():
     def run(mesh):
         x = rows(mesh, 6, 3, split=0)
-        for part in (
-            x.select(0, 1),
-            x.narrow(0, 1, 4),
-            x.split(3)[0],
-            x.diagonal(),
-            x.unbind(0)[0],
-        ):
+        for part in (x.diagonal(), x.view(9, 2), x.unfold(0, 2, 1)):
             with pytest.raises(DispatchError, match="copy"):
                 part.mul_(2)
 

@@ -111,7 +111,7 @@ def dispatch(
         if not (entry.direct or (entry.direct_without_grad and not _is_grad_enabled())):
             result = entry(args, kwargs or {})
             if entry.views:
-                _link(result, func, args, kwargs or {}, entry.tensors[0])
+                _link(result, func, args, kwargs or {}, entry)
             return result
         if entry.inplace:
             check_writable(entry.name, args[0])
@@ -129,17 +129,18 @@ def dispatch(
         raise _clearer(error, func, args, kwargs or {}) from None
 
 
-def _link(result: Any, func: Any, args: Any, kwargs: Any, path: Any) -> None:
+def _link(result: Any, func: Any, args: Any, kwargs: Any, entry: Entry) -> None:
     """Tie those results that are copies to the tensor that torch would return views of."""
     if not any("_severed" in each.__dict__ for each in tensors_in(result)):
         return
+    path = entry.tensors[0]
     without = replaced_at(args, kwargs, path, None)
 
     def again(base: DTensor) -> Any:
         given, keywords = replaced_at(*without, path, base)
         return dispatch(DTensor, func, (), given, keywords)
 
-    link(result, get(args, kwargs, path), again)
+    link(result, get(args, kwargs, path), again, entry.keys)
 
 
 def _is_below_autograd() -> bool:

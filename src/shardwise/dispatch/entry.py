@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Entry:
         "fresh",
         "hits",
         "inplace",
+        "keys",
         "layouts",
         "moves",
         "name",
@@ -104,6 +105,8 @@ class Entry:
         """Whether torch would return a view, and this call returns a copy."""
         self.views = severed
         """Whether torch would return views, and this call may return copies."""
+        self.keys: Sequence[Any] = ()
+        """Of the results, as views, the indices that give them, where the rule says so."""
         self.flowing: tuple[Path, ...] = ()
         """Inputs that are pending a sum, and so is the result; of a `FlowEntry`."""
         self.single = layouts[0] if len(layouts) == 1 else None

@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 from shardwise.comm import communicator
+from shardwise.comm.cause import running
 from shardwise.rules.spec import Here
 from shardwise.tensor import tensors_in
 
 _LinAlgError: Any = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+
+AGREEING = "success"
+"""What such a collective is about, in its cause: it moves nothing of the tensors."""
 
 
 def failing_together(name: str, run: Callable[..., Any], here: Here) -> Callable[..., Any]:
@@ -38,7 +42,8 @@ def failing_together(name: str, run: Callable[..., Any], here: Here) -> Callable
             failure = error
         kind = 0 if failure is None else 1 + isinstance(failure, _LinAlgError)
         mine = torch.tensor([kind], dtype=torch.uint8, device=given.device)
-        failed = group.all_gather(mine).tolist()
+        with running(f"{AGREEING} of {name}"):
+            failed = group.all_gather(mine).tolist()
         if failure is not None:
             raise failure
         if any(failed):

@@ -113,7 +113,7 @@ def _by_rule(
         fresh=all(isinstance(tensor, DTensor) for tensor in tensors),
         severed=bool(spec.is_view and first),
     )
-    made.views = spec.is_view
+    made.views, made.keys = spec.is_view, spec.keys
     # What is written to, by itself or through a view, must be the tensor that was given.
     if inplace or spec.is_view or not any(each.partial for each in choice.outputs):
         return made

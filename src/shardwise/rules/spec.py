@@ -74,6 +74,8 @@ class Spec:
     inputs' dim. A dim that is in one piece has units of 1."""
     is_view: bool = False
     """Whether torch returns a view of the first input."""
+    keys: Sequence[Any] = ()
+    """Of views that an index of the input gives, those indices. Without, a lowering may say so."""
     writes: bool = False
     """Whether the lowering of an in-place operator writes to its first input itself; otherwise the
     result of the operator that returns a new tensor is made, and copied."""

@@ -332,5 +332,6 @@ def unbind(input: torch.Tensor, dim: int = 0) -> Spec:
     at = normalized(dim, input.dim())
     dims = replaced(dims_of(input), at, None)
     out = Out(without(dims, (at,)), without(input.shape, (at,)))
-    outs = [out] * operator.index(input.shape[at])
-    return Spec([(input, dims)], outs, linear=[(0,)], is_view=True)
+    size = operator.index(input.shape[at])
+    keys = [(*_all(at), row) for row in range(size)]
+    return Spec([(input, dims)], [out] * size, linear=[(0,)], is_view=True, keys=keys)

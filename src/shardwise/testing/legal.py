@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Event, listen
+from shardwise.dispatch.failing import AGREEING
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, init_device_mesh
 from shardwise.placement import Placement, Replicate, Shard
@@ -61,8 +62,10 @@ def _communicates(
     with listen(events.append), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fn(*args, **kwargs)
-    mine = [event.kind for event in events if event.rank == mesh.get_rank()]
-    return mine[0] if mine else ""
+    for event in events:
+        if event.rank == mesh.get_rank() and not event.cause.operator.startswith(AGREEING):
+            return event.kind
+    return ""
 
 
 def _is_legal(
