@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
         "stored",
         "dispatch",
         "rules",
+        "drawing",
         "random",
         "random_state",
         "random_words",
