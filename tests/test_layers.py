@@ -37,6 +37,7 @@ LAYERS: list[set[str]] = [
         "stored",
         "dispatch",
         "rules",
+        "drawing",
         "random",
         "random_state",
         "random_words",

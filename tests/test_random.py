@@ -193,8 +193,8 @@ def test_other_distributions() -> None:
     log_normal = random.log_normal(KEY, MANY, 0.0, 0.5, torch.float64)
     assert abs(log_normal.mean() - math.exp(0.125)) < 0.003
     for p in (0.0, 0.3, 1.0):
-        assert abs(random.bernoulli(KEY, MANY, p, torch.float64).mean() - p) < 0.002
-    assert set(random.bernoulli(KEY, MANY, 0.3, value=2.5).unique().tolist()) == {0.0, 2.5}
+        assert abs(random.bernoulli(KEY, MANY, p, dtype=torch.float64).mean() - p) < 0.002
+    assert set(random.bernoulli(KEY, MANY, 0.3, divisor=0.4).unique().tolist()) == {0.0, 2.5}
     counts = torch.bincount(random.integers(KEY, MANY, -5, 6) + 5)
     assert len(counts) == 11 and (counts - 1e6 / 11).abs().max() < 1500
     anything = random.integers(KEY, MANY, -(2**63), 2**63)

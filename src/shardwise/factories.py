@@ -12,6 +12,7 @@ import torch
 
 from shardwise import random
 from shardwise.checks import as_ints
+from shardwise.drawing import Sampler, drawn
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
@@ -218,11 +219,8 @@ def randint(
     if low >= high:
         raise LayoutError(f"randint(low, high): expected low < high, got {low} and {high}")
     how = _laid("randint", _as_shape((size,)), layout, device_mesh, placements)
-
-    def between(key: int, layout: Layout, dtype: Any, device: Any) -> torch.Tensor:
-        return random.integers(key, layout, low, high, dtype, device)
-
-    return _random(how, between, dtype or torch.int64, requires_grad, generator)
+    dtype = dtype or torch.int64
+    return _random(how, random.integers, dtype, requires_grad, generator, low, high)
 
 
 def randperm(
@@ -295,16 +293,20 @@ def _filled(how: Layout, value: Any, dtype: torch.dtype | None, requires_grad: b
 
 def _random(
     how: Layout,
-    sampler: Callable[..., torch.Tensor],
+    sampler: Sampler,
     dtype: torch.dtype | None,
     requires_grad: bool,
     generator: torch.Generator | None,
+    *numbers: int,
 ) -> DTensor:
-    device = _device(how)
-    if device.type == "meta":
-        return _made(how, dtype, requires_grad, torch.empty)
-    key = random.draw_key(how.mesh, generator)
-    local = sampler(key, how.relaid(partial={}), dtype=dtype, device=device)
+    local = drawn(
+        sampler,
+        how.relaid(partial={}),
+        *numbers,
+        dtype=dtype or torch.get_default_dtype(),
+        device=_device(how),
+        generator=generator,
+    )
     return _pending(how, local, requires_grad)
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from shardwise import world
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.random_state import check_if_suspect
@@ -46,7 +45,6 @@ def draw_key(mesh: DeviceMesh | None = None, generator: torch.Generator | None =
             was made, they are compared again, by all ranks, before the first draw.
         generator: draw from it instead. It must be in the same state on every rank.
     """
-    world.current().check_drawing()
     if generator is None and mesh is not None:
         check_if_suspect(mesh)
     device = "cpu" if generator is None else generator.device
@@ -306,18 +304,18 @@ def bernoulli(
     key: int,
     layout: Layout,
     p: float,
+    divisor: float = 1.0,
     dtype: torch.dtype | None = None,
     device: Device = None,
-    value: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's shard of numbers that are `value` with probability p, and 0 else."""
+    """This rank's shard of numbers that are 1 / divisor with probability p, and 0 else."""
     limit = math.ceil(p * 2.0**53) << 11
     is_certain = limit >= 2**64
     kind = np.float32 if dtype in (torch.float32, torch.bfloat16, torch.float16) else np.float64
 
     def convert(block: Words) -> NDArray[Any]:
         chosen = np.ones(len(block), bool) if is_certain else block < np.uint64(limit)
-        return chosen if value == 1 else chosen * kind(value)
+        return chosen if divisor == 1 else chosen * (kind(1) / kind(divisor))
 
     return _filled(key, layout, convert, dtype or torch.get_default_dtype(), device)
 

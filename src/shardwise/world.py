@@ -28,6 +28,8 @@ class World(ABC):
     """Whether the ranks are threads of one process."""
     carries_values = True
     """Whether tensors have values, and collectives are run."""
+    draws_whole = False
+    """Whether ranks draw random tensors whole, by torch's operators, and take their pieces."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -54,9 +56,6 @@ class World(ABC):
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> Communicator:
         """The way these ranks talk; `axes` are the names of the mesh axes they lie along."""
-
-    def check_drawing(self) -> None:  # noqa: B027 (in most worlds there is nothing to refuse)
-        """Called before random numbers are drawn; refuses where they would be drawn once only."""
 
     def process_group(self, ranks: tuple[int, ...]) -> Any:
         """The torch process group of exactly these ranks, made on demand by its members."""

@@ -116,8 +116,6 @@ PROGRAMS = {
         (X,),
         "cond has graphs of its own",
     ),
-    "dropout": (nn.Dropout(0.5), (X,), "dropout.* draws random numbers.* eval mode"),
-    "random numbers": (torch.rand_like, (X,), "rand_like.* draws random numbers"),
 }
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from step_cases import MLP, model_of, start, training_step
 from torch import nn
 from torch.func import functional_call
@@ -134,14 +133,6 @@ def branches(params, x):
     return params, x if x.sum() > 0 else -x
 
 
-def drops(params, x):
-    return params, F.dropout(functional_call(MODEL, params, (x,)))
-
-
-def draws(params, x):
-    return params, x + torch.randn(8)
-
-
 def casts(params, x):
     with torch.autocast("cpu", torch.bfloat16):
         return params, functional_call(MODEL, params, (x,))
@@ -157,8 +148,6 @@ def writes_elsewhere(params, x, module=Counting().requires_grad_(False)):  # noq
         (uses_parameters_of_a_module, r"tensor of shape \(16, 8\) that requires grad"),
         (asks_for_a_value, "asks for the value of a tensor"),
         (branches, "asks for the value of a tensor"),
-        (drops, "random numbers"),
-        (draws, "random numbers"),
         (casts, "autocast"),
         (writes_elsewhere, r"writes to a tensor of shape \(\)"),
         (lambda params, x: x, r"return \(new_state, outputs\)"),

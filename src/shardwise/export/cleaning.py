@@ -8,6 +8,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from shardwise.export.operators import draws
+
 _SAME = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 _META = torch.device("meta")
 
@@ -43,8 +45,10 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def _must_stay(node: fx.Node) -> bool:
-    # All ranks must run the same collectives, also where one has no use for the result.
-    return node.op in ("placeholder", "output") or writes(node) or is_collective(node)
+    # All ranks must run the same collectives, and draw as much, also where one has no use for the
+    # result.
+    is_shared = is_collective(node) or is_random(node)
+    return node.op in ("placeholder", "output") or writes(node) or is_shared
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
@@ -91,5 +95,4 @@ def _share(graph: fx.Graph) -> None:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return draws(node.target, node.args, node.kwargs)

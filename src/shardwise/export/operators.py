@@ -21,12 +21,6 @@ def check_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             f"exported_program: {target} has graphs of its own, which are not supported; export "
             "without it: branches, loops and scans by Python"
         )
-    if _draws(target, args, kwargs):
-        raise ExportError(
-            f"exported_program: {target} draws random numbers, and ranks would have to draw the "
-            "same, each its part; export the model in eval mode, without dropout, or give it "
-            "random numbers as inputs"
-        )
     if target in _TO_NUMBER:
         raise ExportError(
             f"exported_program: {target} makes a number of data, on which what follows may depend; "
@@ -34,7 +28,7 @@ def check_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         )
 
 
-def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator is random: dropout is not, outside of training or of nothing."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -42,7 +36,7 @@ def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     given = {each.name: each.default_value for each in arguments if each.has_default_value()}
     given |= dict(zip((each.name for each in arguments), args, strict=False))
     given |= kwargs
-    chance = given.get("p", given.get("dropout_p", given.get("dropout")))
+    chance = given.get("dropout_p", given.get("dropout"))
     return given.get("train", given.get("training")) is not False and chance != 0
 
 

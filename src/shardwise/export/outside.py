@@ -56,6 +56,11 @@ class Outside(TorchFunctionMode):
                 "recorded; convert parameters and inputs with to(dtype) in fn"
             )
         kwargs = kwargs or {}
+        if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+            raise ExportError(
+                f"fn: {getattr(func, '__name__', func)} draws from a torch.Generator, which a "
+                "graph cannot hold; draw from torch's default one, without `generator`"
+            )
         is_constant = func in _OF_DATA and not isinstance(args[0], torch.Tensor)
         if is_constant or (func in _VALUES and _is_outside(args[0])):
             with disable_proxy_modes_tracing():

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from shardwise import world
 from shardwise.comm import Cause
 from shardwise.comm.cause import acting
-from shardwise.export import cleaning, notes, sizes
+from shardwise.export import cleaning, draws, notes, sizes
 from shardwise.export.activations import apart
 from shardwise.export.boundaries import Boundaries, Boundary
 from shardwise.export.cleaning import writes
@@ -187,6 +187,8 @@ class Sharding:
         module = record(run, inputs, self._here)
         if self._original.dialect != "TRAINING" and any(map(writes, module.graph.nodes)):
             module = without_writes(module, inputs)
+        wanted = [draw for _, draw in draws.of_graph(self._original.graph_module, at)]
+        draws.settle(module, wanted, "exported_program")
         placeholders = (node for node in module.graph.nodes if node.op == "placeholder")
         for name, node in zip(names, placeholders, strict=True):
             if name in layouts:

@@ -33,6 +33,7 @@ class RecordingWorld(World):
     """One rank of a program that is being made."""
 
     carries_values = False
+    draws_whole = True
 
     def __init__(self, rank: int, size: int, name_of: GroupName | None = None) -> None:
         super().__init__(rank, size)
@@ -42,10 +43,6 @@ class RecordingWorld(World):
         """What kind of ranks these are."""
         return f"a program for {self.size} ranks is being made"
 
-    def check_drawing(self) -> None:
-        """Refuse: a program would have the same numbers in every call."""
-        raise random_refused()
-
     def communicator(
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> Communicator:
@@ -53,14 +50,6 @@ class RecordingWorld(World):
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         return RecordingCommunicator(ranks, ranks.index(self.rank), axes, self._name_of(ranks))
-
-
-def random_refused() -> ExportError:
-    """The error for what draws random numbers."""
-    return ExportError(
-        "random numbers, such as dropout's, cannot be recorded: ranks must draw the same, each its "
-        "part, anew in every call. Call eval() on the model, or pass random numbers as an argument"
-    )
 
 
 def as_recorded(mesh: DeviceMesh) -> tuple[DeviceMesh, RecordingWorld]:

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from shardwise import world
 from shardwise.comm import Cause
 from shardwise.comm.cause import acting
-from shardwise.export import cleaning, notes
+from shardwise.export import cleaning, draws, notes
 from shardwise.export.errors import ExportError
 from shardwise.export.leaves import Argument, Leaf, arguments_of, placements_by_leaf
 from shardwise.export.outside import Outside
 from shardwise.export.plan import output_placements_of
-from shardwise.export.recording import RecordingWorld, as_recorded, random_refused
+from shardwise.export.recording import RecordingWorld, as_recorded
 from shardwise.export.tracing import as_dtensor, as_piece, record
 from shardwise.export.values import propagate
 from shardwise.layout import Layout
@@ -249,7 +249,11 @@ class _Recording:
             ]
         module = record(self._on_pieces, inputs, self._here, is_training=True)
         if any(map(cleaning.is_random, module.graph.nodes)):
-            raise random_refused()
+            examples = [
+                pytree.tree_unflatten([leaf.value for leaf in each.leaves], each.structure)
+                for each in self._arguments
+            ]
+            draws.settle(module, draws.of_function(self._fn, examples), "fn")
         self._outside.insert(module, self._device)
         self._settle_constants(module)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

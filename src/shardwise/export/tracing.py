@@ -125,6 +125,8 @@ def _with_autocast(
 _INLINE: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.wrap_with_set_grad_enabled: _with_grad_mode,
     torch.ops.higher_order.wrap_with_autocast: _with_autocast,
+    # What export has seen of a tensor before a cast: it would be made whole for that.
+    torch.ops.aten._assert_tensor_metadata.default: lambda *args, **kwargs: None,
 }
 
 

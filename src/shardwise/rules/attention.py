@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.cut import rescaled
+from shardwise.drawing import drawn
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.random import bernoulli, draw_key
+from shardwise.random import bernoulli
 from shardwise.rules.collectives import extreme, total_used
 from shardwise.rules.matmul import contraction, expanded_dims, leading
 from shardwise.rules.precision import autocast, widened, without_autocast
@@ -238,10 +239,10 @@ class Local:
 
     def _kept(self, dropout_p: float, like: Tensor) -> Tensor:
         """What to multiply the weights with: the same for every layout."""
-        key = draw_key(self.weights.mesh)
+        if dropout_p == 1:  # nothing is drawn
+            return torch.zeros_like(like)
         kept = 1 - dropout_p
-        scale = 1 / kept if kept else 0.0
-        return bernoulli(key, self.weights, kept, like.dtype, like.device, scale)
+        return drawn(bernoulli, self.weights, kept, kept, dtype=like.dtype, device=like.device)
 
 
 def _cut(mask: Tensor | None, last: int) -> Tensor | None:

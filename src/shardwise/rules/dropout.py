@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise import random
+from shardwise import random, world
 from shardwise.layout import Layout
-from shardwise.rules.calls import composed
+from shardwise.rules.calls import Function, composed
+from shardwise.rules.dims import unsplit
 from shardwise.rules.random_ops import noise, noise_like
-from shardwise.rules.registry import handler, name_of
+from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.spec import Spec
 from shardwise.tensor import DTensor, as_local
 
 _ALPHA = 1.7580993408473766  # what SELU saturates at
@@ -41,8 +43,12 @@ def dropout(func: Any, args: Any, kwargs: Any) -> Any:
         if not training or p == 0 or input.numel() == 0:
             return input
         changes = inplace or name.endswith("_")
-        mask = _kept(input, p, is_feature="feature" in name, scaled="alpha" not in name)
-        if "alpha" not in name or p == 1:
+        if p == 1:  # nothing is drawn
+            return input.mul_(0.0) if changes else input * 0.0
+        divisor = 1.0 if "alpha" in name else 1 - p
+        dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
+        mask = _kept(input, p, divisor, dtype, is_feature="feature" in name)
+        if "alpha" not in name:
             return input.mul_(mask) if changes else input * mask
         scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
         shift = (mask - 1) * (_ALPHA * scale) + _ALPHA * scale * p
@@ -56,14 +62,16 @@ def dropout(func: Any, args: Any, kwargs: Any) -> Any:
 @composed("native_dropout")
 def native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
     """The result, and the mask as bools."""
-    if train is False or p == 0 or input.numel() == 0:
+    if train is False or input.numel() == 0:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
-    mask = _kept(input, p, is_feature=False, scaled=True)
-    return input * mask, mask != 0
+    mask = _kept(input, p, 1.0, torch.bool)
+    return input * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def _kept(input: DTensor, p: float, *, is_feature: bool, scaled: bool) -> DTensor:
-    """The mask; with the scale that keeps the mean, if `scaled`."""
+def _kept(
+    input: DTensor, p: float, divisor: float, dtype: torch.dtype, *, is_feature: bool = False
+) -> DTensor:
+    """The mask, divided by a number: by what is kept if the mean is to stay."""
     layout = input._layout
     if is_feature:
         if input.dim() < 2:
@@ -71,16 +79,18 @@ def _kept(input: DTensor, p: float, *, is_feature: bool, scaled: bool) -> DTenso
         shape = (*layout.shape[:2], *[1] * (layout.ndim - 2))
         order, cuts = layout.shard_order[:2], layout.cuts[:2]
         layout = Layout(layout.mesh, shape, dict(enumerate(order)), {}, dict(enumerate(cuts)))
-    value = 1 / (1 - p) if scaled and p < 1 else 1.0
-    dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
-
-    def sampler(key: int, layout: Layout, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        return random.bernoulli(key, layout, 1 - p, dtype, device, value)
-
-    return noise(sampler, layout, dtype=dtype, device=input.device)
+    return noise(random.bernoulli, layout, 1 - p, divisor, dtype=dtype, device=input.device)
 
 
 # ---- a leaky relu whose slope is random
+
+
+RRELU = Function("rrelu", lambda input, lower, upper: torch.rrelu(input, lower, upper, True))
+
+
+@rule(RRELU)
+def whole_rrelu(input: torch.Tensor, lower: float, upper: float) -> Spec:
+    return unsplit([input], input.shape)
 
 
 @handler("rrelu", "rrelu_")
@@ -100,6 +110,9 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
         inplace = inplace or name_of(func) == "rrelu_"
         if not training:
             return F.leaky_relu(input, (lower + upper) / 2, inplace=bool(inplace))
+        if world.current().draws_whole:  # torch draws for negative elements alone
+            result = RRELU.dispatched(input, lower, upper)
+            return input.copy_(result) if inplace else result
         made = noise_like(random.uniform, input, lower, upper, generator=generator)
         slopes = torch.where(input.detach() <= 0, made, 1.0)
         return input.mul_(slopes) if inplace else input * slopes

@@ -18,6 +18,7 @@ from shardwise import random, world
 from shardwise.cut import Cut
 from shardwise.dispatch.arguments import check_target
 from shardwise.dispatch.entry import check_writable
+from shardwise.drawing import Sampler, drawn
 from shardwise.layout import Layout
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.rules.calls import Function, composed
@@ -25,11 +26,9 @@ from shardwise.rules.creation import check_layout
 from shardwise.rules.dims import unsplit
 from shardwise.rules.pointwise import tensors_among
 from shardwise.rules.precision import keeps_sums
-from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.registry import Aten, handler, name_of, rule
 from shardwise.rules.spec import Here, Spec
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
-
-Sampler = Callable[..., torch.Tensor]
 
 
 def noise(
@@ -46,11 +45,8 @@ def noise(
         sampler: one of those of `shardwise.random`, and its `numbers`.
     """
     whole = layout.relaid(partial={}) if layout.partial else layout
-    if device.type == "meta":  # torch draws nothing for it either
-        world.current().check_drawing()
-        return wrap(torch.empty(whole.local_shape(), dtype=dtype, device=device), whole)
-    key = random.draw_key(whole.mesh, generator)
-    return wrap(sampler(key, whole, *numbers, dtype=dtype, device=device), whole)
+    local = drawn(sampler, whole, *numbers, dtype=dtype, device=device, generator=generator)
+    return wrap(local, whole)
 
 
 def noise_like(sampler: Sampler, model: DTensor, *numbers: Any, **options: Any) -> DTensor:
@@ -66,16 +62,14 @@ def _number(value: Any) -> Any:
 # ---- overwritten with random numbers
 
 
-def _any_integers(
-    key: int, layout: Layout, low: int | None, high: int | None, dtype: torch.dtype, device: Any
-) -> torch.Tensor:
+def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
     """`random_`: up to the largest integer of a dtype, or that a floating point one has exactly."""
     if high is None:
         if dtype.is_floating_point:
             high = round(2 / torch.finfo(dtype).eps) + 1
         else:
             high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
-    return random.integers(key, layout, low or 0, high, dtype, device)
+    return low or 0, high
 
 
 class Fill(NamedTuple):
@@ -128,7 +122,7 @@ _FILLS = {
         "cauchy_ expects sigma > 0.0, but found median={}, sigma={}",
     ),
     "random_": Fill(
-        _any_integers,
+        random.integers,
         {"from": None, "to": None},
         lambda low, high: high is None or (low or 0) < high,
         "random_ expects 'from' to be less than 'to', but got from={} >= to={}",
@@ -152,6 +146,8 @@ def fill(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     numbers = [_number(given.get(each, default)) for each, default in what.parameters.items()]
     if not what.allows(*numbers):
         raise RuntimeError(what.complaint.format(*numbers))
+    if name == "random_":
+        numbers = list(_bounds(target.dtype, *numbers))
     if not what.takes_integers:
         _check_floating(name, target.dtype)
     return overwrite(name, target, what.sampler, *numbers, generator=generator)
@@ -174,8 +170,14 @@ def overwrite(
     return target
 
 
+def filled(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same as a new tensor, as aten has it after functionalization."""
+    return fill(name, func, (torch.empty_like(args[0]), *args[1:]), kwargs)
+
+
 for _name in _FILLS:
     handler(_name)(partial(fill, _name))
+    handler(Aten("normal_functional" if _name == "normal_" else _name[:-1]))(partial(filled, _name))
 
 
 # ---- like another tensor
@@ -258,9 +260,10 @@ def compared(model: DTensor, p: torch.Tensor, generator: Any) -> Any:
             f"bernoulli expects p to be broadcastable to {list(model.shape)}, but it has shape "
             f"{list(p.shape)}"
         )
-    made = noise(
-        random.uniform, layout, dtype=torch.float64, device=model.device, generator=generator
-    )
+    # More digits are better, but a program draws what torch compares with.
+    is_single = world.current().draws_whole and p.dtype != torch.float64
+    dtype = torch.float32 if is_single else torch.float64
+    made = noise(random.uniform, layout, dtype=dtype, device=model.device, generator=generator)
     with torch.no_grad():
         return (made < p).to(model.dtype)
 
@@ -312,11 +315,14 @@ def _check_probability(p: float) -> None:
 
 
 # ---- whole on every rank: torch's own algorithms, which draw as much as the data needs.
-# They draw from a generator that the key seeds, so the default one advances alike on all ranks.
+# They draw from a generator that the key seeds, so the default one advances alike on all ranks;
+# a program's, which all ranks run on the same data, from the default one.
 
 
 def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torch.Tensor]:
     def run(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> torch.Tensor:
+        if world.current().draws_whole:
+            return func(*args, **kwargs)
         own = torch.Generator(args[0].device)
         own.manual_seed(random.draw_key(here.mesh, generator))
         return func(*args, generator=own, **kwargs)
@@ -340,12 +346,14 @@ def binomial(count: torch.Tensor, prob: torch.Tensor, generator: Any = None) -> 
 
 CHOOSE = Function(
     "multinomial",
-    lambda input, count, generator: torch.multinomial(input, count, True, generator=generator),
+    lambda input, count, replacement, generator=None: torch.multinomial(
+        input, count, replacement, generator=generator
+    ),
 )
 
 
 @rule(CHOOSE)
-def choose_with_replacement(input: torch.Tensor, count: int, generator: Any = None) -> Spec:
+def choose(input: torch.Tensor, count: int, replacement: bool, generator: Any = None) -> Spec:
     return unsplit([input], (*input.shape[:-1], count), lower=partial(_seeded, CHOOSE))
 
 
@@ -355,11 +363,13 @@ def multinomial(
 ) -> Any:
     """Without replacement: as torch does, the largest of the weights over exponential noise, so
     neither the rows nor the weights need be gathered."""
+    if world.current().draws_whole:
+        return CHOOSE.dispatched(input, num_samples, replacement, generator=generator)
     with as_local():
         like = torch.empty(input.shape, dtype=input.dtype, device="meta")
         torch.multinomial(like, num_samples, replacement)  # torch says why not
     if replacement and num_samples > 1:
-        return CHOOSE.dispatched(input, num_samples, generator=generator)
+        return CHOOSE.dispatched(input, num_samples, True, generator=generator)
     if not (0 < num_samples <= input.shape[-1] and input.dim() in (1, 2)):
         raise RuntimeError(
             f"cannot sample n_sample={num_samples} > prob_dist.size(-1) samples without "
