@@ -130,6 +130,17 @@ def test_a_tensor_that_two_operators_and_a_user_want_whole_is_gathered_once():
         assert counted == {"all_gather_into_tensor": 1}
 
 
+def test_a_rank_that_has_no_use_for_a_result_meets_the_others_nevertheless():
+    """Of four columns to sort on three ranks, the third has none; torch would drop its exchange."""
+    model, x = Module(lambda weight, x: (weight + x).sort(0), 8, 4), torch.randn(4)
+    exported = torch.export.export(model, (x,)).run_decompositions()
+    with torch.no_grad():
+        want = tuple(model(x))
+    for got, counted in on_three(exported, {"weight": TP}, x):
+        torch.testing.assert_close(tuple(got), want)
+        assert counted == {"all_to_all_single": 1, "all_gather_into_tensor": 2}
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sums_are_scattered_unevenly_along_any_dim(dim):
     model, x = MLP(7, 8), torch.randn(5, 7)

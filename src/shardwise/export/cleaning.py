@@ -43,8 +43,10 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def _must_stay(node: fx.Node) -> bool:
-    # All ranks must run the same collectives, also where one has no use for the result.
-    return node.op in ("placeholder", "output") or writes(node) or is_collective(node)
+    # All ranks must run the same collectives, also where one has no use for the result. There the
+    # wait stays as well: torch drops, as it loads or compiles a program, what nobody waits for.
+    is_awaited = node.target is torch.ops._c10d_functional.wait_tensor.default
+    return node.op in ("placeholder", "output") or writes(node) or is_collective(node) or is_awaited
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
