@@ -130,6 +130,17 @@ def test_a_tensor_that_two_operators_and_a_user_want_whole_is_gathered_once():
         assert counted == {"all_gather_into_tensor": 1}
 
 
+def test_a_rank_that_has_no_use_for_a_result_meets_the_others_nevertheless():
+    """Of four columns to sort on three ranks, the third has none; torch would drop its exchange."""
+    model, x = Module(lambda weight, x: (weight + x).sort(0), 8, 4), torch.randn(4)
+    exported = torch.export.export(model, (x,)).run_decompositions()
+    with torch.no_grad():
+        want = tuple(model(x))
+    for got, counted in on_three(exported, {"weight": TP}, x):
+        torch.testing.assert_close(tuple(got), want)
+        assert counted == {"all_to_all_single": 1, "all_gather_into_tensor": 2}
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sums_are_scattered_unevenly_along_any_dim(dim):
     model, x = MLP(7, 8), torch.randn(5, 7)
@@ -143,6 +154,86 @@ def test_sums_are_scattered_unevenly_along_any_dim(dim):
         want = whole[layout.box([rank]).slices]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert counted == {"reduce_scatter_tensor": 1}
+
+
+# ---- writes through views, and numbers that nobody knows yet
+
+
+class Cache(nn.Module):
+    """Rows that are written to, of a buffer that is split along them."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("rows", torch.arange(28.0).reshape(7, 4))
+
+    def forward(self, x):
+        return self.write(self.rows, x), self.rows * 2
+
+
+def _assigned(rows, x):
+    rows[2:6] = x
+
+
+def _row_assigned(rows, x):
+    rows[3] = x[0]
+
+
+def _part_of_a_part(rows, x):
+    rows[1:6][2] = 5.0
+
+
+def _added(rows, x):
+    rows[2:6] += x
+
+
+def _by_a_view(rows, x):
+    view = rows[2:6]
+    other = rows[:4]
+    first = view.mul_(2)
+    second = first.add_(x)
+    rows.sub_(1)
+    return view + 1, first + second, other * 1
+
+
+GATHER = {"all_gather_into_tensor": 1}
+WRITES = {
+    _assigned: GATHER,
+    _row_assigned: GATHER,
+    _part_of_a_part: None,
+    _added: None,
+    _by_a_view: None,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_view_of_a_split_dim_may_be_written_to(write, decomposed):
+    x = torch.randn(4, 4)
+    exported = torch.export.export(Cache(write), (x,))
+    if decomposed:
+        exported = exported.run_decompositions()
+    want = Cache(write)(x)
+    for got, counted in on_three(exported, {"rows": TP}, x):
+        torch.testing.assert_close(got, want)
+        if WRITES[write] is not None and not decomposed:
+            assert counted == WRITES[write]  # for the result; what is only written is not read
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, x: w.index_put((x.long(),), x),
+        lambda w, x: w.masked_scatter(w > x, w),
+        lambda w, x: torch.nonzero_static(w, size=3),
+    ],
+)
+def test_what_needs_numbers_of_a_split_dim_is_refused_by_name(function):
+    exported = torch.export.export(Module(function, 4, 4), (torch.ones(4),))
+    with pytest.raises(ExportError, match=r"\(aten\..*\) of \[4@tp, 4\].* whole") as caught:
+        shard_program(exported, TWO, {"weight": TP})
+    assert any("in node" in note for note in caught.value.__notes__)
+    shard_program(exported, TWO, {})  # as it says
 
 
 # ---- numbers that rules know

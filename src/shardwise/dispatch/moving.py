@@ -59,8 +59,8 @@ def input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Inpu
     """The move between two layouts, on this rank."""
     is_linear = all(op in ("sum", "avg") for _, op in source.partial + target.partial)
     pair = make_pair(source, target, used_on)
-    is_slice = _is_slice(source, target)
-    slices = _slices(source, target) if is_slice else None
+    by_slicing = is_slice(source, target)
+    slices = _slices(source, target) if by_slicing else None
     stages = None
     if used_on and source.partial and target is source.relaid(partial={}):
         stages = input_move(source, target, ()), input_move(target, target, used_on)
@@ -72,7 +72,7 @@ def input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Inpu
         used_on,
         pair,
         slices,
-        is_slice,
+        by_slicing,
         is_linear,
         stages,
         _contributes(source, target),
@@ -82,7 +82,8 @@ def input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Inpu
     )
 
 
-def _is_slice(source: Layout, target: Layout) -> bool:
+def is_slice(source: Layout, target: Layout) -> bool:
+    """Whether every rank has what it needs to go from one layout to another."""
     within = all(
         before == after[: len(before)] and (not before or source.cuts[dim] == target.cuts[dim])
         for dim, (before, after) in enumerate(
@@ -114,6 +115,8 @@ def moved(tensor: torch.Tensor, how: InputMove, operator: str) -> torch.Tensor:
     Forward: the move. Backward: gradients of all uses are summed, then one move back.
     Runs within `as_local()`.
     """
+    if state.heard is not None:
+        state.heard.append((tensor, how))
     needs_grad = _is_grad_enabled() and _requires_grad(tensor)
     if how.is_enter and not needs_grad:
         return tensor  # the gradient alone would have moved

@@ -36,6 +36,8 @@ class State(threading.local):
         self.explicit = False
         self.keeps_gathers = False
         """Whether tensors remember all that they were moved to, as they do pending sums."""
+        self.heard: list[tuple[Any, Any]] | None = None
+        """What inputs calls had moved, and how, if somebody wants to know."""
         self.warned: set[Any] = set()
         self.fallbacks: dict[str, int] = {}
         self.moved_parameters: dict[Any, Any] = {}

@@ -46,8 +46,10 @@ def is_collective(node: fx.Node) -> bool:
 
 def _must_stay(node: fx.Node) -> bool:
     # All ranks must run the same collectives, and draw as much, also where one has no use for the
-    # result.
-    is_shared = is_collective(node) or is_random(node)
+    # result. There the wait stays as well: torch drops, as it loads or compiles a program, what
+    # nobody waits for.
+    is_awaited = node.target is torch.ops._c10d_functional.wait_tensor.default
+    is_shared = is_collective(node) or is_awaited or is_random(node)
     return node.op in ("placeholder", "output") or writes(node) or is_shared
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardwise.errors import ShardwiseError
 from shardwise.export.errors import ExportError
+from shardwise.tensor import DTensor
 
 _TO_NUMBER = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
@@ -19,13 +22,35 @@ def check_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if isinstance(target, torch._ops.HigherOrderOperator):
         raise ExportError(
             f"exported_program: {target} has graphs of its own, which are not supported; export "
-            "without it: branches, loops and scans by Python"
+            "without it: the branch that is taken by Python's if, loops and scans by Python's for"
         )
     if target in _TO_NUMBER:
         raise ExportError(
             f"exported_program: {target} makes a number of data, on which what follows may depend; "
             "such programs are not supported. Keep it a tensor"
         )
+
+
+_NEEDS_DATA = re.compile(
+    r"\bmeta\b|register_meta|value out of a tracing tensor|data-dependent", re.I
+)
+
+
+def needs_data(error: Exception) -> bool:
+    """Whether something failed as tensors have no data while a program is recorded."""
+    is_ours = isinstance(error, ShardwiseError)
+    return not is_ours and _NEEDS_DATA.search(f"{type(error).__name__}: {error}") is not None
+
+
+def data_refused(node: fx.Node, values: Sequence[Any]) -> ExportError:
+    """The error for an operator that would have to see numbers, to know what ranks exchange."""
+    lie = [repr(each._layout) for each in values if isinstance(each, DTensor)]
+    return ExportError(
+        f"exported_program: {node.name} ({node.target}) of {', '.join(lie) or 'these values'}: on "
+        "dims that are split, what each rank does depends on numbers, which are not known while a "
+        "program is made. Keep the dims that it picks from or writes to whole: by the plan for "
+        "what the program holds, or by Activations for the module that it is in"
+    )
 
 
 def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -26,7 +26,8 @@ from shardwise.comm.cause import acting
 from shardwise.export import cleaning, draws, notes, sizes
 from shardwise.export.activations import apart
 from shardwise.export.boundaries import Boundaries, Boundary
-from shardwise.export.cleaning import writes
+from shardwise.export.cancelling import Listening
+from shardwise.export.cleaning import is_collective, writes
 from shardwise.export.errors import ExportError
 from shardwise.export.modules import modules_of
 from shardwise.export.plan import (
@@ -47,7 +48,7 @@ from shardwise.export.tracing import (
     record,
     without_writes,
 )
-from shardwise.export.values import propagate
+from shardwise.export.values import constants_of, propagate
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Replicate
@@ -124,7 +125,8 @@ class Sharding:
         output_placements: Any = None,
         moves: Moves | None = None,
     ) -> None:
-        self._original, self._mesh, self._here, self._moves = program, mesh, here, moves
+        self._original, self._mesh, self._here = program, mesh, here
+        self._moves: Moves | None = None if moves is None else Listening(moves)
         sizes.check_backed(program)
         self._inputs = Inputs(program)
         self._placements = placements_by_input(self._inputs, mesh, plan, input_placements)
@@ -142,7 +144,7 @@ class Sharding:
 
     def program(self) -> ExportedProgram:
         """Record, clean up, and put together with the local state."""
-        module, varying = sizes.recorded(self._recorded, self._symbols)
+        module, varying = self._without_pairs(*sizes.recorded(self._recorded, self._symbols))
         graph = module.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for (original, _), node in zip(self._inputs.all, placeholders, strict=True):
@@ -158,6 +160,19 @@ class Sharding:
         self._propagate(module, lifted)
         simplify(graph)
         return self._assembled(module, lifted)
+
+    def _without_pairs(
+        self, module: fx.GraphModule, varying: sizes.Arguments
+    ) -> tuple[fx.GraphModule, sizes.Arguments]:
+        """What was recorded; or what is without gathers that are undone, if there are any."""
+        if not isinstance(self._moves, Listening):
+            return module, varying
+        self._moves = self._moves.cancelled(self._original.graph.output_node())
+        if self._moves is None:
+            return module, varying
+        again = sizes.recorded(self._recorded, self._symbols)
+        before, after = (sum(map(is_collective, each.graph.nodes)) for each in (module, again[0]))
+        return again if after <= before else (module, varying)
 
     def _recorded(self, at: Sizes) -> fx.GraphModule:
         """The local graph at some sizes."""
@@ -223,17 +238,10 @@ class Sharding:
         """
         found: dict[str, torch.Tensor] = {}
         users = {node.name for node in self._inputs.users}
-        nodes = list(module.graph.nodes)
-        first = next(node for node in nodes if node.op != "placeholder" or node.name in users)
-        for node in nodes:
-            value = getattr(module, node.target) if node.op == "get_attr" else None
-            if not isinstance(value, torch.Tensor):
-                continue
-            if value.is_meta:
-                raise ExportError(
-                    f"exported_program: {node.name} was computed in a way that is not recorded; "
-                    "this is a mistake in shardwise"
-                )
+        first = next(
+            node for node in module.graph.nodes if node.op != "placeholder" or node.name in users
+        )
+        for node, value in constants_of(module, "exported_program").items():
             name = f"c_shardwise_{len(found)}"
             with module.graph.inserting_before(first):
                 placeholder = module.graph.placeholder(name)

@@ -19,8 +19,9 @@ from shardwise.export.leaves import Argument, Leaf, arguments_of, placements_by_
 from shardwise.export.outside import Outside
 from shardwise.export.plan import output_placements_of
 from shardwise.export.recording import RecordingWorld, as_recorded
+from shardwise.export.simplifying import simplify
 from shardwise.export.tracing import as_dtensor, as_piece, record
-from shardwise.export.values import propagate
+from shardwise.export.values import constants_of, propagate
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.tensor import DTensor, unwrap
@@ -255,17 +256,19 @@ class _Recording:
             ]
             draws.settle(module, draws.of_function(self._fn, examples), "fn")
         self._outside.insert(module, self._device)
-        self._settle_constants(module)
+        for node, value in constants_of(module, "fn").items():
+            setattr(module, str(node.target), value.to(self._device))
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         for leaf, node in zip(self._tensors, placeholders, strict=True):
             node._rename(leaf.name.replace(".", "_"))
             node.target = node.name
             notes.say(node, notes.NAME, leaf.name)
         cleaning.clean(module.graph, self._device)
+        self._propagate(module)
+        simplify(module.graph)
         used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
         for name in [name for name, _ in module.named_buffers() if name not in used]:
             delattr(module, name)
-        self._propagate(module)
         module.recompile()
         return module
 
@@ -324,19 +327,6 @@ class _Recording:
             if value._layout is layout:
                 return unwrap(value)
             return as_piece(value, layout)
-
-    def _settle_constants(self, module: fx.GraphModule) -> None:
-        """Put tensors with data that rules made, such as indices, where the step runs."""
-        for node in module.graph.nodes:
-            if node.op != "get_attr":
-                continue
-            value = getattr(module, node.target)
-            if value.is_meta:
-                raise ExportError(
-                    f"fn: {node.name} was computed in a way that is not recorded; "
-                    "this is a mistake in shardwise"
-                )
-            setattr(module, node.target, value.to(self._device))
 
     def _propagate(self, module: fx.GraphModule) -> None:
         """Give every node its value without data."""

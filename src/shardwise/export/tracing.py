@@ -23,10 +23,11 @@ from shardwise.comm import Cause, trace
 from shardwise.comm.cause import acting
 from shardwise.dispatch.moving import input_move, moved
 from shardwise.dispatch.state import state
+from shardwise.export.assigning import UNREAD, assign, is_assigned_to
 from shardwise.export.autocast import Autocast
 from shardwise.export.modules import innermost
 from shardwise.export.notes import node_of, note, note_layout
-from shardwise.export.operators import check_operator, first_alone
+from shardwise.export.operators import check_operator, data_refused, first_alone, needs_data
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 from shardwise.world import World
@@ -59,7 +60,7 @@ class OnDTensors(fx.Interpreter):
         moves: Moves | None = None,
         autocast: Autocast | None = None,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)  # they have no data
         self._moves, self._autocast = moves, autocast
 
     def run_node(self, n: fx.Node) -> Any:
@@ -68,20 +69,41 @@ class OnDTensors(fx.Interpreter):
             try:
                 result = self._result(n)
             except Exception as error:
-                error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
-                raise
+                if not needs_data(error):
+                    error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
+                    raise
+                result = self._on_whole(n, error)
             if self._moves is not None:
                 result = self._moves.leaving(n, result)
         pytree.tree_map_only(torch.Tensor, note, result)
         return result
 
     def _result(self, node: fx.Node) -> Any:
+        if is_assigned_to(node):
+            return UNREAD
+        if node.args and isinstance(node.args[0], fx.Node) and self.env[node.args[0]] is UNREAD:
+            return assign(node, self.env, self.fetch_args_kwargs_from_env(node)[0][1])
         alone = first_alone(node)
         if alone is None:
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         with self._set_current_node(node):
             return (alone(*args, **kwargs),)
+
+    def _on_whole(self, node: fx.Node, error: Exception) -> Any:
+        """Run an operator whose rule asks for numbers as every rank does it alike, if it can be."""
+        values = [self.env[each] for each in node.all_input_nodes]
+        pieces = [each for each in values if isinstance(each, DTensor)]
+        if not pieces or not all(each._layout.is_replicated for each in pieces):
+            refused = data_refused(node, values)
+            refused.add_note(f"[in node {node.name} of the program, {_place_of(node)}]")
+            raise refused from error
+        mesh = pieces[0]._layout.mesh
+        args, kwargs = pytree.tree_map_only(DTensor, unwrap, self.fetch_args_kwargs_from_env(node))
+        result = self.call_function(node.target, args, kwargs)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda each: wrap(each, Layout(mesh, each.shape)), result
+        )
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """What a node is run on."""

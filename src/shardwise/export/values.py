@@ -16,6 +16,26 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from shardwise.export.errors import ExportError
 
 
+def constants_of(module: fx.GraphModule, what: str) -> dict[fx.Node, torch.Tensor]:
+    """Tensors with data that rules made, such as indices, by the nodes that get them.
+
+    Arguments:
+        what: what was recorded, in an error.
+    """
+    found: dict[fx.Node, torch.Tensor] = {}
+    for node in module.graph.nodes:
+        value = getattr(module, node.target) if node.op == "get_attr" else None
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.is_meta:
+            raise ExportError(
+                f"{what}: {node.name} was computed in a way that is not recorded; this is a "
+                "mistake in shardwise"
+            )
+        found[node] = value
+    return found
+
+
 def propagate(module: fx.GraphModule, mode: FakeTensorMode, inputs: Sequence[Any]) -> None:
     """Give every node its `meta["val"]`, with symbols where sizes are dynamic."""
     module.recompile()
