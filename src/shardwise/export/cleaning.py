@@ -43,8 +43,10 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def _must_stay(node: fx.Node) -> bool:
-    # All ranks must run the same collectives, also where one has no use for the result.
-    return node.op in ("placeholder", "output") or writes(node) or is_collective(node)
+    # All ranks must run the same collectives, also where one has no use for the result. It waits
+    # all the same: what nobody waits for, torch drops when it makes a module of the program.
+    is_awaited = getattr(node.target, "namespace", "") == "_c10d_functional"
+    return node.op in ("placeholder", "output") or writes(node) or is_awaited
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
