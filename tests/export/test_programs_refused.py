@@ -140,3 +140,28 @@ def test_a_dynamic_number(mesh):
 def test_a_program_of_no_tensors_is_that_of_every_rank(mesh):
     made = torch.export.export(Module(torch.ones), (3,))
     assert torch.equal(shard_program(made, mesh, {}).module()(3), torch.ones(3))
+
+
+class Parts(torch.nn.Module):
+    def __init__(self, is_read):
+        super().__init__()
+        self.is_read = is_read
+        self.register_buffer("rows", torch.arange(8.0))
+
+    def forward(self, x):
+        if self.is_read:
+            part = self.rows[2:5]
+            self.rows.add_(x)
+            return part * 2
+        self.rows[2:5] = x
+        return self.rows * 2
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_writes_that_a_part_of_a_split_dim_would_miss(is_read):
+    written = torch.export.export(Parts(is_read), (torch.tensor(1.0),))
+    plan, mesh = {"rows": [Shard(0)]}, sw.DeviceMesh.abstract((2,), ("tp",))
+    with pytest.raises(ExportError, match=r"writes to what slice_1.*run_decompositions"):
+        shard_program(written, mesh, plan)
+    shard_program(written.run_decompositions({}), mesh, plan)
+    shard_program(written, mesh, {})  # all of it is here

@@ -27,6 +27,7 @@ from shardwise.export.autocast import Autocast
 from shardwise.export.modules import innermost
 from shardwise.export.notes import node_of, note, note_layout
 from shardwise.export.operators import check_operator, first_alone
+from shardwise.export.views import Views
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_local, unwrap, wrap
 from shardwise.world import World
@@ -61,11 +62,13 @@ class OnDTensors(fx.Interpreter):
     ) -> None:
         super().__init__(module)
         self._moves, self._autocast = moves, autocast
+        self._views = Views(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; its recorded ones get its metadata and layout."""
         with acting(Cause(module=innermost(n) or "")):
             try:
+                self._views.check(n, self.env)
                 result = self._result(n)
             except Exception as error:
                 error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
