@@ -135,6 +135,25 @@ def test_a_program_sends_nothing_whose_size_depends_on_values():
     assert "all_gather" in called and "all_to_all" not in called
 
 
+def test_a_rank_that_gets_nothing_gives_what_it_has():
+    x = torch.arange(8.0).view(1, 8)
+    original = torch.export.export(Pair(), (x, x)).run_decompositions()
+
+    def rank():
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        rows, columns = {"tp": Shard(0)}, {"tp": Shard(1)}
+        made = shard_program(
+            original, mesh, {}, input_placements=columns, output_placements=[rows, columns]
+        )
+        piece = x.chunk(2, 1)[mesh.get_rank()]
+        with Routed(mesh):
+            return made.module()(piece, piece)[0]
+
+    first, second = sw.simulate(rank, 2)
+    assert torch.equal(first, x + x)
+    assert second.shape == (0, 8)
+
+
 EAGER = ["attention by hand", "sdpa", "fused qkv", "multihead", "encoder", "tied", "image"]
 
 

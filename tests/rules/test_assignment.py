@@ -110,8 +110,9 @@ def test_index_put_and_put() -> None:
         Sample(leaf(5, 4), (torch.arange(5) > 2,), leaf(2, 4)),
     ]
     check_rule(torch.index_put, samples, most=12, mesh_shapes=((3,), (2, 2)), allow_missing=True)
-    sample = Sample(leaf(5, 4), (None, second[:2]), leaf(5, 2))
-    check_rule(torch.ops.aten.index_put, [sample], most=12, allow_missing=True)
+    for accumulate in (False, True):
+        sample = Sample(leaf(5, 4), (None, second[:2]), leaf(5, 2), accumulate)
+        check_rule(torch.ops.aten.index_put, [sample], most=12, allow_missing=True)
     samples = [
         Sample(leaf(5, 4), torch.tensor([0, 19, -3]), leaf(3)),
         Sample(leaf(5, 4), torch.tensor([[7, 7]]), leaf(1, 2), accumulate=True),

@@ -156,7 +156,8 @@ def _fills(target: torch.Tensor, key: Any, value: torch.Tensor) -> bool:
 
 def _put(target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool) -> None:
     if accumulate:
-        target.index_put_(list(indices), values, accumulate=True)
+        # The operator: the method does not take None for a dim.
+        torch.ops.aten.index_put_.default(target, list(indices), values, True)
     else:
         target[tuple(ALL if each is None else each for each in indices)] = values
 
