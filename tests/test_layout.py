@@ -392,19 +392,26 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "too few placements": (
         lambda: Layout.from_placements(MESH, (8,), [Shard(0)]),
-        ["placements: expected 2, one per axis", "(2, 3), ('dp', 'tp')", "got [Shard(0)]"],
+        [
+            "placements: expected a list of 2, one per axis",
+            "(2, 3), ('dp', 'tp')",
+            "got [Shard(0)]",
+        ],
     ),
     "too many placements": (
         lambda: Layout.from_placements(MESH, (8,), [Replicate()] * 3),
-        ["placements: expected 2, one per axis", "got [Replicate(), Replicate(), Replicate()]"],
+        [
+            "placements: expected a list of 2, one per axis",
+            "got [Replicate(), Replicate(), Replicate()]",
+        ],
     ),
     "a bare placement": (
         lambda: Layout.from_placements(MESH, (8,), Shard(0)),
-        ["placements: expected 2, one per axis", "got Shard(0)"],
+        ["placements: expected a list of 2, one per axis", "got Shard(0)"],
     ),
     "no placements": (
         lambda: Layout.from_placements(MESH, (8,), None),
-        ["placements: expected 2, one per axis", "got None"],
+        ["placements: expected a list of 2, one per axis", "got None"],
     ),
     "a non-placement": (
         lambda: Layout.from_placements(MESH, (8,), [Shard(0), "tp"]),

@@ -125,7 +125,8 @@ class Layout:
         mesh, shape = as_mesh(mesh), as_shape(shape)
         if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
             raise LayoutError(
-                f"placements: expected {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
+                f"placements: expected a list of {mesh.ndim}, one per axis of {mesh!r}; "
+                f"got {placements!r}"
             )
         placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
         split: dict[int, list[int]] = {}

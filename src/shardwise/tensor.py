@@ -374,7 +374,8 @@ class DTensor(torch.Tensor):
             return self
         raise LayoutError(
             f"set_: the memory of a DTensor is a piece of its layout ({self._layout!r}) and cannot "
-            "be replaced; copy with x.copy_(other), or say x.data = other"
+            "be replaced; copy with x.copy_(other), or say x.data = other. If torch.distributed."
+            "checkpoint.async_save asked: give it async_stager=shardwise.stored.CheckpointStager()"
         )
 
     # ---- as an object
@@ -488,7 +489,7 @@ def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Seq
     if isinstance(placements, Sequence) and not isinstance(placements, str):
         return placements
     raise LayoutError(
-        f"placements: expected {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
+        f"placements: expected a list of {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
     )
 
 

@@ -128,9 +128,15 @@ def stored_while_it_changes(path):
         "shards": boxes(2, 1).shard(WHOLE),
         "layout": sw.distribute_tensor(WHOLE, mesh, [Shard(1)]),
     }
-    stored = dcp.async_save(state, checkpoint_id=path, async_stager=CheckpointStager())
+    stored = dcp.async_save(
+        state,
+        checkpoint_id=path,
+        async_stager=CheckpointStager(),
+        process_group=dist.new_group(),  # of its own: this thread goes on to use the default one
+    )
     for each in state.values():
         each.zero_()
+        assert not each.full_tensor().any()
     stored.result()
     dcp.load(state, checkpoint_id=path)
     for each in state.values():

@@ -325,3 +325,14 @@ def test_one_tensor_pickled_twice_is_one_tensor():
         assert one is two
 
     sw.simulate(check, 2)
+
+
+def test_who_asks_for_memory_to_store_aside_is_told_what_does():
+    def check():
+        x = sharded_whole(chunks(2))
+        with pytest.raises(sw.ShardwiseError, match=r"async_stager=.*\.CheckpointStager\(\)"):
+            x.data_ptr()
+        with pytest.raises(sw.ShardwiseError, match=r"async_stager=.*\.CheckpointStager\(\)"):
+            x.to_dtensor().set_(torch.zeros(3).untyped_storage())
+
+    sw.simulate(check, 2)

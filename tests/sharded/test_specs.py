@@ -21,6 +21,10 @@ from shardwise.sharded import (
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
+    get_chunked_dim_size,
+    get_split_size,
+    narrow_tensor,
+    validate_non_overlapping_shards_metadata,
 )
 from shardwise.sharded.specs import inferred_spec
 
@@ -40,6 +44,8 @@ def test_chunks_have_the_sizes_of_torch_chunk_and_then_nothing(size, count):
     expected = [len(part) for part in torch.empty(size).chunk(count)]
     # Of an empty tensor torch makes as many empty chunks as it is asked for.
     assert found == expected + [0] * (count - len(expected))
+    step = get_split_size(size, count)
+    assert found == [get_chunked_dim_size(size, step, index) for index in range(count)]
 
 
 def test_chunks_lie_one_after_the_other_along_their_dim():
@@ -95,6 +101,22 @@ def test_a_size_that_is_none_is_refused(size):
 
 
 # ---- boxes
+
+
+def test_a_shard_narrows_a_whole_tensor_to_a_view_of_its_part():
+    whole = numbers((4, 6))
+    part = narrow_tensor(whole, ShardMetadata([1, 2], [3, 1]))
+    assert torch.equal(part, whole[1:4, 2:3]) and part._base is whole
+    with pytest.raises(RuntimeError):
+        narrow_tensor(whole, ShardMetadata([3, 0], [2, 6]))
+
+
+def test_shards_of_which_two_overlap_are_refused_before_there_is_a_spec():
+    apart = [shard_at([0, 0], [2, 3], 0), shard_at([2, 0], [2, 3], 1)]
+    validate_non_overlapping_shards_metadata([])
+    validate_non_overlapping_shards_metadata(apart)
+    with pytest.raises(ValueError, match=r"shard 1 .* and shard 2 .* overlap"):
+        validate_non_overlapping_shards_metadata([*apart, shard_at([3, 2], [1, 1], 0)])
 
 
 def test_boxes_may_be_given_in_any_order():

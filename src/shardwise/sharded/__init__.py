@@ -5,6 +5,7 @@ The names are those of torch.distributed._shard and its submodules.
 
 from shardwise.sharded import operators as _operators  # noqa: F401 (gives the class its functions)
 from shardwise.sharded.base import ShardedTensorBase
+from shardwise.sharded.boxes import check_apart as validate_non_overlapping_shards_metadata
 from shardwise.sharded.building import from_local_shards as init_from_local_shards
 from shardwise.sharded.building import (
     from_local_shards_and_global_metadata as init_from_local_shards_and_global_metadata,
@@ -32,13 +33,15 @@ from shardwise.sharded.optimizer import ShardedOptimizer, named_params_with_shar
 from shardwise.sharded.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.sharded.registered import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded.saving import load_with_process_group
-from shardwise.sharded.shard import Shard
+from shardwise.sharded.shard import Shard, narrow_tensor, narrow_tensor_by_index
 from shardwise.sharded.specs import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
     PlacementSpec,
     ShardingSpec,
+    get_chunked_dim_size,
+    get_split_size,
 )
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -72,11 +75,15 @@ __all__ = [
     "empty",
     "from_dtensor",
     "full",
+    "get_chunked_dim_size",
+    "get_split_size",
     "init_from_local_shards",
     "init_from_local_shards_and_global_metadata",
     "init_from_local_tensor",
     "load_with_process_group",
     "named_params_with_sharded_tensor",
+    "narrow_tensor",
+    "narrow_tensor_by_index",
     "ones",
     "pre_load_state_dict_hook",
     "rand",
@@ -87,5 +94,6 @@ __all__ = [
     "shard_tensor",
     "state_dict_hook",
     "to_dtensor",
+    "validate_non_overlapping_shards_metadata",
     "zeros",
 ]

@@ -124,7 +124,8 @@ def _refused(name: str) -> Method:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ShardedTensorError(
             f"{name}: a ShardedTensor has no memory of its own but that of its shards; "
-            f"ask them: x.local_shards()[i].tensor.{name}"
+            f"ask them: x.local_shards()[i].tensor.{name}. If torch.distributed."
+            "checkpoint.async_save asked: give it async_stager=shardwise.stored.CheckpointStager()"
         )
 
     return refuse

@@ -51,6 +51,20 @@ class Shard:
         return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, placement))
 
 
+def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
+    """The part of a whole tensor that a shard is: a view."""
+    return narrow_tensor_by_index(tensor, metadata.shard_offsets, metadata.shard_sizes)
+
+
+def narrow_tensor_by_index(
+    tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """The part of a tensor that begins at these offsets and has these sizes: a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor is on a device; one without an index is that rank's current one."""
     if device.index is None:

@@ -156,6 +156,17 @@ def _chunks(size: tuple[int, ...], dim: int, count: int) -> list[Box]:
     return [Box((*start, first, *beyond), (*before, last, *after)) for first, last in bounds]
 
 
+def get_split_size(dim_size: int, chunks: int) -> int:
+    """The length of all chunks of a dim but the last ones."""
+    start, stop = chunk(0, dim_size, chunks, 0)
+    return stop - start
+
+
+def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
+    """The length of one chunk of a dim, where all but the last ones have the `split_size`."""
+    return len(range(dim_size)[split_size * idx : split_size * (idx + 1)])
+
+
 def metadata_of(
     spec: ShardingSpec, size: Sequence[int], properties: TensorProperties
 ) -> ShardedTensorMetadata:
