@@ -247,5 +247,7 @@ def test_the_guide_to_sharded_tensors_runs() -> None:
         assert torch.equal(table.full_tensor(), whole)
         assert stacked.shape == (8, 6) and torch.equal(stacked, names["joined"])
         assert torch.equal(names["vectors"], whole[names["tokens"]])
+        means = [whole[bag].mean(0) for bag in names["bags"]]
+        torch.testing.assert_close(names["means"].to_local(), torch.stack(means))
 
     sw.simulate(run, 4)

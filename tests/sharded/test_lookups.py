@@ -138,7 +138,20 @@ def test_what_is_not_a_sum_says_what_to_reshard_to() -> None:
             with pytest.raises(sh.ShardedTensorError, match=r"embedding_bag: needs .* x\.reshard"):
                 F.embedding_bag(bags, table, **options)
         with pytest.raises(sh.ShardedTensorError, match=r"embedding: needs .* x\.reshard"):
-            F.embedding(bags, table, sparse=True)
+            F.embedding(bags, table, max_norm=1.0)
+
+    on_ranks(run, 3)
+
+
+def test_gradients_of_tables_are_dense() -> None:
+    def run() -> None:
+        table = odd(3)["bricks"].shard(X.detach()).requires_grad_()
+        rows = INDICES.view(3, 2)
+        for lookup in (F.embedding, F.embedding_bag):
+            with pytest.raises(sw.ShardwiseError, match=r"sparse gradient.*use sparse=False"):
+                lookup(rows, table, sparse=True)
+        with torch.no_grad():
+            assert torch.equal(F.embedding(rows, table, sparse=True), X[rows])
 
     on_ranks(run, 3)
 

@@ -18,6 +18,7 @@ from shardwise.layout import Layout
 from shardwise.placement import Partial, Replicate, Shard
 from shardwise.rules.asking import Range, Table, rows_of
 from shardwise.rules.indexing import check_bounds
+from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
 
@@ -41,8 +42,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if max_norm is not None or scale_grad_by_freq or sparse or not _fits(input, weight):
+    if max_norm is not None or scale_grad_by_freq or not _fits(input, weight):
         return None
+    _check_dense("embedding", sparse, weight)
     padding = _row(padding_idx, weight)
     if _are_own(input) and all(box.shape[1] == weight.size(1) for box in weight._held.boxes):
         return _asked(input, weight, -1 if padding is None else padding)
@@ -56,6 +58,13 @@ def _embedding(
             looked_up = torch.where((flat[at] == padding)[:, None], looked_up.detach(), looked_up)
         here[:, columns].index_add_(0, at, looked_up)
     return _summed(here.view(*indices.shape, weight.size(1)), input, weight)
+
+
+def _check_dense(name: str, sparse: bool, weight: ShardedTensor) -> None:
+    if sparse and weight.requires_grad and torch.is_grad_enabled():
+        raise ShardedTensorError(
+            f"{name}: a sparse gradient cannot be cut as the table is; use sparse=False"
+        )
 
 
 def _are_own(indices: Any) -> bool:
@@ -97,11 +106,12 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    refused = max_norm is not None or scale_grad_by_freq or sparse
+    refused = max_norm is not None or scale_grad_by_freq
     weighted = per_sample_weights is not None
     fits = _fits(input, weight) and input.dim() == (2 if offsets is None else 1)
     if refused or not fits or mode not in ("sum", "mean") or (weighted and mode == "mean"):
         return None
+    _check_dense("embedding_bag", sparse, weight)
     indices = _checked(input, weight)
     flat = indices.reshape(-1)
     if offsets is None:
