@@ -134,3 +134,24 @@ def test_results_are_not_cast_down_to_what_they_are_written_to() -> None:
         return refusal(lambda: torch.mul(x, 0.5, out=out), RuntimeError)
 
     assert all("can't be cast" in each for each in on_ranks(run, 2))
+
+
+def test_dtypes_that_torch_refuses_are_refused_by_ranks_that_hold_nothing_too() -> None:
+    def run() -> Any:
+        x = chunks(0, 1, 0).shard(torch.zeros(1, 2, dtype=torch.complex64))
+        return refusal(lambda: x.mode(1), NotImplementedError), (x + 1).sum().item()
+
+    assert all("ComplexFloat" in told and total == 2 for told, total in on_ranks(run, 2))
+
+
+@pytest.mark.parametrize("spec", [TABLE, ROWS])
+def test_python_functions_are_applied_to_each_element(spec: Any) -> None:
+    def run() -> Any:
+        x = spec.shard(torch.arange(4.0))
+        return x.apply_(lambda value: value + 1) is x, x.full_tensor().tolist()
+
+    assert on_ranks(run, 2) == [(True, [1, 2, 3, 4])] * 2
+
+
+def test_a_number_is_turned_as_torch_does() -> None:
+    assert on_ranks(lambda: number().flip([0]).item(), 2) == [3.0] * 2

@@ -178,6 +178,7 @@ OWN: dict[Any, Method] = {
     _Tensor.view_as: _view_as,
     _Tensor.share_memory_: _in_place("share_memory_"),
     _Tensor.is_shared: _is_shared,
+    _Tensor.apply_: _in_place("apply_"),
     **{getattr(_Tensor, name): _refused(name) for name in _MEMORY},
     **{getattr(_Tensor, name): _new(name) for name in names("""
         new_empty new_zeros new_ones new_full new_tensor
