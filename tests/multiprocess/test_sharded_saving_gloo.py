@@ -11,7 +11,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard, sharded
-from shardwise.stored import CheckpointStager
 
 WHOLE = torch.arange(42.0).reshape(7, 6)
 
@@ -128,7 +127,8 @@ def stored_while_it_changes(path):
         "shards": boxes(2, 1).shard(WHOLE),
         "layout": sw.distribute_tensor(WHOLE, mesh, [Shard(1)]),
     }
-    stored = dcp.async_save(state, checkpoint_id=path, async_stager=CheckpointStager())
+    assert sharded.CheckpointStager is sw.CheckpointStager
+    stored = dcp.async_save(state, checkpoint_id=path, async_stager=sw.CheckpointStager())
     for each in state.values():
         each.zero_()
     stored.result()

@@ -41,6 +41,7 @@ from shardwise.sharded.specs import (
     ShardingSpec,
 )
 from shardwise.sharded.tensor import ShardedTensor
+from shardwise.stored import CheckpointStager
 
 # The names that these have in torch.
 _collect_local_shard = collect_local_shard
@@ -49,6 +50,7 @@ _shard_tensor = shard_tensor
 
 __all__ = [
     "MEM_FORMAT_ENCODING",
+    "CheckpointStager",
     "ChunkShardingSpec",
     "DevicePlacementSpec",
     "EnumerableShardingSpec",
