@@ -41,20 +41,6 @@ def test_dtypes_without_kernels_are_refused_on_every_rank(name: str) -> None:
     simulate(main, 3)
 
 
-def test_to_find_that_out_draws_no_random_numbers() -> None:
-    def main() -> None:
-        def drawn() -> tuple[float, float]:
-            torch.manual_seed(1)
-            generator = torch.Generator().manual_seed(2)
-            x = rows(torch.ones(2, 2))
-            F.dropout(x, 0.5), x.bernoulli_(0.5, generator=generator), torch.bernoulli(x)
-            return torch.rand(()).item(), torch.rand((), generator=generator).item()
-
-        assert drawn() == drawn()  # it is found out once
-
-    simulate(main, 3)
-
-
 def test_what_nobody_holds_anything_of_is_not_refused() -> None:
     empty = torch.ones(2, 0, dtype=torch.int64)
     simulate(lambda: rows(empty).softmax(1), 3)

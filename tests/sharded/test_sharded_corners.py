@@ -9,6 +9,9 @@ import torch
 from operator_cases import boxes, on_ranks, values
 from shard_cases import chunks, refusal
 
+import shardwise as sw
+import shardwise.sharded as sh
+
 ROWS = chunks(0, 0, 1)
 ALONE = boxes((1, [], []))
 """A number, on rank 1."""
@@ -155,3 +158,22 @@ def test_python_functions_are_applied_to_each_element(spec: Any) -> None:
 
 def test_a_number_is_turned_as_torch_does() -> None:
     assert on_ranks(lambda: number().flip([0]).item(), 2) == [3.0] * 2
+
+
+def test_tensors_of_the_same_ranks_go_together_in_whatever_order_a_mesh_has_them() -> None:
+    def run() -> Any:
+        x = chunks(0, 1, 0).shard(torch.arange(4.0))
+        y = sh.from_dtensor(x.to_dtensor())  # on a mesh of ranks 1 and 0
+        z = chunks(0, 0, 1).shard(torch.arange(4.0), process_group=sw.DeviceMesh("cpu", [1, 0]))
+        return torch.equal(x + y, y * 2), x.copy_(z * 2).full_tensor().tolist()
+
+    assert on_ranks(run, 2) == [(True, [0, 2, 4, 6])] * 2
+
+
+def test_sizes_are_compared() -> None:
+    def run() -> Any:
+        x, others = TABLE.shard(torch.arange(4.0)), [torch.ones(4), torch.ones(3)]
+        answers = [(x.is_same_size(each), torch.is_same_size(each, x)) for each in others]
+        return x.is_same_size(x), *answers
+
+    assert on_ranks(run, 2) == [(True, (True, True), (False, False))] * 2

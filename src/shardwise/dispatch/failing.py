@@ -6,7 +6,6 @@ They fail on every rank: else those that did not would go on, and wait for it in
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 
 from shardwise.comm import carries_values, communicator
 from shardwise.comm.cause import running
-from shardwise.layout import Layout
 from shardwise.rules.spec import Here
 from shardwise.tensor import DTensor, as_local, tensors_in
 
@@ -67,34 +65,30 @@ def failing_together(name: str, run: Callable[..., Any], here: Here) -> Callable
 
 def refusing_together(func: Any, run: Callable[..., Any], here: Here) -> Callable[..., Any]:
     """The local call, before which a rank that holds nothing finds out whether torch refuses the
-    dtypes, as it does where there is something.
+    dtypes, as it does where there is something. Of calls of one tensor: small ones of several need
+    not fit each other, and there are functions that do not survive that.
 
     Arguments:
         run: the function itself, or what is run in its place. That may communicate before anything
             is refused, so then all ranks find out.
     """
-    if not carries_values(here.mesh) or not _is_of_torch(func):
+    if len(here.inputs) != 1 or not carries_values(here.mesh) or not _is_of_torch(func):
         return run
-    if any(0 in each.shape for each in here.inputs):
-        return run  # nobody holds anything
-    place = None if run is func else [size - 1 for size in here.mesh.shape]
-    if not any(_is_empty(each, place) for each in here.inputs):
+    (layout,) = here.inputs
+    last = [size - 1 for size in here.mesh.shape]  # where there is least
+    is_empty = 0 in layout.local_shape(None if run is func else last)
+    if not is_empty or 0 in layout.shape:
         return run
-    accepted = set()
+    accepted = {torch.float32, torch.float64}  # no function of one tensor lacks these
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        dtypes = tuple(each.dtype for each in tensors_in((args, kwargs)))
-        if dtypes not in accepted:
-            check_dtypes(func, args, kwargs)
-            accepted.add(dtypes)
+        dtype = next(tensors_in((args, kwargs))).dtype
+        if dtype not in accepted:
+            _check_dtype(func, args, kwargs)
+            accepted.add(dtype)
         return run(*args, **kwargs)
 
     return checked
-
-
-def _is_empty(layout: Layout, place: list[int] | None) -> bool:
-    """Whether nothing is held there, or by this rank; the last has least."""
-    return not math.prod(layout.local_shape(place))
 
 
 def _is_of_torch(func: Any) -> bool:
@@ -104,16 +98,13 @@ def _is_of_torch(func: Any) -> bool:
     return not hasattr(func, "__code__") or func.__module__.startswith("torch.")
 
 
-def check_dtypes(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise the error that torch has for the dtypes of tensors, if they were not empty."""
+def _check_dtype(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise the error that torch has for the dtype of a tensor, were it not empty."""
 
     def small(value: torch.Tensor) -> torch.Tensor:
         return torch.zeros((1,) * value.dim(), dtype=value.dtype, device=value.device)
 
-    first = next(tensors_in((args, kwargs)))
-    if first.is_meta:
-        return
-    with warnings.catch_warnings(), torch.random.fork_rng([first.device] if first.is_cuda else []):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             _on_others(small, func, args, kwargs)
@@ -121,7 +112,7 @@ def check_dtypes(func: Any, args: Any, kwargs: Any) -> None:
             if " not implemented for '" in str(error):
                 raise
         except Exception:
-            return  # about something else, as the small shapes
+            return  # of something else, such as the small shape
 
 
 # ---- torch's own errors, about global shapes
@@ -148,7 +139,7 @@ def _on_others(
         if isinstance(value, list | tuple):
             parts = [other(each) for each in value]
             return parts if isinstance(value, list) else tuple(parts)
-        return None if isinstance(value, torch.Generator) else value
+        return value
 
     with as_local(), torch.no_grad():
         given = [other(arg) for arg in args]

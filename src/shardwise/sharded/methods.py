@@ -186,6 +186,7 @@ OWN: dict[Any, Method] = {
     **{where.zero_: _in_place("zero_") for where in (torch, _Tensor)},
     **{where.fill_: _fill for where in (torch, _Tensor)},
     **{each: filling.like(each) for each in filling.LIKE},
+    **{where.is_same_size: comparing.is_same_size for where in (torch, _Tensor)},
     torch.equal: comparing.equal,
     _Tensor.equal: comparing.equal,
     torch.allclose: comparing.allclose,
