@@ -64,6 +64,7 @@ from shardwise.redistribute import (
 from shardwise.rules.custom import register_rule
 from shardwise.rules.registry import RuleError
 from shardwise.sim import simulate
+from shardwise.stored import CheckpointStager
 from shardwise.tensor import DTensor
 
 __version__ = "0.1.0"
@@ -73,6 +74,7 @@ __all__ = [
     "Box",
     "CacheInfo",
     "Cause",
+    "CheckpointStager",
     "CollectiveError",
     "Communicator",
     "Costs",

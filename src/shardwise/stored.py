@@ -75,7 +75,7 @@ class CheckpointStager:
     ShardedTensors of this library have none such.
 
     Example:
-        >>> dcp.async_save(state, checkpoint_id=path, async_stager=CheckpointStager())
+        >>> dcp.async_save(state, checkpoint_id=path, async_stager=sw.CheckpointStager())
     """
 
     should_synchronize_after_execute = False

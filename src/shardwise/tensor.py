@@ -375,7 +375,7 @@ class DTensor(torch.Tensor):
         raise LayoutError(
             f"set_: the memory of a DTensor is a piece of its layout ({self._layout!r}) and cannot "
             "be replaced; copy with x.copy_(other), or say x.data = other. If torch.distributed."
-            "checkpoint.async_save asked: give it async_stager=shardwise.stored.CheckpointStager()"
+            "checkpoint.async_save asked: give it async_stager=shardwise.CheckpointStager()"
         )
 
     # ---- as an object

@@ -11,7 +11,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard, sharded
-from shardwise.stored import CheckpointStager
 
 WHOLE = torch.arange(42.0).reshape(7, 6)
 
@@ -131,7 +130,7 @@ def stored_while_it_changes(path):
     stored = dcp.async_save(
         state,
         checkpoint_id=path,
-        async_stager=CheckpointStager(),
+        async_stager=sw.CheckpointStager(),
         process_group=dist.new_group(),  # of its own: this thread goes on to use the default one
     )
     for each in state.values():

@@ -142,6 +142,31 @@ def test_copy_keeps_the_layout_and_takes_any():
     on_two_ranks(run)
 
 
+def test_python_functions_are_applied_to_each_element_where_it_is():
+    def run(mesh):
+        for placement in (Shard(0), Replicate()):
+            x = distribute_tensor(torch.arange(5.0), mesh, [placement])
+            assert x.apply_(lambda value: value + 1) is x
+            x.map_(distribute_tensor(torch.arange(5.0), mesh, [Replicate()]), lambda a, b: a * b)
+            x.map2_(torch.ones(1), x, lambda a, b, c: a + b + c)
+            assert x.full_tensor().tolist() == [1, 5, 13, 25, 41] and x.placements == (placement,)
+        with pytest.raises(DispatchError, match="pending contributions"):
+            DTensor.from_local(torch.ones(2), mesh, [Partial()]).apply_(float)
+        with pytest.raises(DispatchError, match="plain tensor"):
+            torch.ones(5).map_(x, max)
+
+    on_two_ranks(run)
+
+
+def test_what_would_write_to_a_tensor_made_whole_is_refused():
+    def run(mesh):
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        with pytest.raises(DispatchError, match="would be lost"):
+            torch._index_put_impl_(x, [torch.tensor([0])], torch.ones(1))
+
+    on_two_ranks(run)
+
+
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "product"])
 def test_filling_a_pending_reduction_gives_the_value_once(op):
     def run(mesh):

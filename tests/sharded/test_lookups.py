@@ -103,6 +103,16 @@ def test_rows_of_ones_own_part_come_from_those_who_have_them(how: str) -> None:
     assert sum(on_ranks(run, 2)) == 2 * 8 + 5 * (8 + 32)
 
 
+def test_rows_of_truth_values_come_from_the_one_rank_that_has_them() -> None:
+    table = torch.tensor([[True, False], [False, False], [True, True]])
+
+    def run() -> Any:
+        return F.embedding(torch.tensor([2, 0]), boxes((1, [0, 0], [3, 2])).shard(table))
+
+    for found in on_ranks(run, 2):
+        assert torch.equal(found, table[[2, 0]])
+
+
 def test_no_lookup_moves_the_table() -> None:
     size = 1000
 

@@ -132,7 +132,7 @@ def test_the_state_is_that_of_torch():
         assert metadata == x.metadata() and given == spec and init_rrefs is False
         assert isinstance(state, sharded.ShardedTensor.ProcessGroupState)
         rank = world.current().rank
-        expected = {"local_rank": {2: 0, 1: 1}[rank], "global_rank": rank}
+        expected = {"local_rank": {1: 0, 2: 1}[rank], "global_rank": rank}
         assert vars(state) == {**expected, "local_world_size": 2, "global_world_size": 3}
 
     sw.simulate(check, 3)

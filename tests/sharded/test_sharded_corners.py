@@ -9,6 +9,9 @@ import torch
 from operator_cases import boxes, on_ranks, values
 from shard_cases import chunks, refusal
 
+import shardwise as sw
+import shardwise.sharded as sh
+
 ROWS = chunks(0, 0, 1)
 ALONE = boxes((1, [], []))
 """A number, on rank 1."""
@@ -134,3 +137,43 @@ def test_results_are_not_cast_down_to_what_they_are_written_to() -> None:
         return refusal(lambda: torch.mul(x, 0.5, out=out), RuntimeError)
 
     assert all("can't be cast" in each for each in on_ranks(run, 2))
+
+
+def test_dtypes_that_torch_refuses_are_refused_by_ranks_that_hold_nothing_too() -> None:
+    def run() -> Any:
+        x = chunks(0, 1, 0).shard(torch.zeros(1, 2, dtype=torch.complex64))
+        return refusal(lambda: x.mode(1), NotImplementedError), (x + 1).sum().item()
+
+    assert all("ComplexFloat" in told and total == 2 for told, total in on_ranks(run, 2))
+
+
+@pytest.mark.parametrize("spec", [TABLE, ROWS])
+def test_python_functions_are_applied_to_each_element(spec: Any) -> None:
+    def run() -> Any:
+        x = spec.shard(torch.arange(4.0))
+        return x.apply_(lambda value: value + 1) is x, x.full_tensor().tolist()
+
+    assert on_ranks(run, 2) == [(True, [1, 2, 3, 4])] * 2
+
+
+def test_a_number_is_turned_as_torch_does() -> None:
+    assert on_ranks(lambda: number().flip([0]).item(), 2) == [3.0] * 2
+
+
+def test_tensors_of_the_same_ranks_go_together_in_whatever_order_a_mesh_has_them() -> None:
+    def run() -> Any:
+        x = chunks(0, 1, 0).shard(torch.arange(4.0))
+        y = sh.from_dtensor(x.to_dtensor())  # on a mesh of ranks 1 and 0
+        z = chunks(0, 0, 1).shard(torch.arange(4.0), process_group=sw.DeviceMesh("cpu", [1, 0]))
+        return torch.equal(x + y, y * 2), x.copy_(z * 2).full_tensor().tolist()
+
+    assert on_ranks(run, 2) == [(True, [0, 2, 4, 6])] * 2
+
+
+def test_sizes_are_compared() -> None:
+    def run() -> Any:
+        x, others = TABLE.shard(torch.arange(4.0)), [torch.ones(4), torch.ones(3)]
+        answers = [(x.is_same_size(each), torch.is_same_size(each, x)) for each in others]
+        return x.is_same_size(x), *answers
+
+    assert on_ranks(run, 2) == [(True, (True, True), (False, False))] * 2

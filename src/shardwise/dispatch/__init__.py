@@ -22,7 +22,8 @@ from shardwise.copies import linked as _linked
 from shardwise.dispatch import functions, gradients, masked, refused, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.arguments import by_position, by_torchs_names, tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get, replaced_at
-from shardwise.dispatch.planning import on_meta, plan
+from shardwise.dispatch.failing import on_meta
+from shardwise.dispatch.planning import plan
 from shardwise.dispatch.state import remember
 from shardwise.dispatch.state import state as _state
 from shardwise.errors import LayoutError, ShardwiseError

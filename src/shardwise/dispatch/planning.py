@@ -25,10 +25,11 @@ from shardwise.dispatch.aside import (
     with_numbers,
 )
 from shardwise.dispatch.entry import Entry, Path, get
-from shardwise.dispatch.failing import failing_together
+from shardwise.dispatch.failing import failing_together, refusing_together
 from shardwise.dispatch.fallback import WholeEntry
 from shardwise.dispatch.flowing import FlowEntry, flowing_paths
 from shardwise.dispatch.moving import InputMove, input_move
+from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.choose import Choice, choose
@@ -92,6 +93,7 @@ def _by_rule(
             return computed_aside(name, known.outplace, keeps)
         run = lowered
     is_plain = spec.needs_plain or (_is_python(func) if lowered is None else _needs_plain(lowered))
+    run = refusing_together(func, run, choice.here)
     if spec.may_fail:
         run = failing_together(name, run, choice.here)
     moves = [
@@ -206,34 +208,21 @@ def _whole(
         source = layout_of(tensor, mesh)
         if not source.is_replicated:
             moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
+    if _is_inplace(func) and any(path[0] == 0 for path, _ in moves):
+        raise DispatchError(
+            f"{name}: writes to its input and has no rule, and of a tensor made whole that would "
+            "be lost; x.to_local() is this rank's piece, in the same memory"
+        )
     return WholeEntry(name, func, paths, moves, mesh)
 
 
 def _outplace(func: Any) -> Callable[..., Any] | None:
     """The function that returns a new tensor, of one that changes its first argument."""
-    name = getattr(func, "__name__", "")
-    if not name.endswith("_") or name.endswith("__"):
-        return None
-    found = getattr(torch.Tensor, name[:-1], None)
+    found = getattr(torch.Tensor, func.__name__[:-1], None) if _is_inplace(func) else None
     return found if callable(found) else None
 
 
-# ---- torch's own errors, about global shapes
-
-
-def on_meta(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run a function on tensors without data, of the global shapes; for its error."""
-
-    def meta(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            shape = value._layout.shape if isinstance(value, DTensor) else tuple(value.shape)
-            with as_local():
-                return torch.empty(shape, dtype=value.dtype, device="meta")
-        if isinstance(value, list | tuple):
-            parts = [meta(each) for each in value]
-            return parts if isinstance(value, list) else tuple(parts)
-        return value
-
-    given = [meta(arg) for arg in args]
-    with as_local(), torch.no_grad():
-        return func(*given, **{name: meta(arg) for name, arg in kwargs.items()})
+def _is_inplace(func: Any) -> bool:
+    """Whether a function is named as those that change their first argument are."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")

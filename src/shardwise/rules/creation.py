@@ -1,4 +1,5 @@
-"""New tensors made after the model of another, and tensors overwritten with one value."""
+"""New tensors made after the model of another, and tensors overwritten: with one value, or by a
+Python function."""
 
 from __future__ import annotations
 
@@ -102,6 +103,25 @@ def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model, value = (*args, *kwargs.values())
     return model.clone().fill_(value)  # a copy: the gradient of what is overwritten is zero
+
+
+@handler("apply_", "map_", "map2_")
+def apply_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank calls the function for the elements that it holds."""
+    name = name_of(func)
+    target, *others, function = (*args, *kwargs.values())
+    if not isinstance(target, DTensor) or target._layout.partial:
+        raise DispatchError(
+            f"{name}: expected a DTensor of values to write to, got "
+            f"{repr(target._layout) if isinstance(target, DTensor) else 'a plain tensor'}; "
+            "x.redistribute() makes pending contributions values, and full_tensor() or to_local() "
+            "of a DTensor goes beside plain tensors"
+        )
+    check_writable(name, target)
+    alike = [torch.empty_like(target, dtype=each.dtype).copy_(each) for each in others]
+    with as_local():
+        func(target, *alike, function)
+    return target
 
 
 def contribution(layout: Layout, value: Any) -> Any:

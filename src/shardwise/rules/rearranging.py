@@ -76,6 +76,7 @@ def flipped(
     def local(x: torch.Tensor, done: Collection[int]) -> torch.Tensor:
         return x.flip([dim for dim in flips if dim not in done]).permute(order)
 
+    flips = flips if input.dim() else ()  # one element has a dim 0 to torch, and no size of it
     rows = {dim: lambda size=input.shape[dim]: np.arange(size)[::-1] for dim in flips}
     return rearranged(name, input, out, rows, local)
 

@@ -44,6 +44,7 @@ from shardwise.sharded.specs import (
     get_split_size,
 )
 from shardwise.sharded.tensor import ShardedTensor
+from shardwise.stored import CheckpointStager
 
 # The names that these have in torch.
 _collect_local_shard = collect_local_shard
@@ -52,6 +53,7 @@ _shard_tensor = shard_tensor
 
 __all__ = [
     "MEM_FORMAT_ENCODING",
+    "CheckpointStager",
     "ChunkShardingSpec",
     "DevicePlacementSpec",
     "EnumerableShardingSpec",

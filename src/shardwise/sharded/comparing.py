@@ -11,9 +11,14 @@ from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
 
 
+def is_same_size(input: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the size is the same."""
+    return tuple(input.shape) == tuple(other.shape)
+
+
 def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether size and elements are the same, however both are cut."""
-    if tuple(input.shape) != tuple(other.shape):
+    if not is_same_size(input, other):
         return False
     return _compared(input, other, torch.equal)
 
@@ -30,7 +35,7 @@ def allclose(
     def close(one: torch.Tensor, two: torch.Tensor) -> bool:
         return torch.allclose(one, two, rtol, atol, equal_nan)
 
-    if tuple(input.shape) == tuple(other.shape):
+    if is_same_size(input, other):
         return _compared(input, other, close)
     return close(_whole(input), _whole(other))
 

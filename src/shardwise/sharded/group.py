@@ -22,7 +22,8 @@ GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | TorchMesh | Group | None"
 
 
 class Group:
-    """Some ranks of the world, in order.
+    """Some ranks of the world, in ascending order, as in torch's groups: two of the same ranks are
+    the same, however a mesh has them.
 
     Arguments:
         given: a process group, or a mesh whose ranks are meant; all ranks by default.
@@ -46,7 +47,7 @@ class Group:
                 f"process_group: expected one that this rank is in, got one of ranks {ranks}"
             )
         self.given = given
-        self.ranks = ranks
+        self.ranks = tuple(sorted(ranks))
         self.rank = here.rank
         """The global rank of the caller."""
 

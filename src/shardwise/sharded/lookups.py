@@ -176,7 +176,7 @@ def _row(padding_idx: int | None, weight: ShardedTensor) -> int | None:
 def _started(weight: ShardedTensor, count: int) -> torch.Tensor:
     """Zeros for so many rows; on every rank a part of the graph, also without shards."""
     zeros = torch.zeros(count, weight.size(1), dtype=weight.dtype, device=weight.device)
-    return zeros if weight._local_shards else zeros + weight._empty().sum()
+    return zeros if weight._local_shards else zeros + weight._empty().sum(dtype=weight.dtype)
 
 
 def _shards(weight: ShardedTensor) -> list[tuple[slice, slice, torch.Tensor]]:

@@ -125,7 +125,7 @@ def _refused(name: str) -> Method:
         raise ShardedTensorError(
             f"{name}: a ShardedTensor has no memory of its own but that of its shards; "
             f"ask them: x.local_shards()[i].tensor.{name}. If torch.distributed."
-            "checkpoint.async_save asked: give it async_stager=shardwise.stored.CheckpointStager()"
+            "checkpoint.async_save asked: give it async_stager=shardwise.CheckpointStager()"
         )
 
     return refuse
@@ -179,6 +179,7 @@ OWN: dict[Any, Method] = {
     _Tensor.view_as: _view_as,
     _Tensor.share_memory_: _in_place("share_memory_"),
     _Tensor.is_shared: _is_shared,
+    _Tensor.apply_: _in_place("apply_"),
     **{getattr(_Tensor, name): _refused(name) for name in _MEMORY},
     **{getattr(_Tensor, name): _new(name) for name in names("""
         new_empty new_zeros new_ones new_full new_tensor
@@ -186,6 +187,7 @@ OWN: dict[Any, Method] = {
     **{where.zero_: _in_place("zero_") for where in (torch, _Tensor)},
     **{where.fill_: _fill for where in (torch, _Tensor)},
     **{each: filling.like(each) for each in filling.LIKE},
+    **{where.is_same_size: comparing.is_same_size for where in (torch, _Tensor)},
     torch.equal: comparing.equal,
     _Tensor.equal: comparing.equal,
     torch.allclose: comparing.allclose,

@@ -245,11 +245,11 @@ _DESCRIBED: set[Any] = {
     """)),
     *(getattr(_Tensor, name) for name in names("""
         size dim ndimension numel nelement element_size is_floating_point is_complex is_signed
-        is_contiguous stride storage_offset is_inference is_conj is_neg is_same_size dim_order
+        is_contiguous stride storage_offset is_inference is_conj is_neg dim_order
         is_coalesced get_device _is_view __len__ __dir__
     """)),
     *(getattr(torch, name) for name in names("""
-        numel is_floating_point is_complex is_same_size is_inference is_signed is_conj is_neg
+        numel is_floating_point is_complex is_inference is_signed is_conj is_neg
     """)),
     _Tensor.requires_grad.__set__,
 }  # fmt: skip
