@@ -61,6 +61,8 @@ class Link:
         """What wrote to the tensor since."""
         self.is_written = False
         """Whether the call that is under way writes to the copy."""
+        self.is_write_recorded = False
+        """Whether gradients are recorded where it does."""
         _register(self)
 
     def base(self) -> DTensor | None:
@@ -259,7 +261,8 @@ def _write_back(copy: ViewCopy) -> None:
     with as_local():
         value = wrap(owner.view_as(owner), owner._layout)  # no copy of the tensor's any more
     link.outdated_by = "__setitem__"  # should that be refused, as of a leaf, it is as it was
-    base[link.key] = value
+    with torch.set_grad_enabled(link.is_write_recorded):
+        base[link.key] = value
     link.outdated_by = None
 
 
@@ -285,6 +288,7 @@ def writes_through(target: Any) -> bool:
     reaches = _reaches(target)
     if reaches:
         target._link.is_written = True
+        target._link.is_write_recorded = torch.is_grad_enabled()
     return reaches
 
 

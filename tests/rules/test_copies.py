@@ -254,6 +254,30 @@ def test_chunks_of_what_has_a_history_show_what_was_written_unseen() -> None:
     simulate(main, 2)
 
 
+def test_rows_of_unbind_and_writes_of_init_without_gradients() -> None:
+    def main() -> None:
+        leaf = on_mesh(X.clone(), (2,), Shard(0)).requires_grad_()
+        rows, part = leaf.unbind(), leaf[2:4]
+        torch.nn.init.constant_(part, 5.0)
+        assert torch.equal(rows[2].detach().full_tensor(), torch.full((4,), 5.0).double())
+        assert leaf.is_leaf and rows[2].requires_grad
+
+    simulate(main, 2)
+
+
+def test_a_part_without_elements_leaves_its_tensor_as_it_is_on_every_rank() -> None:
+    def main() -> None:
+        x = on_mesh(X.clone(), (2,), Shard(0))
+        empty = x[:, 4:]
+        for row in (empty[1], empty.select(0, 1), empty.diagonal(), empty[:2]):
+            assert row.numel() == 0
+        x += 1
+        empty += 1
+        assert torch.equal(x.full_tensor(), X + 1)
+
+    simulate(main, 2)
+
+
 def test_what_is_refused_writes_nothing() -> None:
     def main() -> None:
         x = on_mesh(X.clone(), (2,), Shard(0))

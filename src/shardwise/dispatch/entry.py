@@ -50,6 +50,7 @@ def mark_severed(tensor: Any, name: str, key: Any = None) -> None:
 
 
 _base_of = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 class Entry:
@@ -183,6 +184,9 @@ class Entry:
                 value = value.view_as(value)
             elif operands and _is_among(value, operands):
                 value = value.view_as(value)
+            if self.severed and self.single is None:
+                # One of several views of what was moved, of which autograd lets none be written to.
+                value = _unsafe_view(value, value.shape)
             made = wrap(value, layout)
             if self.severed:
                 mark_severed(made, self.name)
