@@ -186,6 +186,14 @@ class ViewCopy(DTensor):
         self._renew()
         return super().__reduce_ex__(protocol)
 
+    def __create_chunk_list__(self) -> list[Any]:
+        raise DispatchError(  # it is asked for by those who load, not by those who save
+            f"torch.distributed.checkpoint: this tensor is the result of {shown(self._link.name)}, "
+            "of which torch would return a view, but the dim was split and so it is a copy: what "
+            "is loaded into it would not reach the original. Load into the original, or into a "
+            "clone() of the part, and copy_() that"
+        )
+
 
 _SHOWN = {"__getitem__": "indexing"}
 

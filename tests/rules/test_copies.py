@@ -295,6 +295,8 @@ def test_what_is_refused_writes_nothing() -> None:
         with pytest.raises(DispatchError, match="would not reach the original"):
             replaced += 1
         assert torch.equal(x.full_tensor(), X * 2)
+        with pytest.raises(DispatchError, match="Load into the original"):
+            x[1:5].__create_chunk_list__()  # with what torch's checkpoints begin to load
         with pytest.raises(LayoutError, match=r"clone\(\) it"):
             leaf[1:5].detach().clone().grad = x[1:5]
 
