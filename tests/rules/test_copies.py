@@ -278,6 +278,21 @@ def test_a_part_without_elements_leaves_its_tensor_as_it_is_on_every_rank() -> N
     simulate(main, 2)
 
 
+def test_windows_that_overlap_have_their_gradients_when_taken_again() -> None:
+    def grad(leaf: Tensor) -> Any:
+        windows = leaf.unfold(0, 3, 1)
+        with torch.no_grad():
+            leaf[1:3] += 1
+        windows.sin().sum().backward()
+        return leaf.grad
+
+    def main() -> None:
+        found = grad(on_mesh(X.clone(), (2,), Shard(0)).requires_grad_())
+        torch.testing.assert_close(found.full_tensor(), grad(X.clone().requires_grad_()))
+
+    simulate(main, 2)
+
+
 def test_what_is_refused_writes_nothing() -> None:
     def main() -> None:
         x = on_mesh(X.clone(), (2,), Shard(0))
