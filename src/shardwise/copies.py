@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from shardwise.errors import DispatchError
-from shardwise.tensor import DTensor, as_local, locally, tensors_in, wrap
+from shardwise.tensor import DTensor, as_local, locally, severed_by, tensors_in, wrap
 
 _BASE: Any = torch._C.TensorBase
 _base_of = _BASE._base.__get__
@@ -51,16 +51,28 @@ class Link:
         """What it is of the tensor, as an index; None if no index says it."""
         self.again = again
         """Takes it again."""
-        self.base: Callable[[], DTensor | None] = TensorWeakRef(base)
-        """The tensor, if it is still there."""
+        self._base: Callable[[], DTensor | None] = TensorWeakRef(base)
         self.held = base if holds else None
         self.memory = _memory_of(base)
         """Of the tensor; while this is held no other memory has its address."""
+        self.records = torch.is_grad_enabled()
+        """Whether gradients were recorded when it was taken: so they are when it is again."""
         self.outdated_by: str | None = None
         """What wrote to the tensor since."""
         self.is_written = False
         """Whether the call that is under way writes to the copy."""
+        self.is_write_recorded = False
+        """Whether gradients are recorded where it does."""
         _register(self)
+
+    def base(self) -> DTensor | None:
+        """The tensor, if it is still there, with the dims and the memory that it had."""
+        base = self._base()
+        return base if base is not None and _address_of(base) == self.memory.cdata else None
+
+    def cut(self) -> None:
+        """Say that the tensor has other dims now."""
+        self._base, self.held = lambda: None, None
 
 
 def _register(link: Link) -> None:
@@ -79,14 +91,37 @@ def _memory_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(locally(_storage_of, (), (tensor,)))  # type: ignore[no-untyped-call]
 
 
+def _address_of(tensor: torch.Tensor) -> int:
+    return locally(_storage_of, (), (tensor,))._cdata  # type: ignore[no-any-return]
+
+
+def _links_to(memory: int) -> list[Link]:
+    found = (each() for each in linked.by_memory.get(memory, ()))
+    return [link for link in found if link is not None]
+
+
 def outdate(tensor: torch.Tensor, name: str) -> None:
     """Say that `name` writes to a tensor: what was copied of its memory is out of date."""
-    links = linked.by_memory.get(locally(_storage_of, (), (tensor,))._cdata, ())
-    for each in links:
-        link = each()
-        if link is not None:
-            link.outdated_by = name
-            link.held = link.base()  # to take it again
+    for link in _links_to(_address_of(tensor)):
+        link.outdated_by = name
+        link.held = link.base()  # to take it again
+
+
+def outdate_gradients(name: str) -> None:
+    """Say that `name` writes to gradients, unseen."""
+    for memory in list(linked.by_memory):
+        for link in _links_to(memory):
+            base = link.base()
+            if base is not None and "_is_gradient" in base.__dict__:
+                outdate(base, name)
+
+
+def has_other_dims(tensor: DTensor) -> None:
+    """Say that a tensor's dims were changed in place: nothing can be taken of it again as it was,
+    nor written to it."""
+    for link in _links_to(_address_of(tensor)):
+        if link.base() is tensor:
+            link.cut()
 
 
 class ViewCopy(DTensor):
@@ -103,20 +138,22 @@ class ViewCopy(DTensor):
         by = link.outdated_by
         if by is None:
             return
-        if base is None or _memory_of(base) != link.memory:
+        if base is None:
             raise DispatchError(
                 f"this tensor is the result of {shown(link.name)}, of which torch would return a "
                 "view, but the dim was split and so it is a copy. The original was changed since, "
-                f"by {by} through another tensor that shares its memory, and is gone: the copy "
-                "cannot be taken again. Keep the original, or clone() the part before it changes"
+                f"by {by}, and is gone, or has other dims or memory: the copy cannot be taken "
+                "again. Keep the original, or clone() the part before it changes"
             )
         link.outdated_by = None
         outdate(owner, by)
         # The history is that of what is there now, whether or not gradients are recorded here.
-        with torch.enable_grad():
+        with torch.set_grad_enabled(link.records):
             made = link.again(base)
             with as_local():
-                torch.Tensor.copy_(owner, made)
+                # A leaf has no history, whatever it is a part of.
+                is_leaf = owner.is_leaf and owner.requires_grad
+                torch.Tensor.copy_(owner.detach() if is_leaf else owner, made)
 
     @property
     def _owner(self) -> DTensor:
@@ -148,6 +185,14 @@ class ViewCopy(DTensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._renew()
         return super().__reduce_ex__(protocol)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        raise DispatchError(  # it is asked for by those who load, not by those who save
+            f"torch.distributed.checkpoint: this tensor is the result of {shown(self._link.name)}, "
+            "of which torch would return a view, but the dim was split and so it is a copy: what "
+            "is loaded into it would not reach the original. Load into the original, or into a "
+            "clone() of the part, and copy_() that"
+        )
 
 
 _SHOWN = {"__getitem__": "indexing"}
@@ -223,7 +268,9 @@ def _write_back(copy: ViewCopy) -> None:
     owner = copy._owner
     with as_local():
         value = wrap(owner.view_as(owner), owner._layout)  # no copy of the tensor's any more
-    base[link.key] = value
+    link.outdated_by = "__setitem__"  # should that be refused, as of a leaf, it is as it was
+    with torch.set_grad_enabled(link.is_write_recorded):
+        base[link.key] = value
     link.outdated_by = None
 
 
@@ -231,32 +278,53 @@ def _find_aliases(result: Any, copies: list[ViewCopy]) -> None:
     for each in tensors_in(result):
         if type(each) is not DTensor or "_link" in each.__dict__:
             continue
-        memory = locally(_storage_of, (), (each,))._cdata
-        for copy in copies:
-            if locally(_storage_of, (), (copy,))._cdata == memory:
-                alias(each, copy)
-                break
+        memory = _address_of(each)
+        sharing = [copy for copy in copies if _address_of(copy) == memory]
+        if sharing:
+            # Parts that were moved at once share memory too. What takes several tensors and returns
+            # views, as broadcast_tensors, leaves the first element where it was.
+            first = _first_of(each)
+            alias(each, next((copy for copy in sharing if _first_of(copy) == first), sharing[0]))
+
+
+def _first_of(tensor: torch.Tensor) -> int:
+    return locally(_BASE.data_ptr, (), (tensor,))  # type: ignore[no-any-return]
 
 
 def writes_through(target: Any) -> bool:
     """Whether what is written to a copy, or to a view of one, reaches what it was taken of."""
+    reaches = _reaches(target)
+    if reaches:
+        target._link.is_written = True
+        target._link.is_write_recorded = torch.is_grad_enabled()
+    return reaches
+
+
+def _reaches(target: Any) -> bool:
     link: Link | None = target.__dict__.get("_link")
-    if link is None:
+    base = None if link is None else link.base()
+    if link is None or link.key is None or base is None:
         return False
     copy = target.__dict__.get("_copy", target)
     if copy is not target:
         # What is no view to autograd, as the result of detach(), has a history of its own.
         with as_local():
-            base = _base_of(copy)
-            if _base_of(target) is not (copy if base is None else base):
+            of_copy = _base_of(copy)
+            if _base_of(target) is not (copy if of_copy is None else of_copy):
                 return False
-    link.is_written = link.key is not None and link.base() is not None
-    return link.is_written
+    with as_local():
+        is_copy = severed_by(base) is not None
+    return not is_copy or _reaches(base)
+
+
+def is_copy(tensor: Any) -> bool:
+    """Whether a tensor is a copy itself, and no view of one."""
+    return "_link" in tensor.__dict__ and "_copy" not in tensor.__dict__
 
 
 def is_up_to_date(copy: Any, base: DTensor, key: Any) -> bool:
     """Whether a tensor is a copy of just this part, and nothing was written since."""
-    link: Link | None = copy.__dict__.get("_link")
-    if link is None or "_copy" in copy.__dict__ or link.outdated_by is not None:
+    if not is_copy(copy) or copy._link.outdated_by is not None:
         return False
+    link: Link = copy._link
     return link.base() is base and type(link.key) is type(key) and bool(link.key == key)

@@ -159,6 +159,8 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             for tensor in shards:
                 tensor.__class__ = DTensor
+                if linked.by_memory:
+                    outdate(tensor, type(self).__name__)
             _wrap_new_state(self)
             _note_changes(self)
 

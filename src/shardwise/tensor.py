@@ -315,17 +315,24 @@ class DTensor(torch.Tensor):
         layout = self._layout
         if layout.partial:
             layout = dual(layout)
-        if type(local) is not DTensor:
-            return wrap(local, layout)
-        if local._layout is layout:
-            return local
-        with as_local():  # autograd may give one tensor to two leaves
-            return wrap(local.view_as(local), layout)
+        if type(local) is DTensor:
+            if local._layout is layout:
+                return local
+            with as_local():  # autograd may give one tensor to two leaves
+                local = local.view_as(local)
+        local._is_gradient = True  # what is taken of it must be told when it is added to
+        return wrap(local, layout)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             value = laid_out(value, dual(self._layout), "grad")
+            if "_link" in value.__dict__:
+                raise LayoutError(
+                    "grad: this tensor is a part of another one, and of a dim that was split: what "
+                    "backward adds to it would not reach that; clone() it"
+                )
+            value._is_gradient = True  # type: ignore[attr-defined]
         with as_local():
             _BASE.grad.__set__(self, value)
 

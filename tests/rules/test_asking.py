@@ -183,6 +183,36 @@ def test_one_ranks_wrong_index_is_refused_by_all() -> None:
 
 
 @pytest.mark.usefixtures("no_latency")
+def test_indices_are_integers_that_torch_takes() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(ROWS, mesh, [S0])
+        for placement in (S0, WHOLE):
+            for dtype in (torch.double, torch.uint8):
+                indices = distribute_tensor(INDICES.to(dtype), mesh, [placement])
+                with pytest.raises(RuntimeError):
+                    F.embedding(indices, weight)
+                with pytest.raises(RuntimeError):
+                    F.embedding_bag(indices, weight)
+
+    simulate(run, 2)
+
+
+@pytest.mark.usefixtures("no_latency")
+def test_indices_and_rows_may_be_parts_of_others() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        table = distribute_tensor(ROWS, mesh, [S0]).requires_grad_()
+        indices = distribute_tensor(INDICES, mesh, [S0])
+        rows, part = (table * 1)[1:], indices[1:]
+        indices.clamp_(max=48)
+        found = F.embedding(part, rows)
+        torch.testing.assert_close(found.full_tensor(), ROWS[1 + INDICES[1:].clamp(max=48)])
+
+    simulate(run, 3)
+
+
+@pytest.mark.usefixtures("no_latency")
 def test_nobody_asks_within_explicit() -> None:
     def run() -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
     DispatchError,
     DTensor,
     Event,
+    LayoutError,
     Placement,
     Shard,
     distribute_tensor,
@@ -165,6 +167,185 @@ def test_a_copy_that_no_index_names_is_not_written() -> None:
                 part.add_(1)
         x.zero_()
         assert part.sum().item() == 0
+
+    simulate(main, 2)
+
+
+def of_other_memory(x: Tensor) -> list[Tensor]:
+    part = x[1:5]
+    x.data = x.data * 2
+    return [x, part]
+
+
+def of_lists(x: Tensor) -> list[Tensor]:
+    part, overlapping = x[1:5], x[4:]
+    torch._foreach_mul_([x, part, overlapping], 2.0)
+    torch._foreach_add_([x[1:2], x[2:3]], [x[:1], x[1:2]])
+    return [x, part, overlapping]
+
+
+def of_a_leaf(x: Tensor) -> list[Tensor]:
+    part = x[1:5].requires_grad_()
+    parameter = torch.nn.Parameter(x[2:4])
+    x[3] = 7.0
+    return [part, part * 2, parameter, parameter * 2]
+
+
+def of_chunks(x: Tensor) -> list[Tensor]:
+    head, tail = x.chunk(2)
+    x += 1
+    wide, tall = torch.broadcast_tensors(head[:3], tail)
+    tail *= 3
+    return [x, head, tail, wide, tall]
+
+
+def of_gradients(x: Tensor) -> list[Tensor]:
+    weight = x.clone().requires_grad_()
+    (weight * weight).sum().backward()
+    assert weight.grad is not None
+    parts = [weight.grad[1:5], weight.grad[:, 1]]
+    (weight * weight).sum().backward()
+    parts[0] *= 2
+    return [weight.grad, *parts]
+
+
+def of_the_state_of_an_optimizer(x: Tensor) -> list[Tensor]:
+    weight = x.clone().requires_grad_()
+    optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
+    parts = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight * weight).sum().backward()
+        optimizer.step()
+        parts += [weight.detach()[1:5], optimizer.state[weight]["momentum_buffer"][1:5]]
+    return parts
+
+
+WITHOUT_HISTORY = [
+    of_other_memory, of_lists, of_a_leaf, of_chunks, of_gradients, of_the_state_of_an_optimizer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", WITHOUT_HISTORY)
+def test_parts_are_those_of_one_process(program: Callable[[Tensor], list[Tensor]]) -> None:
+    wanted = program(X.clone())
+
+    def main() -> None:
+        for dim in (0, 1):
+            found = program(on_mesh(X.clone(), (2,), Shard(dim)))
+            for have, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(have.detach().full_tensor(), want.detach())  # type: ignore[attr-defined]
+
+    simulate(main, 2)
+
+
+def test_chunks_of_what_has_a_history_show_what_was_written_unseen() -> None:
+    def main() -> None:
+        x = on_mesh(X.clone(), (2,), Shard(0)).requires_grad_() * 1
+        head, tail = x.chunk(2)
+        with torch.no_grad():
+            other = x.chunk(2)[0]
+            x.mul_(2)
+        x.data.add_(1)
+        for have, want in ((head, X[:4]), (tail, X[4:]), (other, X[:4])):
+            assert torch.equal(have.detach().full_tensor(), want * 2 + 1)
+        assert head.requires_grad and not other.requires_grad
+
+    simulate(main, 2)
+
+
+def test_rows_of_unbind_and_writes_of_init_without_gradients() -> None:
+    def main() -> None:
+        leaf = on_mesh(X.clone(), (2,), Shard(0)).requires_grad_()
+        rows, part = leaf.unbind(), leaf[2:4]
+        torch.nn.init.constant_(part, 5.0)
+        assert torch.equal(rows[2].detach().full_tensor(), torch.full((4,), 5.0).double())
+        assert leaf.is_leaf and rows[2].requires_grad
+
+    simulate(main, 2)
+
+
+def test_a_part_without_elements_leaves_its_tensor_as_it_is_on_every_rank() -> None:
+    def main() -> None:
+        x = on_mesh(X.clone(), (2,), Shard(0))
+        empty = x[:, 4:]
+        for row in (empty[1], empty.select(0, 1), empty.diagonal(), empty[:2]):
+            assert row.numel() == 0
+        x += 1
+        empty += 1
+        assert torch.equal(x.full_tensor(), X + 1)
+
+    simulate(main, 2)
+
+
+def test_windows_that_overlap_have_their_gradients_when_taken_again() -> None:
+    def grad(leaf: Tensor) -> Any:
+        windows = leaf.unfold(0, 3, 1)
+        with torch.no_grad():
+            leaf[1:3] += 1
+        windows.sin().sum().backward()
+        return leaf.grad
+
+    def main() -> None:
+        found = grad(on_mesh(X.clone(), (2,), Shard(0)).requires_grad_())
+        torch.testing.assert_close(found.full_tensor(), grad(X.clone().requires_grad_()))
+
+    simulate(main, 2)
+
+
+def test_what_is_refused_writes_nothing() -> None:
+    def main() -> None:
+        x = on_mesh(X.clone(), (2,), Shard(0))
+        row = x[1:5].data[2]  # data is no view to autograd
+        with pytest.raises(DispatchError, match="would not reach the original"):
+            row += 1
+        assert torch.equal(row.full_tensor(), X[3])
+        leaf = x.clone().requires_grad_()
+        part = leaf[1:5]
+        with pytest.raises(RuntimeError, match="leaf"):
+            part += 1
+        assert torch.equal(part.detach().full_tensor(), X[1:5])
+        replaced = x[1:5]
+        x.data = on_mesh(X * 2, (2,), Shard(0))
+        with pytest.raises(DispatchError, match="would not reach the original"):
+            replaced += 1
+        assert torch.equal(x.full_tensor(), X * 2)
+        with pytest.raises(DispatchError, match="Load into the original"):
+            x[1:5].__create_chunk_list__()  # with what torch's checkpoints begin to load
+        with pytest.raises(LayoutError, match=r"clone\(\) it"):
+            leaf[1:5].detach().clone().grad = x[1:5]
+
+    simulate(main, 2)
+
+
+def test_dims_that_change_in_place_are_no_part_any_more() -> None:
+    def main() -> None:
+        x = on_mesh(X[:4].clone(), (2,), Shard(0))
+        part = x[1:3]
+        with pytest.raises(LayoutError, match="must keep its dims"):
+            part.t_()
+        x.t_()
+        with pytest.raises(DispatchError, match="would not reach the original"):
+            part.add_(1)
+        assert torch.equal(part.full_tensor(), X[1:3])
+        x.add_(1)
+        with pytest.raises(DispatchError, match="other dims"):
+            part.sum()
+
+    simulate(main, 2)
+
+
+def test_checkpointing_saves_a_part_as_it_is_now() -> None:
+    def main() -> None:
+        leaf = on_mesh(X / 28, (2,), Shard(0)).requires_grad_()
+        x = leaf * 1
+        part = x[1:5]
+        x += 1
+        checkpoint(lambda part: (part * part).sin(), part, use_reentrant=False).sum().backward()
+        alone = (X / 28).requires_grad_()
+        (alone[1:5] + 1).square().sin().sum().backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.full_tensor(), alone.grad)
 
     simulate(main, 2)
 

@@ -27,6 +27,7 @@ from shardwise.dispatch.planning import plan
 from shardwise.dispatch.state import remember
 from shardwise.dispatch.state import state as _state
 from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.rules import foreach
 from shardwise.rules.registry import Known, RuleError, lookup, name_of
 from shardwise.tensor import DTensor, as_local, locally, tensors_in
 
@@ -86,6 +87,9 @@ def dispatch(
         if ViewCopy in types or (not types and _linked.by_memory):
             copies = copies_in(args, kwargs)
             if copies:
+                known = lookup(func)
+                if known is not None and known.handler is foreach.inplace:
+                    return foreach.inplace_one_by_one(func, args, kwargs or {})
                 return as_ordinary(copies, partial(dispatch, cls, func, types, args, kwargs))
         known = lookup(func)
         if kwargs and (not args or type(func) is _OpOverload):

@@ -50,6 +50,7 @@ def mark_severed(tensor: Any, name: str, key: Any = None) -> None:
 
 
 _base_of = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 class Entry:
@@ -183,6 +184,11 @@ class Entry:
                 value = value.view_as(value)
             elif operands and _is_among(value, operands):
                 value = value.view_as(value)
+            if self.severed and self.single is None:
+                # One of several views of what was moved, of which autograd lets none be written to.
+                value = _unsafe_view(value, value.shape)
+            if self.severed and _overlaps(value):  # as of unfold: it may be written to, once each
+                value = value.clone(memory_format=torch.contiguous_format)
             made = wrap(value, layout)
             if self.severed:
                 mark_severed(made, self.name)
@@ -197,6 +203,16 @@ class Entry:
                 return kind(*parts)
             return kind(parts)
         return value
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += max(size - 1, 0) * stride
+    return False
 
 
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:

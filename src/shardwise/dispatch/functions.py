@@ -18,6 +18,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import (
     CheckpointFunction,
     _allowed_determinism_checks_to_fns,
+    _CheckpointFrame,
     _default_meta_extractor,
 )
 
@@ -78,6 +79,19 @@ def _local_metadata(tensor: torch.Tensor) -> Any:
 
 
 _allowed_determinism_checks_to_fns["default"] = _local_metadata
+
+
+_save_inputs = _CheckpointFrame.save_inputs
+
+
+def _save_renewed(self: Any, *args: Any) -> None:
+    """What checkpointing calls with its arguments, before it runs: they must not change within."""
+    for each in copies_in(args):
+        each._renew()
+    _save_inputs(self, *args)  # type: ignore[no-untyped-call]
+
+
+_CheckpointFrame.save_inputs = _save_renewed  # type: ignore[method-assign]
 
 
 def _apply_to_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

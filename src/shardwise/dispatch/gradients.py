@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from shardwise.copies import linked, outdate_gradients
 from shardwise.dispatch.moving import check_gradient
 from shardwise.errors import LayoutError
 from shardwise.redistribute.moves import relabelled
@@ -72,6 +73,8 @@ def _backward(
         create_graph=create_graph,
         inputs=None if inputs is None else _edges(_as_list(inputs)),
     )
+    if linked.by_memory:
+        outdate_gradients("backward")
 
 
 @handler(torch.autograd.grad)

@@ -162,6 +162,7 @@ def _finder(
         table = Table.of(layout, axes, padding)
 
         def ask(weight: torch.Tensor, indices: torch.Tensor) -> Answer:
+            _check_indices(indices)
             refuse_if_explicit("embedding", here.mesh, axes)
             return table.ask(weight, indices)
 
@@ -170,10 +171,18 @@ def _finder(
     padding = padding - start if start <= padding < stop else -1
 
     def locate(weight: torch.Tensor, indices: torch.Tensor) -> Answer:
+        _check_indices(indices)
         found, inside = located(indices, layout, 0, wraps=False)
         return Answer(with_a_row(weight, 0), found, inside, padding)
 
     return locate
+
+
+def _check_indices(indices: torch.Tensor) -> None:
+    if indices.dtype not in (torch.long, torch.int):
+        raise RuntimeError(
+            f"embedding: expected indices of torch.int64 or torch.int32, got {indices.dtype}"
+        )
 
 
 @composed("embedding_renorm_")

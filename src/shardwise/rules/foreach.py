@@ -69,14 +69,20 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 # ---- pointwise
 
 
-def _inplace(func: Any, args: Any, kwargs: Any) -> Any:
+def inplace(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes to the first list."""
     if aligned((*args, *kwargs.values()) if kwargs else args) is None:
-        _one_by_one(func, args, kwargs)
-        return args[0]
+        return inplace_one_by_one(func, args, kwargs)
     for target in args[0]:
         check_writable(func.__name__, target)
     with as_local():
         return func(*args, **kwargs)
+
+
+def inplace_one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same, so that each sees what was written to those before."""
+    _one_by_one(func, args, kwargs)
+    return args[0]
 
 
 def _outplace(func: Any, args: Any, kwargs: Any) -> Any:
@@ -137,7 +143,7 @@ POINTWISE = names("""
 """)
 
 handler(*(f"_foreach_{name}" for name in POINTWISE), "_foreach_clone")(_outplace)
-handler(*(f"_foreach_{name}_" for name in [*POINTWISE, "zero", "copy"]))(_inplace)
+handler(*(f"_foreach_{name}_" for name in [*POINTWISE, "zero", "copy"]))(inplace)
 
 
 @handler("_foreach_max", "_foreach_mm")
@@ -153,6 +159,8 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
     """The parameters' layouts decide. What lies otherwise is moved, updated, and copied back."""
     keywords = {name: _as_whole(arg) for name, arg in kwargs.items()}
     lists = [arg for arg in args if arg and isinstance(arg[0], DTensor)]
+    for parameter in args[0]:
+        check_writable(func.__name__, parameter)
     if aligned(lists) is not None:
         with as_local():
             func(*args, **keywords)

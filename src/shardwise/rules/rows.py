@@ -174,5 +174,7 @@ def owned_part(
 
 def severed(result: torch.Tensor, name: str, key: Any = None) -> torch.Tensor:
     """Mark a copy where torch would return a view: one that an index gives is written back."""
+    if not result.numel():  # nothing travelled: on some rank it may be a view of what went in
+        result = result.clone()
     mark_severed(result, name, key)
     return result

@@ -212,7 +212,8 @@ def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -
         local = [out.local_shape()[dim] for out in here.outputs]
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-            found = move(x).split_with_sizes(local, dim)
+            # Each may be written to, as nobody else sees what was moved: no views, to autograd.
+            found = move(x).unsafe_split_with_sizes(local, dim)
             return tuple(
                 severed(each, name, _key(dim, part))
                 for each, part in zip(found, parts, strict=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.copies import has_other_dims, is_copy
 from shardwise.errors import LayoutError
 from shardwise.rules.calls import composed
 from shardwise.rules.dims import as_dims, as_sizes
@@ -117,6 +118,11 @@ def unsqueeze(input: torch.Tensor, dim: int) -> Spec:
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     name = func.__name__.partition(".")[0].removesuffix("_")
+    if is_copy(target):
+        raise LayoutError(
+            f"{name}_: this tensor is a part of another one, and of a dim that was split: it must "
+            f"keep its dims, to be kept as that part is; use x = x.{name}(...)"
+        )
     result = getattr(target.detach(), name)(*args[1:], **kwargs)
     if getattr(result, "_severed", None):
         raise LayoutError(
@@ -129,6 +135,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with as_local():
         func(*args, **kwargs)
     target._layout = result._layout
+    has_other_dims(target)
     return target
 
 
