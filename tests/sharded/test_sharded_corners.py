@@ -177,3 +177,30 @@ def test_sizes_are_compared() -> None:
         return x.is_same_size(x), *answers
 
     assert on_ranks(run, 2) == [(True, (True, True), (False, False))] * 2
+
+
+def test_a_tensor_is_gathered_into_memory_of_its_own_shards() -> None:
+    spec = boxes((0, [0], [2]), (0, [2], [2]), (1, [4], [2]))
+
+    def run() -> Any:
+        x = spec.shard(torch.arange(6.0))
+        if x._group.rank:
+            return x.gather(0)
+        out = torch.tensor([2.0, 3, 0, 1, -1, -1])
+        first, second = x.local_shards()
+        first.tensor, second.tensor = out[2:4], out[:2]
+        x.gather(0, out)
+        return out.tolist()
+
+    assert on_ranks(run, 2) == [[0, 1, 2, 3, 4, 5], None]
+
+
+def test_what_cannot_be_written_to_is_refused_after_all_have_taken_part() -> None:
+    def run() -> Any:
+        x = ROWS.shard(torch.arange(4.0))
+        if x._group.rank:
+            return x.gather(0)
+        return refusal(lambda: x.gather(0, torch.zeros(1).expand(4)), RuntimeError)
+
+    told, nothing = on_ranks(run, 2)
+    assert told and nothing is None

@@ -144,7 +144,7 @@ class ShardedTensor(Copying):
             like, tensors = like.to(dtype), [each.detach().to(dtype) for each in tensors]
         problem = self._problem_with(out, dst, like.dtype, enforce_dtype)
         into = None
-        if out is not None and not problem and _are_alike(out, like):
+        if out is not None and not problem and _can_be_received_in(out, like, tensors):
             into = [out.detach()]
         move = Move(
             self._group, self._held, Held.whole(self._metadata.size, dst), "ShardedTensor.gather"
@@ -305,8 +305,15 @@ class ShardedTensor(Copying):
         )
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
+def _can_be_received_in(
+    out: torch.Tensor, like: torch.Tensor, sent: Sequence[torch.Tensor]
+) -> bool:
+    """Whether what travels can be written to a tensor as it comes: not to several elements in the
+    same memory, which torch refuses, nor to memory from which others are still sent."""
+    memory = out.untyped_storage().data_ptr()
+    is_apart = all(each.untyped_storage().data_ptr() != memory for each in sent)
+    is_alike = out.dtype == like.dtype and out.device == like.device
+    return is_alike and is_apart and out.is_contiguous()
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
