@@ -257,6 +257,7 @@ def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
 
 def as_piece(tensor: DTensor, layout: Layout) -> torch.Tensor:
     """A result that is being recorded, as a rank has it in a layout."""
+    tensor._renew()
     with as_local():  # as an operator would: it may have been moved there before
         there = moved(tensor, input_move(tensor._layout, layout, ()), "output")
     piece = unwrap(there) if isinstance(there, DTensor) else there
