@@ -153,3 +153,12 @@ class Cache(nn.Module):
 def test_a_buffer_that_a_module_writes_to_is_none_of_its_results():
     program = exported(Model(lambda model, x: model.inner(x) + 1, Cache()), decomposed=True)
     check(program, {"inner": Activations(outputs=COLUMNS)}, ROWS)
+
+
+def test_operators_without_rules_write_where_they_should():
+    def function(model, x):
+        x[1][x[0] > 0] = 5  # by numbers, to a part that each rank has as a copy
+        x.cumsum_(0)
+        return x + 1
+
+    check(exported(Model(function)), {}, ROWS)

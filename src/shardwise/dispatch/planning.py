@@ -29,6 +29,7 @@ from shardwise.dispatch.failing import failing_together
 from shardwise.dispatch.fallback import WholeEntry
 from shardwise.dispatch.flowing import FlowEntry, flowing_paths
 from shardwise.dispatch.moving import InputMove, input_move
+from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.choose import Choice, choose
@@ -206,12 +207,29 @@ def _whole(
         source = layout_of(tensor, mesh)
         if not source.is_replicated:
             moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
+            if _is_written(func, path):
+                raise DispatchError(
+                    f"{name}: it writes to a tensor that lies as {source!r}, and has no rule: on "
+                    "whole inputs it would write to a copy. Register a rule with "
+                    "sw.register_rule, or redistribute the tensor to Replicate()"
+                )
     return WholeEntry(name, func, paths, moves, mesh)
+
+
+def _is_written(func: Any, path: Path) -> bool:
+    """Whether an operator writes to an argument, as its schema says."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return any(
+        each.alias_info is not None and each.alias_info.is_write and path[0] in (at, each.name)
+        for at, each in enumerate(func._schema.arguments)
+    )
 
 
 def _outplace(func: Any) -> Callable[..., Any] | None:
     """The function that returns a new tensor, of one that changes its first argument."""
-    name = getattr(func, "__name__", "")
+    is_aten = isinstance(func, torch._ops.OpOverload)
+    name = func._schema.name.rpartition("::")[2] if is_aten else getattr(func, "__name__", "")
     if not name.endswith("_") or name.endswith("__"):
         return None
     found = getattr(torch.Tensor, name[:-1], None)
