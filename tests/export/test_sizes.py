@@ -8,7 +8,7 @@ from torch.export import Dim
 import shardwise as sw
 from shardwise.export import ExportError, shard_program
 from shardwise.export.polynomials import Solver, Symbol
-from shardwise.export.sizes import FEW, samples
+from shardwise.export.sizes import FEW, recorded, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -58,3 +58,13 @@ def test_a_part_of_a_size_is_no_polynomial(parts, example):
                 Solver(symbols, at[:count], is_short).polynomial(
                     parted[:count], fx.Graph().output(None)
                 )
+
+
+def test_the_error_says_where_the_operators_begin_to_depend_on_a_size():
+    def record(at):
+        (size,) = at.values()
+        first, second = (torch.neg, torch.exp) if size > 3 else (torch.exp, lambda x: x)
+        return fx.symbolic_trace(lambda x: second(first(torch.relu(x))))
+
+    with pytest.raises(ExportError, match=r"number of operators from exp.* on, which is .* or .*"):
+        recorded(record, [Symbol("s0", "s0", 3, 2, 64)])

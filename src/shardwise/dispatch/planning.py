@@ -208,21 +208,39 @@ def _whole(
         source = layout_of(tensor, mesh)
         if not source.is_replicated:
             moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
-    if _is_inplace(func) and any(path[0] == 0 for path, _ in moves):
-        raise DispatchError(
-            f"{name}: writes to its input and has no rule, and of a tensor made whole that would "
-            "be lost; x.to_local() is this rank's piece, in the same memory"
-        )
+            if _is_written(func, path):
+                raise DispatchError(
+                    f"{name}: it writes to a tensor that lies as {source!r}, and has no rule: on "
+                    "whole inputs it would write to a copy. Register a rule with "
+                    "sw.register_rule, redistribute the tensor to Replicate(), or write to "
+                    "x.to_local(), this rank's piece"
+                )
     return WholeEntry(name, func, paths, moves, mesh)
+
+
+def _is_written(func: Any, path: Path) -> bool:
+    """Whether a function writes to an argument, as its schema or its name says."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return path[0] == 0 and _is_inplace(func)
+    return any(
+        each.alias_info is not None and each.alias_info.is_write and path[0] in (at, each.name)
+        for at, each in enumerate(func._schema.arguments)
+    )
 
 
 def _outplace(func: Any) -> Callable[..., Any] | None:
     """The function that returns a new tensor, of one that changes its first argument."""
-    found = getattr(torch.Tensor, func.__name__[:-1], None) if _is_inplace(func) else None
+    found = getattr(torch.Tensor, _short_name(func)[:-1], None) if _is_inplace(func) else None
     return found if callable(found) else None
 
 
 def _is_inplace(func: Any) -> bool:
     """Whether a function is named as those that change their first argument are."""
-    name = getattr(func, "__name__", "")
+    name = _short_name(func)
     return name.endswith("_") and not name.endswith("__")
+
+
+def _short_name(func: Any) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return str(func._schema.name.rpartition("::")[2])
+    return getattr(func, "__name__", "")

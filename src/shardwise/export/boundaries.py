@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
+from shardwise.copies import link
+from shardwise.dispatch.entry import mark_severed
+from shardwise.export.aliases import Aliases
 from shardwise.export.cleaning import writes
 from shardwise.export.errors import ExportError
 from shardwise.export.plan import STATE, Inputs
@@ -55,13 +59,22 @@ class Call:
                     found.setdefault(source, []).append(node)
         return found
 
-    def leaving(self) -> list[fx.Node]:
-        """Tensors that are used elsewhere."""
+    def leaving(self, kept: set[fx.Node]) -> list[fx.Node]:
+        """Tensors that are used elsewhere.
+
+        Arguments:
+            kept: those that the program's output has as what became of its state.
+        """
         return [
             node
             for node in self.nodes
             if isinstance(node.meta.get("val"), torch.Tensor)
-            and any(user not in self.nodes and user.target is not _SIZE for user in node.users)
+            and any(
+                user not in self.nodes
+                and user.target is not _SIZE
+                and not (user.op == "output" and node in kept)
+                for user in node.users
+            )
         ]
 
 
@@ -110,10 +123,20 @@ class Boundaries:
         self._entering: dict[tuple[fx.Node, fx.Node], _Place] = {}
         self._leaving: dict[fx.Node, _Place] = {}
         self._moved: dict[tuple[fx.Node, str], tuple[Any, Any]] = {}
+        self._kept = _kept_by(program)
+        self._tied: set[Any] = set()
+        """Nodes and edges, as above, of which a copy would be told from the tensor itself."""
         for graph, inputs in graphs_of(program.graph_module, state):
             for call in calls_of(graph):
                 if call.path in wanted:
                     self._add(call, inputs, wanted[call.path])
+            if any(map(writes, graph.nodes)):
+                aliases = Aliases(graph)
+                inside = set(graph.nodes)
+                edges = (edge for edge in self._entering if edge[1] in inside)
+                self._tied |= {edge for edge in edges if aliases.is_seen_through(*edge)}
+                ends = inside & self._leaving.keys()
+                self._tied |= {node for node in ends if aliases.is_seen_behind(node)}
 
     def _add(self, call: Call, state: set[fx.Node], boundary: Boundary) -> None:
         path = call.path or "the module"
@@ -141,7 +164,7 @@ class Boundaries:
             self._entering |= {(given[name], user): place for user in users}
         if boundary.leaving is not None:
             place = self._place(f"output of {path}", boundary.leaving)
-            results = call.leaving()
+            results = call.leaving(self._kept)
             _check_one(place, results)
             for result in results:
                 place.check(result)
@@ -161,6 +184,8 @@ class Boundaries:
         if before is not value:
             moved = place.moved(value)
             self._moved[key] = value, moved
+        if (source, node) in self._tied:
+            _tie(moved, value, place)
         return moved
 
     def leaving(self, node: fx.Node, value: Any) -> Any:
@@ -170,7 +195,10 @@ class Boundaries:
         place = self._leaving.get(node)
         if place is None or not isinstance(value, DTensor):
             return value
-        return place.moved(value)
+        moved = place.moved(value)
+        if node in self._tied:
+            _tie(moved, value, place)
+        return moved
 
 
 @dataclass(frozen=True)
@@ -211,6 +239,23 @@ class _Place:
                     "know the lengths of each other's pieces. Fix its size at export, or split "
                     "another dim"
                 )
+
+
+def _tie(moved: DTensor, value: DTensor, place: _Place) -> None:
+    """Have a tensor that was moved stand for the one it was, for those that write to either."""
+    if moved is not value:
+        mark_severed(moved, "redistribute", ...)
+        link(moved, value, place.moved)
+
+
+def _kept_by(program: ExportedProgram) -> set[fx.Node]:
+    """Nodes that only tell what became of a program's state or inputs."""
+    results: Any = program.graph.output_node().args[0]
+    found: dict[bool, set[fx.Node]] = {True: set(), False: set()}
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(result, fx.Node):
+            found[spec.kind == OutputKind.USER_OUTPUT].add(result)
+    return found[False] - found[True]
 
 
 def _check_one(place: _Place, nodes: Collection[fx.Node]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from shardwise.export.operators import draws
+from shardwise.export.operators import draws, updates_statistics
 
 _SAME = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 _META = torch.device("meta")
@@ -31,7 +31,10 @@ def drop_unused(graph: fx.Graph) -> None:
 
 def writes(node: fx.Node) -> bool:
     """Whether a node writes to one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or updates_statistics(target, node.args, node.kwargs)
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -57,12 +57,38 @@ def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator is random: dropout is not, outside of training or of nothing."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
+    given = _by_name(target, args, kwargs)
+    chance = given.get("dropout_p", given.get("dropout"))
+    return given.get("train", given.get("training")) is not False and chance != 0
+
+
+STATISTICS = ("running_mean", "running_var")
+"""Arguments that norms write to although their schemas do not say so."""
+
+_TRAINING: dict[Any, str] = {
+    torch.ops.aten.batch_norm.default: "training",
+    torch.ops.aten.native_batch_norm.default: "training",
+    torch.ops.aten.cudnn_batch_norm.default: "training",
+    torch.ops.aten.instance_norm.default: "use_input_stats",
+}
+"""These norms, and the arguments that say whether they do."""
+
+
+def updates_statistics(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator is a norm that writes to running statistics."""
+    flag = _TRAINING.get(target)
+    if flag is None:
+        return False
+    given = _by_name(target, args, kwargs)
+    return bool(given[flag]) and any(given[name] is not None for name in STATISTICS)
+
+
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator, with defaults."""
     arguments = target._schema.arguments
     given = {each.name: each.default_value for each in arguments if each.has_default_value()}
     given |= dict(zip((each.name for each in arguments), args, strict=False))
-    given |= kwargs
-    chance = given.get("dropout_p", given.get("dropout"))
-    return given.get("train", given.get("training")) is not False and chance != 0
+    return given | dict(kwargs)
 
 
 def _group_norm(

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from shardwise.export.aliases import Aliases
 from shardwise.export.cleaning import drop_unused
 
 _aten: Any = torch.ops.aten
@@ -39,39 +39,15 @@ class _Written:
     """The tensors of a graph whose memory is written to, or given to those outside."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._origins: dict[fx.Node, set[fx.Node]] = {}
-        self._written: set[fx.Node] = set()
-        for node in graph.nodes:
-            seen, written = _seen_by(node)
-            self._origins[node] = {node}.union(*(self._origins[each] for each in seen))
-            for each in written:
-                self._written |= self._origins[each]
-        self._returned = self._origins[graph.output_node()]
+        self._aliases = Aliases(graph)
+        self._returned = self._aliases.origins[graph.output_node()]
 
     def __contains__(self, node: fx.Node) -> bool:
-        return not self._written.isdisjoint(self._origins[node])
+        return self._aliases.is_written(node)
 
     def is_returned(self, node: fx.Node) -> bool:
         """Whether those outside may get the memory of a node."""
         return node in self._returned
-
-
-def _seen_by(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Which arguments a node's result may be a view of, and which it writes to."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return node.all_input_nodes, []
-    if target is _aten.detach_.default:  # it leaves the numbers alone
-        return node.all_input_nodes, []
-    seen, written = [], []
-    for at, argument in enumerate(target._schema.arguments):
-        value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-        nodes = [each for each in pytree.tree_leaves(value) if isinstance(each, fx.Node)]
-        alias = argument.alias_info
-        seen += nodes if alias is not None else []
-        if argument.name in _STATISTICS or (alias is not None and alias.is_write):
-            written += nodes
-    return seen, written
 
 
 def _may_stand_for(same: fx.Node, node: fx.Node, written: _Written) -> bool:
@@ -159,9 +135,6 @@ def _plain(shape: Sequence[Any]) -> list[Any]:
 
 _VIEWS = {_aten.view_as.default, _aten.to.device, _aten.to.dtype, _aten.detach_.default}
 """Those whose results were no new memory before."""
-
-_STATISTICS = ("running_mean", "running_var")
-"""Arguments that norms write to although their schemas do not say so."""
 
 _ZEROS = {_aten.zeros_like.default, _aten.zeros.default, _aten.new_zeros.default}
 

@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardwise.export.errors import ExportError
+from shardwise.export.modules import innermost
 from shardwise.export.polynomials import (
     NoPolynomialError,
     Polynomial,
@@ -152,7 +153,7 @@ def _varying(graphs: Sequence[fx.GraphModule], solver: Solver) -> Arguments:
     lists = [list(each.graph.nodes) for each in graphs]
     index = [{node: at for at, node in enumerate(nodes)} for nodes in lists]
     if len({len(nodes) for nodes in lists}) > 1:
-        raise _differs("the number of operators")
+        raise _differs(f"the number of operators{_first_difference(lists)}")
     found: Arguments = {}
     for others in zip(*lists, strict=True):
         node = others[0]
@@ -179,6 +180,19 @@ def _varying(graphs: Sequence[fx.GraphModule], solver: Solver) -> Arguments:
         if any(isinstance(each, Polynomial) for each in flat):
             found[node] = pytree.tree_unflatten(flat, structure)
     return found
+
+
+def _first_difference(lists: Sequence[Sequence[fx.Node]]) -> str:
+    """Where graphs begin to differ."""
+    for others in zip(*lists, strict=False):
+        targets = [str(each.target) for each in others]
+        if len(set(targets)) > 1:
+            place = innermost(others[0])
+            return (
+                f" from {others[0].name} on{f', in module {place}' * bool(place)}, which is "
+                f"{' or '.join(dict.fromkeys(targets))},"
+            )
+    return ""
 
 
 def _are_equal(graphs: Sequence[fx.GraphModule], nodes: Sequence[fx.Node]) -> bool:

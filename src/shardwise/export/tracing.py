@@ -21,8 +21,11 @@ from torch.utils import _pytree as pytree
 from shardwise import world
 from shardwise.comm import Cause, trace
 from shardwise.comm.cause import acting
+from shardwise.copies import as_ordinary, copies_in
+from shardwise.dispatch.entry import check_writable
 from shardwise.dispatch.moving import input_move, moved
 from shardwise.dispatch.state import state
+from shardwise.export.aliases import seen_by
 from shardwise.export.assigning import UNREAD, assign, is_assigned_to
 from shardwise.export.autocast import Autocast
 from shardwise.export.modules import innermost
@@ -99,11 +102,18 @@ class OnDTensors(fx.Interpreter):
             refused.add_note(f"[in node {node.name} of the program, {_place_of(node)}]")
             raise refused from error
         mesh = pieces[0]._layout.mesh
-        args, kwargs = pytree.tree_map_only(DTensor, unwrap, self.fetch_args_kwargs_from_env(node))
-        result = self.call_function(node.target, args, kwargs)
-        return pytree.tree_map_only(
-            torch.Tensor, lambda each: wrap(each, Layout(mesh, each.shape)), result
-        )
+        given = self.fetch_args_kwargs_from_env(node)
+        for source in seen_by(node)[1]:
+            check_writable(str(node.target), self.env[source])
+
+        def run() -> Any:
+            args, kwargs = pytree.tree_map_only(DTensor, unwrap, given)
+            result = self.call_function(node.target, args, kwargs)
+            return pytree.tree_map_only(
+                torch.Tensor, lambda each: wrap(each, Layout(mesh, each.shape)), result
+            )
+
+        return as_ordinary(copies_in(*given), run)
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """What a node is run on."""
@@ -257,6 +267,7 @@ def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
 
 def as_piece(tensor: DTensor, layout: Layout) -> torch.Tensor:
     """A result that is being recorded, as a rank has it in a layout."""
+    tensor._renew()
     with as_local():  # as an operator would: it may have been moved there before
         there = moved(tensor, input_move(tensor._layout, layout, ()), "output")
     piece = unwrap(there) if isinstance(there, DTensor) else there
