@@ -95,6 +95,18 @@ def test_the_state_of_an_optimizer_lies_as_its_parameter():
     assert pieces["params"]["down.weight"].shape == (8, 8)
 
 
+def test_whole_tensors_do_not_change_with_the_next_step():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        step = shard_step(in_place, mesh, {}, (PARAMS, X))
+        pieces = step.shard(PARAMS)
+        before = step.unshard(pieces)
+        step(pieces, X)
+        torch.testing.assert_close(before, PARAMS, rtol=0, atol=0)
+
+    sw.simulate(run, 1)
+
+
 def test_an_example_needs_no_data():
     example = pytree.tree_map(lambda each: each.to("meta"), (PARAMS, X))
     step = shard_step(with_grad, ALONE, PLAN, example)

@@ -169,14 +169,16 @@ class ShardedStep:
         return self._mapped(piece, tree, argument)
 
     def unshard(self, tree: Any, argument: str | int = 0) -> Any:
-        """The whole tensors, on every rank, of this rank's pieces of an argument; all call it."""
+        """The whole tensors, on every rank, as new ones, of this rank's pieces of an argument; all
+        ranks call it."""
 
         def whole(leaf: Leaf, value: Any) -> Any:
             self._check(leaf, value)
             layout = self._layouts[leaf.name]
             shape, placements = layout.shape, layout.placements
             tensor = DTensor.from_local(value.detach(), self._mesh, placements, shape=shape)
-            return tensor.full_tensor()
+            full = tensor.full_tensor()
+            return full.clone() if layout.is_replicated else full  # a step may write in place
 
         return self._mapped(whole, tree, argument)
 
