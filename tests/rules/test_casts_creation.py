@@ -161,7 +161,7 @@ def test_python_functions_are_applied_to_each_element_where_it_is():
 def test_what_would_write_to_a_tensor_made_whole_is_refused():
     def run(mesh):
         x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-        with pytest.raises(DispatchError, match="would be lost"):
+        with pytest.raises(DispatchError, match="would write to a copy"):
             torch._index_put_impl_(x, [torch.tensor([0])], torch.ones(1))
 
     on_two_ranks(run)
