@@ -95,6 +95,15 @@ def test_the_state_of_an_optimizer_lies_as_its_parameter():
     assert pieces["params"]["down.weight"].shape == (8, 8)
 
 
+def test_a_graph_has_nothing_that_changes_no_result():
+    def fn(params, x):
+        return params, (x + 0.0) * 2
+
+    graph = shard_step(fn, TWO, {}, (PARAMS, X)).graph_module.graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.aten.mul.Tensor]
+
+
 def test_whole_tensors_do_not_change_with_the_next_step():
     def run():
         mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
