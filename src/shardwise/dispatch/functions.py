@@ -29,7 +29,11 @@ from shardwise.layout import Layout
 from shardwise.redistribute.plan import dual
 from shardwise.tensor import DTensor, as_local, laid_out, unwrap, wrap
 
-_apply: Any = torch.autograd.Function.__dict__["apply"].__func__
+_function_apply: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return _function_apply.__get__(None, cls)(*args, **kwargs)
 
 
 def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
