@@ -10,21 +10,20 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from shardwise.dispatch.functions import _apply as unguarded_apply
+from shardwise import torch_patches
 
 WARM_UP = 1
 """Rounds that do not count."""
 
 
 @contextmanager
-def without_guard() -> Iterator[None]:
-    """The others must not pay for the guard that shardwise puts before custom functions."""
-    guarded = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = classmethod(unguarded_apply)
+def without_patches() -> Iterator[None]:
+    """Within, torch is unchanged: the others must not pay for the patches of shardwise."""
+    torch_patches.uninstall()
     try:
         yield
     finally:
-        torch.autograd.Function.apply = guarded
+        torch_patches.install()
 
 
 def taking_turns(
@@ -37,7 +36,7 @@ def taking_turns(
 
     Arguments:
         steps: by name; each round begins with another one.
-        ours: the names of those that need our guard.
+        ours: the names of those that need our patches.
         rounds: how many there are.
         seconds: after so many, no further round begins.
     """
@@ -47,7 +46,7 @@ def taking_turns(
     for turn in range(WARM_UP + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             dist.barrier()
-            with nullcontext() if name in ours else without_guard():
+            with nullcontext() if name in ours else without_patches():
                 begin = time.perf_counter()
                 steps[name]()
                 spent = torch.tensor(time.perf_counter() - begin)

@@ -34,7 +34,7 @@ from torch import nn
 import shardwise as sw
 from benchmarks._memory import check_measure, peak_of
 from benchmarks._transformer import Model, Size
-from benchmarks._turns import taking_turns, without_guard
+from benchmarks._turns import taking_turns, without_patches
 
 SIZES = (
     Size("small", width=64, heads=2, hidden=176, batch=8, length=64, layers=8),
@@ -157,7 +157,7 @@ def _check_losses(one: Step, steps: dict[str, Step]) -> None:
     """All ways have the losses of one process on the whole batch."""
     expected = torch.stack([one() for _ in range(CHECKED_STEPS)])
     for name, step in steps.items():
-        with nullcontext() if name in OURS else without_guard():
+        with nullcontext() if name in OURS else without_patches():
             losses = torch.stack([step() for _ in range(CHECKED_STEPS)])
         dist.all_reduce(losses)
         if name != "alone":
@@ -182,7 +182,7 @@ def _peak(name: str, model: Model, token: Data, data: Data) -> int:
 
     peaks = []
     for _ in range(ATTEMPTS):
-        with nullcontext() if name in OURS else without_guard():
+        with nullcontext() if name in OURS else without_patches():
             found = torch.tensor(peak_of(make))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         peak, lost = found.tolist()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # Low to high. A module may import from its own layer and from lower ones. A subpackage counts
 # as one module; __init__ is the package root.
 LAYERS: list[set[str]] = [
-    {"errors", "world"},
+    {"errors", "world", "torch_internals"},
     {
         "checks",
         "policy",
@@ -45,6 +45,7 @@ LAYERS: list[set[str]] = [
         "distribute",
         "optimizers",
     },
+    {"torch_patches"},
     {"parallel", "fsdp", "export", "sharded", "checkpoint", "debug"},
     {"pickling", "worker", "sim", "launch", "interop", "testing"},
     {"cli", "demo", "examples", "__init__", "__main__"},
@@ -61,7 +62,7 @@ TORCH_SHARDING = (
     "torch.distributed._sharded_tensor",
     "torch.distributed._sharding_spec",
 )
-WITHOUT_DISTRIBUTED = LAYERS[0] | LAYERS[1]
+WITHOUT_DISTRIBUTED = (LAYERS[0] | LAYERS[1]) - {"torch_internals"}
 
 
 def module_name(path: Path) -> str:

@@ -66,6 +66,9 @@ from shardwise.rules.registry import RuleError
 from shardwise.sim import simulate
 from shardwise.stored import CheckpointStager
 from shardwise.tensor import DTensor
+from shardwise.torch_patches import install as _install
+
+_install()
 
 __version__ = "0.1.0"
 

@@ -22,11 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from shardwise.errors import DispatchError
-from shardwise.tensor import DTensor, as_local, locally, severed_by, tensors_in, wrap
+from shardwise.tensor import DTensor, severed_by, tensors_in, wrap
+from shardwise.torch_internals import TensorBase, as_local, base_of, locally, storage_id
 
-_BASE: Any = torch._C.TensorBase
-_base_of = _BASE._base.__get__
-_storage_of = _BASE.untyped_storage
+_storage_of = TensorBase.untyped_storage
 
 
 class _Linked(threading.local):
@@ -51,7 +50,7 @@ class Link:
         """What it is of the tensor, as an index; None if no index says it."""
         self.again = again
         """Takes it again."""
-        self._base: Callable[[], DTensor | None] = TensorWeakRef(base)
+        self._viewed: Callable[[], DTensor | None] = TensorWeakRef(base)
         self.held = base if holds else None
         self.memory = _memory_of(base)
         """Of the tensor; while this is held no other memory has its address."""
@@ -67,12 +66,12 @@ class Link:
 
     def base(self) -> DTensor | None:
         """The tensor, if it is still there, with the dims and the memory that it had."""
-        base = self._base()
+        base = self._viewed()
         return base if base is not None and _address_of(base) == self.memory.cdata else None
 
     def cut(self) -> None:
         """Say that the tensor has other dims now."""
-        self._base, self.held = lambda: None, None
+        self._viewed, self.held = lambda: None, None
 
 
 def _register(link: Link) -> None:
@@ -92,7 +91,7 @@ def _memory_of(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _address_of(tensor: torch.Tensor) -> int:
-    return locally(_storage_of, (), (tensor,))._cdata  # type: ignore[no-any-return]
+    return storage_id(locally(_storage_of, (), (tensor,)))
 
 
 def _links_to(memory: int) -> list[Link]:
@@ -288,7 +287,7 @@ def _find_aliases(result: Any, copies: list[ViewCopy]) -> None:
 
 
 def _first_of(tensor: torch.Tensor) -> int:
-    return locally(_BASE.data_ptr, (), (tensor,))  # type: ignore[no-any-return]
+    return locally(TensorBase.data_ptr, (), (tensor,))  # type: ignore[no-any-return]
 
 
 def writes_through(target: Any) -> bool:
@@ -309,8 +308,8 @@ def _reaches(target: Any) -> bool:
     if copy is not target:
         # What is no view to autograd, as the result of detach(), has a history of its own.
         with as_local():
-            of_copy = _base_of(copy)
-            if _base_of(target) is not (copy if of_copy is None else of_copy):
+            of_copy = base_of(copy)
+            if base_of(target) is not (copy if of_copy is None else of_copy):
                 return False
     with as_local():
         is_copy = severed_by(base) is not None

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.checks import as_int
 from shardwise.comm import communicator
@@ -20,6 +19,7 @@ from shardwise.optimizers import note_replaced
 from shardwise.placement import Partial, Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local
 from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import own_buffers, own_parameters, pytree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -148,7 +148,7 @@ def distribute_module(
     homes = [
         (parameter, submodule, key)
         for submodule in module.modules()
-        for key, parameter in submodule._parameters.items()
+        for key, parameter in own_parameters(submodule).items()
         if parameter is not None
     ]
     if partition_fn is not None:
@@ -156,7 +156,7 @@ def distribute_module(
             partition_fn(name, submodule, mesh)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, submodule, key in homes:
-        now = submodule._parameters.get(key)
+        now = own_parameters(submodule).get(key)
         if isinstance(now, DTensor):
             made[parameter] = now
             if now is not parameter:
@@ -172,16 +172,16 @@ def distribute_module(
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
     """Make DTensors of what is none yet; `made` is what plain parameters have become."""
-    for name, parameter in list(module._parameters.items()):
+    for name, parameter in list(own_parameters(module).items()):
         if parameter is not None and not isinstance(parameter, DTensor):
             if parameter not in made:
                 whole = distribute_tensor(parameter.detach(), mesh)
                 made[parameter] = nn.Parameter(whole, parameter.requires_grad)
                 note_replaced(parameter, name)
             module.register_parameter(name, made[parameter])
-    for name, buffer in list(module._buffers.items()):
+    for name, buffer in list(own_buffers(module).items()):
         if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, mesh)
+            own_buffers(module)[name] = distribute_tensor(buffer, mesh)
 
 
 def local_map(

@@ -26,7 +26,7 @@ class OptimizerError(ShardwiseError, RuntimeError):
     """An optimizer that would not train what it was made for."""
 
 
-POINTWISE: frozenset[type] = frozenset(
+POINTWISE: frozenset[type[optim.Optimizer]] = frozenset(
     {
         optim.SGD,
         optim.Adam,
@@ -46,26 +46,23 @@ POINTWISE: frozenset[type] = frozenset(
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 """State that is of the whole parameter, and no tensor of its shape."""
 
-_hooked = optim.Optimizer.profile_hook_step
 
-
-def _hooked_on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch wraps every optimizer's step in: hooks run outside, and see DTensors."""
-    return _hooked(_on_shards(step))
-
-
-optim.Optimizer.profile_hook_step = staticmethod(_hooked_on_shards)  # type: ignore[method-assign,assignment]
-
-
-_loaded = optim.Optimizer._process_value_according_to_param_policy
-
-
-def _loaded_as_laid_out(
-    param: torch.Tensor, value: torch.Tensor, param_id: Any, param_groups: Any, key: Any = None
+def load_value(
+    load: Callable[..., torch.Tensor],
+    param: torch.Tensor,
+    value: torch.Tensor,
+    param_id: Any,
+    param_groups: Any,
+    key: Any = None,
 ) -> torch.Tensor:
-    """What torch calls with every tensor of a state dict that an optimizer loads: one of the
-    parameter's shape shall lie as the parameter does, though one process may have saved it."""
-    result: torch.Tensor = _loaded(param, value, param_id, param_groups, key)
+    """Convert one tensor of a state dict for an optimizer that loads it.
+
+    State of the parameter's shape gets the parameter's layout, even if one process saved it.
+
+    Arguments:
+        load: torch's conversion, of dtype and device.
+    """
+    result = load(param, value, param_id, param_groups, key)
     if type(param) is not DTensor or key in _COUNTERS or param._layout.partial:
         return result
     shape = tuple(result.shape)
@@ -73,9 +70,6 @@ def _loaded_as_laid_out(
     if shape != param._layout.shape and not is_piece:
         return result
     return laid_out(result, param._layout, f"state {key}")
-
-
-optim.Optimizer._process_value_according_to_param_policy = staticmethod(_loaded_as_laid_out)  # type: ignore[method-assign]
 
 
 def note_replaced(parameter: torch.Tensor, name: str) -> None:
@@ -120,7 +114,7 @@ def _warn_of_forgotten(optimizer: optim.Optimizer) -> None:
             "replicate was called on, and others are: nobody averages their gradients, so they "
             "will differ from rank to rank. Call it on the whole model too, after its layers; or "
             "name them in ignored_params if you see to them yourself",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -139,11 +133,26 @@ def _check_replaced(optimizer: optim.Optimizer) -> None:
                 )
 
 
-def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+def before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Check an optimizer's parameters: torch calls this before every step of every optimizer."""
+    _check_replaced(optimizer)
+    _warn_of_forgotten(optimizer)
+
+
+def after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Note that parameters have changed: torch calls this after every step of every optimizer."""
+    if type(optimizer) not in POINTWISE:  # those note it themselves, after an error too
+        _note_changes(optimizer)
+
+
+def on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the step of a pointwise optimizer: it runs on the shards as plain tensors.
+
+    Hooks run outside of it, and see DTensors.
+    """
+
     @functools.wraps(step)
-    def on_shards(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        _check_replaced(self)
-        _warn_of_forgotten(self)
+    def step_on_shards(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         shards = None
         if type(self) in POINTWISE and not args and not kwargs:
             shards = _shards(self)
@@ -164,7 +173,7 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
             _wrap_new_state(self)
             _note_changes(self)
 
-    return on_shards
+    return step_on_shards
 
 
 def _note_changes(optimizer: optim.Optimizer) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import LaunchError
+from shardwise.torch_internals import dtypes_without_typed_storage
 
 
 def main_file() -> str | None:
@@ -69,7 +70,7 @@ def _reduce_tensor(x: torch.Tensor) -> Any:
     strided = x.layout is torch.strided
     if strided and x.is_leaf and x.untyped_storage().nbytes() > x.numel() * x.itemsize:
         x = x.detach().clone().requires_grad_(x.requires_grad)
-    if not strided or x.dtype not in torch.storage._new_dtypes():
+    if not strided or x.dtype not in dtypes_without_typed_storage():
         return x.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
     return _rebuild_tensor, (x.detach().view(_BITS[x.dtype.itemsize]), x.dtype, x.requires_grad)
 

@@ -28,26 +28,26 @@ from shardwise.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.placement import Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local, relabelled
 from shardwise.redistribute.plan import dual
+from shardwise.torch_internals import (
+    PARAMETER_FLAG,
+    TensorBase,
+    as_local,
+    base_of,
+    is_torch_function_enabled,
+    locally,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     from shardwise.comm import Pending
 
-as_local = torch._C.DisableTorchFunctionSubclass
-"""`with as_local():` torch functions see the shard that a DTensor is."""
-
-_BASE: Any = torch._C.TensorBase
-locally: Any = torch._C._disabled_torch_function_impl
-"""`locally(function, (), arguments)` is `with as_local(): function(*arguments)`, and faster."""
-_is_global = torch._C._is_torch_function_enabled
-_base_of: Any = _BASE._base.__get__
-_grad_of: Any = _BASE.grad.__get__
-_dtype_of: Any = _BASE.dtype.__get__
-_device_of: Any = _BASE.device.__get__
-_requires_grad: Any = _BASE.requires_grad.__get__
-_shape_of: Callable[[torch.Tensor], torch.Size] = _BASE.shape.__get__
-_numel_of: Callable[[torch.Tensor], int] = _BASE.numel
+_grad_of: Any = TensorBase.grad.__get__
+_dtype_of: Any = TensorBase.dtype.__get__
+_device_of: Any = TensorBase.device.__get__
+_requires_grad: Any = TensorBase.requires_grad.__get__
+_shape_of: Callable[[torch.Tensor], torch.Size] = TensorBase.shape.__get__
+_numel_of: Callable[[torch.Tensor], int] = TensorBase.numel
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
@@ -70,7 +70,7 @@ def severed_by(tensor: torch.Tensor) -> str | None:
     here it is a copy. Within `as_local()`."""
     severed: str | None = tensor.__dict__.get("_severed")
     if severed is None:
-        base = _base_of(tensor)
+        base = base_of(tensor)
         severed = None if base is None else base.__dict__.get("_severed")
     return severed
 
@@ -220,7 +220,7 @@ class DTensor(torch.Tensor):
     def layout(self) -> Layout:  # type: ignore[override]
         """How the global tensor lies."""
         # within `as_local()` torch's own: some of its functions are Python that passes it on
-        return self._layout if _is_global() else torch.strided  # type: ignore[return-value]
+        return self._layout if is_torch_function_enabled() else torch.strided  # type: ignore[return-value]
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -243,7 +243,7 @@ class DTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
-        return self._layout.size if _is_global() else _shape_of(self)
+        return self._layout.size if is_torch_function_enabled() else _shape_of(self)
 
     def size(self, dim: int | None = None) -> Any:
         """The global shape, or its size along `dim`."""
@@ -252,7 +252,7 @@ class DTensor(torch.Tensor):
 
     def numel(self) -> int:
         """The number of elements of the global tensor."""
-        return self._layout.numel if _is_global() else _numel_of(self)
+        return self._layout.numel if is_torch_function_enabled() else _numel_of(self)
 
     nelement = numel
 
@@ -274,8 +274,8 @@ class DTensor(torch.Tensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, were it stored as its pieces are."""
-        strides = locally(_BASE.stride, (), (self,))
-        if _is_global():
+        strides = locally(TensorBase.stride, (), (self,))
+        if is_torch_function_enabled():
             strides = global_stride(strides, self._layout)
         return strides if dim is None else strides[dim]
 
@@ -304,7 +304,7 @@ class DTensor(torch.Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         with as_local():
-            _BASE.requires_grad.__set__(self, value)
+            TensorBase.requires_grad.__set__(self, value)
 
     @property
     def grad(self) -> DTensor | None:
@@ -334,7 +334,7 @@ class DTensor(torch.Tensor):
                 )
             value._is_gradient = True  # type: ignore[attr-defined]
         with as_local():
-            _BASE.grad.__set__(self, value)
+            TensorBase.grad.__set__(self, value)
 
     @property
     def data(self) -> DTensor:
@@ -342,7 +342,7 @@ class DTensor(torch.Tensor):
         if self._layout.partial:  # what was reduced knows nothing of what is written here
             self._forget_moves()
         with as_local():
-            result = wrap(_BASE.data.__get__(self), self._layout)
+            result = wrap(TensorBase.data.__get__(self), self._layout)
             severed = severed_by(self)
         if severed is not None:
             result._severed = severed  # type: ignore[attr-defined]
@@ -355,7 +355,7 @@ class DTensor(torch.Tensor):
             value = laid_out(value, layout, "data")
         self._forget_moves()
         with as_local():
-            _BASE.data.__set__(self, value)
+            TensorBase.data.__set__(self, value)
         self._layout = layout
 
     def _forget_moves(self) -> None:
@@ -391,7 +391,7 @@ class DTensor(torch.Tensor):
         with as_local(), torch.no_grad():
             local = self.as_subclass(torch.Tensor)
             text = repr(local.detach())
-        name = "Parameter, " if getattr(self, "_is_param", False) else ""
+        name = "Parameter, " if getattr(self, PARAMETER_FLAG, False) else ""
         history = ", requires_grad=True" if self.requires_grad else ""
         return f"DTensor({name}{short_dtype(self.dtype)}{self._layout!r}{history}, local={text})"
 
@@ -413,7 +413,7 @@ class DTensor(torch.Tensor):
         result.requires_grad = self.requires_grad
         memo[id(self)] = result
         for name, value in self.__dict__.items():
-            if name == "_is_param":
+            if name == PARAMETER_FLAG:
                 result.__dict__[name] = value
         if self.grad is not None:
             result.grad = self.grad.__deepcopy__(memo)
@@ -422,7 +422,7 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         with as_local(), torch.no_grad():
             local = self.as_subclass(torch.Tensor).detach()
-        is_param = getattr(self, "_is_param", False)
+        is_param = getattr(self, PARAMETER_FLAG, False)
         return rebuilt, (local, self._layout, self.requires_grad, is_param)
 
     def __iter__(self) -> Iterator[Any]:
@@ -452,7 +452,7 @@ def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: 
     result = wrap(local, layout)
     result.requires_grad = requires_grad
     if is_param:
-        result._is_param = True
+        setattr(result, PARAMETER_FLAG, True)
     return result
 
 

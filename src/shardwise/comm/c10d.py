@@ -23,7 +23,6 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm.arguments import Shape, shown
 from shardwise.comm.buffers import as_bytes, empty_like, flat, owned, split
@@ -31,6 +30,12 @@ from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import BOOL_OPS, UNSIGNED, reduce_contributions
 from shardwise.errors import CollectiveError
+from shardwise.torch_internals import (
+    device_for_objects,
+    start_all_gather,
+    start_reduce_scatter,
+    world_of_torch,
+)
 
 T = TypeVar("T")
 
@@ -146,7 +151,7 @@ class C10dCommunicator(Communicator):
         if result.dtype is torch.bool:
             packed, out = as_bytes(packed), as_bytes(out)
             options.reduceOp = _REDUCE_OPS[BOOL_OPS[op]]
-        work = self._group._reduce_scatter_base(out, packed, options)
+        work = start_reduce_scatter(self._group, out, packed, options)
         return self._pending(
             "reduce_scatter", work, lambda: result / self.size if op == "avg" else result, packed
         )
@@ -176,7 +181,7 @@ class C10dCommunicator(Communicator):
                 rows[self.index].copy_(own)
             started = self._start_exchange_with_all([own] * self.size, list(rows.detach()))
             return started.then(lambda _: rows)
-        work = self._group._allgather_base(as_bytes(rows.detach()), as_bytes(own))
+        work = start_all_gather(self._group, as_bytes(rows.detach()), as_bytes(own))
         return self._pending("all_gather", work, lambda: rows, own)
 
     def _start_gathered(
@@ -191,7 +196,7 @@ class C10dCommunicator(Communicator):
             return self._start_all_to_all([x.detach()] * self.size, shapes)
         mine = flat([x])
         received = mine.new_empty(mine.numel() * self.size)
-        work = self._group._allgather_base(as_bytes(received), as_bytes(mine))
+        work = start_all_gather(self._group, as_bytes(received), as_bytes(mine))
         return self._pending("all_gather", work, lambda: split(received, shapes), mine)
 
     def _start_all_to_all(
@@ -315,7 +320,7 @@ class C10dCommunicator(Communicator):
         return self._pending("barrier", work, lambda: None)
 
     def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> Pending[list[bytes]]:
-        device = torch.device(c10d._get_object_coll_device(self._group))
+        device = torch.device(device_for_objects(self._group))
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         return self._start_gathered(mine, [(length,) for length in lengths]).then(
             lambda pieces: [piece.cpu().numpy().tobytes() for piece in pieces]
@@ -362,7 +367,7 @@ class C10dCommunicator(Communicator):
 def living(reference: ReferenceType[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     """The group, unless it was destroyed; somebody may still hold it, but nobody may use it."""
     group = reference()
-    return group if group in c10d._world.pg_map else None
+    return group if group in world_of_torch.pg_map else None
 
 
 def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:

@@ -7,6 +7,8 @@ nodes says so with `acting`, and a collective looks at `current()`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,19 +80,9 @@ def running(operator: str, function: Any = None) -> acting:
     return acting(replace(_now.cause, operator=operator), function)
 
 
-_plain_call: Any = nn.Module.__call__
-
-
-def watch_modules(is_watched: bool) -> None:
-    """Whether modules say that they run.
-
-    Not by torch's global hooks: those end before a module's own hooks begin, and tensors that
-    leave a module are moved there.
-    """
-    nn.Module.__call__ = _call if is_watched else _plain_call  # type: ignore[method-assign]
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+@contextmanager
+def in_module(module: nn.Module) -> Iterator[None]:
+    """Within, collectives are for this module, named by its path from the outermost that runs."""
     is_outermost = _now.names is None
     if is_outermost:
         _now.names = {id(each): name for name, each in module.named_modules()}
@@ -98,7 +90,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     here = _now.names.get(id(module), f"{_now.cause.module}.{type(module).__name__}")
     try:
         with acting(replace(_now.cause, operator="", module=here)):
-            return _plain_call(module, *args, **kwargs)
+            yield
     finally:
         if is_outermost:
             _now.names = None

@@ -7,7 +7,6 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from datetime import timedelta
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -22,6 +21,12 @@ from shardwise.comm.c10d import C10dCommunicator, living
 from shardwise.comm.interface import Communicator
 from shardwise.errors import CollectiveError, MeshError
 from shardwise.mesh import DeviceMesh
+from shardwise.torch_internals import (
+    default_group,
+    new_process_group,
+    timeout_of,
+    world_of_torch,
+)
 from shardwise.world import World
 
 
@@ -102,7 +107,7 @@ def process_world(start: bool) -> World:
     global _latest
     if not dist.is_available():
         return _alone
-    default = c10d._world.default_pg
+    default = world_of_torch.default_pg
     if default is not None and _latest[0]() is default:  # asked for several times per collective
         return _latest[1]()  # type: ignore[no-any-return]
     if not dist.is_initialized():
@@ -113,7 +118,7 @@ def process_world(start: bool) -> World:
         with _making:
             if not dist.is_initialized():
                 _join()
-    default = c10d._get_default_group()
+    default = default_group()
     found = _worlds.get(default)
     if found is None:
         with _making:
@@ -127,11 +132,11 @@ def _join() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group()
-    atexit.register(_leave, ref(c10d._get_default_group()))
+    atexit.register(_leave, ref(default_group()))
 
 
 def _leave(joined: ReferenceType[dist.ProcessGroup]) -> None:
-    if dist.is_initialized() and c10d._get_default_group() is joined():
+    if dist.is_initialized() and default_group() is joined():
         dist.destroy_process_group()
 
 
@@ -145,19 +150,19 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
     """
     if rank not in ranks:
         raise MeshError(f"group: expected ranks that include this one, got {shown(ranks)}")
-    default = c10d._get_default_group()
-    backend, store = c10d._world.pg_map[default]
+    default = default_group()
+    backend, store = world_of_torch.pg_map[default]
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
     bound, default.bound_device_id = default.bound_device_id, None
     try:  # with a bound device torch would split the default group, which takes all of its ranks
-        group, _ = c10d._new_process_group_helper(
+        group, _ = new_process_group(
             len(ranks),
             ranks.index(rank),
             list(ranks),
             backend,
             store,
             c10d.GroupName(f"shardwise_{digest}_{turn}"),
-            timeout=_timeout(default),
+            timeout=timeout_of(default),
             group_desc=f"shardwise ranks {ranks}",
         )
     except RuntimeError as error:
@@ -167,12 +172,6 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
         ) from error
     finally:
         default.bound_device_id = bound
-    c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
+    world_of_torch.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    device = torch.device(c10d._get_object_coll_device(group))
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout

@@ -23,6 +23,7 @@ import torch
 from shardwise.comm.arguments import listed
 from shardwise.comm.cause import Cause, current
 from shardwise.errors import CollectiveError, MismatchError
+from shardwise.torch_internals import version_of
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -313,7 +314,7 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def user_line() -> str:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from shardwise.comm.cause import Cause, current, watch_modules
+from shardwise.comm.cause import Cause, current
 from shardwise.comm.pending import Pending
 
 T = TypeVar("T")
@@ -50,6 +50,21 @@ listeners: tuple[Listener, ...] = ()
 _changing = threading.Lock()
 
 
+def _watch_nothing(is_watched: bool) -> None:
+    """Modules are not watched before `torch_patches` says how."""
+
+
+_watch_modules: Callable[[bool], None] = _watch_nothing
+
+
+def watch_modules_with(watch: Callable[[bool], None] | None) -> None:
+    """Set the function that is called when the first listener comes and when the last one goes."""
+    global _watch_modules
+    with _changing:
+        _watch_modules = watch or _watch_nothing
+        _watch_modules(bool(listeners))
+
+
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Call `listener` with the `Event` of every collective that starts, on any rank in here.
@@ -64,14 +79,14 @@ def listen(listener: Listener) -> Iterator[None]:
     global listeners
     with _changing:
         listeners = (*listeners, listener)
-        watch_modules(True)
+        _watch_modules(True)
     try:
         yield
     finally:
         with _changing:
             at = len(listeners) - 1 - listeners[::-1].index(listener)
             listeners = listeners[:at] + listeners[at + 1 :]
-            watch_modules(bool(listeners))
+            _watch_modules(bool(listeners))
 
 
 def tell(event: Event) -> None:

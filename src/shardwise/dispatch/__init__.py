@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-import shardwise.optimizers
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.comm import trace as _trace
 from shardwise.comm.cause import is_running, running
 from shardwise.copies import ViewCopy, as_ordinary, copies_in, link
 from shardwise.copies import linked as _linked
-from shardwise.dispatch import functions, gradients, masked, refused, values  # noqa: F401 (register themselves)
+from shardwise.dispatch import gradients, refused, values  # noqa: F401 (register themselves)
 from shardwise.dispatch.arguments import by_position, by_torchs_names, tensor_paths
 from shardwise.dispatch.entry import Entry, check_writable, get, replaced_at
 from shardwise.dispatch.failing import on_meta
@@ -29,20 +28,18 @@ from shardwise.dispatch.state import state as _state
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.rules import foreach
 from shardwise.rules.registry import Known, RuleError, lookup, name_of
-from shardwise.tensor import DTensor, as_local, locally, tensors_in
+from shardwise.tensor import DTensor, tensors_in
+from shardwise.torch_internals import OpOverload, as_local, is_autograd_excluded, locally
 
 _Tensor = torch.Tensor
-_OpOverload = torch._ops.OpOverload
 _is_grad_enabled = torch.is_grad_enabled
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def dispatch(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """What `__torch_function__` does: run `func` on DTensors."""
-    if type(func) is _OpOverload and _is_below_autograd():
+    if type(func) is OpOverload and _is_below_autograd():
         with as_local():  # as a TorchDispatchMode hands on what autograd saved: it is local
             return func(*args, **(kwargs or {}))
     if _trace.listeners and not is_running(func):
@@ -92,7 +89,7 @@ def dispatch(
                     return foreach.inplace_one_by_one(func, args, kwargs or {})
                 return as_ordinary(copies, partial(dispatch, cls, func, types, args, kwargs))
         known = lookup(func)
-        if kwargs and (not args or type(func) is _OpOverload):
+        if kwargs and (not args or type(func) is OpOverload):
             args, kwargs = by_position(func, known, args, kwargs)
         if known is not None and known.handler is not None:
             return known.handler(func, args, kwargs or {})
@@ -149,7 +146,7 @@ def _link(result: Any, func: Any, args: Any, kwargs: Any, entry: Entry) -> None:
 
 
 def _is_below_autograd() -> bool:
-    return _is_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+    return is_autograd_excluded() and not torch.is_inference_mode_enabled()
 
 
 def _found(func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:

@@ -19,6 +19,7 @@ from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError
 from shardwise.rules.registry import Known
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import OpOverload, schema_of
 
 
 def tensor_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Path]:
@@ -62,7 +63,7 @@ def by_position(
     the rule begins with, or what is written to.
     """
     given, rest = list(args), dict(kwargs)
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         for name in _places(func)[len(args) :]:
             if name not in rest:
                 break
@@ -78,8 +79,8 @@ def by_position(
 
 
 @lru_cache(maxsize=4096)
-def _places(operator: torch._ops.OpOverload) -> tuple[str, ...]:
-    return tuple(each.name for each in operator._schema.arguments if not each.kwarg_only)
+def _places(operator: OpOverload) -> tuple[str, ...]:
+    return tuple(each.name for each in schema_of(operator).arguments if not each.kwarg_only)
 
 
 @lru_cache(maxsize=4096)

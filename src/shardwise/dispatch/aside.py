@@ -13,6 +13,7 @@ from shardwise.dispatch.entry import Entry, check_writable
 from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import OpOverload
 
 
 class AsIs(Entry):
@@ -80,7 +81,7 @@ def into_out(func: Any, name: str) -> Entry:
     """A call with `out=`: make the result, then copy it to where it should lie."""
 
     # torch.ops.aten.add.out has no meaning without `out`: the operator finds its overload.
-    makes = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+    makes = func.overloadpacket if isinstance(func, OpOverload) else func
 
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:
         copy_into(name, makes(*args, **kwargs), out)

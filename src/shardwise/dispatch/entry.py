@@ -11,7 +11,8 @@ from shardwise.copies import linked, outdate, shown, writes_through
 from shardwise.dispatch.moving import InputMove, moved
 from shardwise.errors import DispatchError
 from shardwise.layout import Layout
-from shardwise.tensor import DTensor, as_local, severed_by, wrap
+from shardwise.tensor import DTensor, severed_by, wrap
+from shardwise.torch_internals import as_local, base_of
 
 Path = tuple[int | str, ...]
 """Where a tensor stands among the arguments: position or keyword, then positions within."""
@@ -44,12 +45,11 @@ def mark_severed(tensor: Any, name: str, key: Any = None) -> None:
     tensor._severed = name
     tensor._key = key
     with as_local():
-        base = _base_of(tensor)
+        base = base_of(tensor)
     if base is not None:  # of a view of what was moved: so are other views of it
         base._severed = name
 
 
-_base_of = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 

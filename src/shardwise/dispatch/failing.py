@@ -15,7 +15,8 @@ import torch
 from shardwise.comm import carries_values, communicator
 from shardwise.comm.cause import running
 from shardwise.rules.spec import Here
-from shardwise.tensor import DTensor, as_local, tensors_in
+from shardwise.tensor import DTensor, tensors_in
+from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local
 
 _LinAlgError: Any = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
@@ -93,7 +94,7 @@ def refusing_together(func: Any, run: Callable[..., Any], here: Here) -> Callabl
 
 def _is_of_torch(func: Any) -> bool:
     """Whether a function is not the user's, who may communicate in it."""
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(func, OpOverload | OpOverloadPacket):
         return str(func).startswith("aten.")
     return not hasattr(func, "__code__") or func.__module__.startswith("torch.")
 

@@ -20,7 +20,8 @@ from shardwise.redistribute.moves import relabelled
 from shardwise.redistribute.plan import dual
 from shardwise.rules.collectives import used
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, as_local, laid_out, unwrap, wrap
+from shardwise.tensor import DTensor, laid_out, unwrap, wrap
+from shardwise.torch_internals import as_local
 
 
 @handler(torch.Tensor.backward)

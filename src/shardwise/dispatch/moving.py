@@ -17,14 +17,13 @@ from shardwise.policy import PolicyError
 from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import dual, plan_redistribute
 from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.torch_internals import TensorBase, backward_hooks_of, version_of
 
-_BASE: Any = torch._C.TensorBase
-_version = _BASE._version.__get__
-_requires_grad = _BASE.requires_grad.__get__
+_requires_grad = TensorBase.requires_grad.__get__
 _is_grad_enabled = torch.is_grad_enabled
-_is_leaf = _BASE.is_leaf.__get__
-_hooks_of = _BASE._backward_hooks.__get__
-_is_inference = torch._C.TensorBase.is_inference
+_is_leaf = TensorBase.is_leaf.__get__
+_hooks_of = backward_hooks_of
+_is_inference = TensorBase.is_inference
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +231,7 @@ def _shared(tensor: Any, how: InputMove, needs_grad: bool) -> torch.Tensor | Non
     else:
         kept = owner.__dict__.get("_moved")
         found = None if kept is None else kept.get(key)
-    if found is None or found[1] != _version(tensor):
+    if found is None or found[1] != version_of(tensor):
         return None
     return found[0]  # type: ignore[no-any-return]
 
@@ -241,13 +240,13 @@ def _share(tensor: Any, how: InputMove, needs_grad: bool, result: torch.Tensor) 
     key = how.keys[needs_grad]
     owner = tensor.__dict__.get("_alias_of", tensor)
     if not (needs_grad and _is_leaf(owner)):
-        owner.__dict__.setdefault("_moved", _Moves())[key] = result, _version(tensor)
+        owner.__dict__.setdefault("_moved", _Moves())[key] = result, version_of(tensor)
         return
     kept, place = _kept(owner), (id(owner), *key)  # the graph of the result holds the leaf
     most = _MOST_OF_PARAMETERS if kept is state.moved_parameters else _MOST_OF_INPUTS
     if len(kept) >= most and place not in kept:
         del kept[next(iter(kept))]
-    kept[place] = result, _version(tensor)
+    kept[place] = result, version_of(tensor)
     node = result.grad_fn
     assert node is not None, "it was made of a tensor that requires grad"
     node.register_prehook(lambda gradients: kept.pop(place, None) and None)

@@ -35,7 +35,8 @@ from shardwise.mesh import DeviceMesh
 from shardwise.rules.choose import Choice, choose
 from shardwise.rules.registry import Known, RuleError, name_of
 from shardwise.rules.spec import Spec
-from shardwise.tensor import DTensor, as_local
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local, schema_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -175,7 +176,7 @@ def _needs_plain(lowered: Callable[..., Any]) -> bool:
 def _is_python(func: Any) -> bool:
     """Whether Python code runs on the tensors, now or in the backward: it must not meet DTensors
     where it computes with local tensors."""
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(func, OpOverload | OpOverloadPacket):
         return not str(func).startswith("aten.")
     return hasattr(func, "__code__")
 
@@ -220,11 +221,11 @@ def _whole(
 
 def _is_written(func: Any, path: Path) -> bool:
     """Whether a function writes to an argument, as its schema or its name says."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return path[0] == 0 and _is_inplace(func)
     return any(
         each.alias_info is not None and each.alias_info.is_write and path[0] in (at, each.name)
-        for at, each in enumerate(func._schema.arguments)
+        for at, each in enumerate(schema_of(func).arguments)
     )
 
 
@@ -241,6 +242,6 @@ def _is_inplace(func: Any) -> bool:
 
 
 def _short_name(func: Any) -> str:
-    if isinstance(func, torch._ops.OpOverload):
-        return str(func._schema.name.rpartition("::")[2])
+    if isinstance(func, OpOverload):
+        return str(schema_of(func).name.rpartition("::")[2])
     return getattr(func, "__name__", "")

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from shardwise.tensor import DTensor, locally
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import TensorBase, locally, top_saved_tensors_hooks, version_of
 
-_BASE: Any = torch._C.TensorBase
-_version = _BASE._version.__get__
-_requires_grad = _BASE.requires_grad.__get__
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_requires_grad = TensorBase.requires_grad.__get__
+_hooks = top_saved_tensors_hooks
 
 
 def remember_reduced(tensor: Any, result: DTensor, has_grad: bool) -> None:
@@ -25,7 +24,7 @@ def remember_reduced(tensor: Any, result: DTensor, has_grad: bool) -> None:
     hooks = _hooks(True)
     # No reference: the hooks of a region lead to its inputs, and so back to the tensor.
     region = None if hooks is None else weakref.ref(hooks[0])
-    tensor._reduced = result, has_grad, _version(tensor), region
+    tensor._reduced = result, has_grad, version_of(tensor), region
 
 
 def reduced(tensor: Any) -> DTensor | None:
@@ -37,7 +36,7 @@ def reduced(tensor: Any) -> DTensor | None:
     if found is None:
         return None
     result, has_grad, version, region = found
-    if version != locally(_version, (), (tensor,)):
+    if version != locally(version_of, (), (tensor,)):
         return None
     if not has_grad and torch.is_grad_enabled() and locally(_requires_grad, (), (tensor,)):
         return None

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, as_local, unwrap
+from shardwise.tensor import DTensor, unwrap
+from shardwise.torch_internals import as_local
 
 _Tensor = torch.Tensor
 

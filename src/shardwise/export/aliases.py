@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from shardwise.export.operators import STATISTICS, updates_statistics
+from shardwise.torch_internals import OpOverload, pytree, schema_of
 
 _aten: Any = torch.ops.aten
 
@@ -32,7 +32,7 @@ _MAY_RETURN_ARGUMENTS: set[Any] = {
 def seen_by(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """Which arguments a node's result may be a view of, and which it writes to."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return node.all_input_nodes, []
     if target is _aten.detach_.default:  # it leaves the numbers alone
         return node.all_input_nodes, []
@@ -40,7 +40,7 @@ def seen_by(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         return node.all_input_nodes, []
     seen, written = [], []
     hidden = STATISTICS if updates_statistics(target, node.args, node.kwargs) else ()
-    for at, argument in enumerate(target._schema.arguments):
+    for at, argument in enumerate(schema_of(target).arguments):
         value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
         nodes = [each for each in pytree.tree_leaves(value) if isinstance(each, fx.Node)]
         alias = argument.alias_info

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.export.errors import ExportError
 from shardwise.export.notes import note
+from shardwise.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode, pytree
 
 _COPY = torch.ops.aten._to_copy.default
 
@@ -35,7 +33,7 @@ class Autocast:
         It is tried on tensors that seem to be on a device: once with autocast, and once with what
         it was seen to cast, which must do the same.
         """
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             return args, kwargs
         leaves, structure = pytree.tree_flatten((args, kwargs))
         with disable_proxy_modes_tracing(), FakeTensorMode():

@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from shardwise.export.operators import draws, updates_statistics
+from shardwise.torch_internals import (
+    OpOverload,
+    functional_collectives,
+    operator_name,
+    pytree,
+    schema_of,
+)
 
 _SAME = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 _META = torch.device("meta")
@@ -32,18 +38,18 @@ def drop_unused(graph: fx.Graph) -> None:
 def writes(node: fx.Node) -> bool:
     """Whether a node writes to one of its arguments."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    return target._schema.is_mutable or updates_statistics(target, node.args, node.kwargs)
+    return schema_of(target).is_mutable or updates_statistics(target, node.args, node.kwargs)
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether ranks meet in a node."""
     target = node.target
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and target.namespace == "_c10d_functional"
-        and target._opname != "wait_tensor"
+        and operator_name(target) != "wait_tensor"
     )
 
 
@@ -51,7 +57,7 @@ def _must_stay(node: fx.Node) -> bool:
     # All ranks must run the same collectives, and draw as much, also where one has no use for the
     # result. There the wait stays as well: torch drops, as it loads or compiles a program, what
     # nobody waits for.
-    is_awaited = node.target is torch.ops._c10d_functional.wait_tensor.default
+    is_awaited = node.target is functional_collectives.wait_tensor.default
     is_shared = is_collective(node) or is_awaited or is_random(node)
     return node.op in ("placeholder", "output") or writes(node) or is_shared
 

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.export.errors import ExportError
 from shardwise.export.operators import draws
 from shardwise.export.polynomials import Sizes
 from shardwise.export.sizes import number
+from shardwise.torch_internals import FakeTensorMode, TorchDispatchMode, current_graph_task, pytree
 
 _aten: Any = torch.ops.aten
 
@@ -43,7 +41,7 @@ class _Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if draws(func, args, kwargs or {}):
-            if torch._C._current_graph_task_id() != -1:
+            if current_graph_task() != -1:
                 raise ExportError(
                     f"fn: {func} draws random numbers in the backward pass, as in what "
                     "torch.utils.checkpoint computes again; a graph would draw others than in the "

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from shardwise import world
 from shardwise.export.cleaning import is_collective
 from shardwise.export.errors import ExportError
+from shardwise.torch_internals import register_group, resolve_group
 
 _DEFAULT = "0"  # what torch calls its default group
 _PREFIX = "ranks_"
@@ -37,7 +38,7 @@ def registered(ranks: tuple[int, ...], here: Any) -> str:
     name = group_name(ranks, here.size)
     group = here.process_group(ranks)
     if name != group.group_name and not _is_known(name):
-        _registry()._register_process_group(name, group)
+        register_group(name, group)
     return name
 
 
@@ -68,7 +69,7 @@ def make_groups(program: ExportedProgram) -> dict[str, ProcessGroup]:
     for name in group_names(program):
         if name.startswith(_PREFIX):
             registered(tuple(map(int, name.removeprefix(_PREFIX).split("_"))), here)
-        found[name] = _registry()._resolve_process_group(name)
+        found[name] = resolve_group(name)
     return found
 
 
@@ -80,11 +81,7 @@ def group_names(program: ExportedProgram) -> list[str]:
 
 def _is_known(name: str) -> bool:
     try:
-        _registry()._resolve_process_group(name)
+        resolve_group(name)
     except RuntimeError:
         return False
     return True
-
-
-def _registry() -> Any:
-    return torch._C._distributed_c10d

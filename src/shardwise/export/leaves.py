@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.export.errors import ExportError
 from shardwise.export.plan import NO_AXIS, NO_NAME, Placements, check_fits
@@ -18,6 +17,7 @@ from shardwise.parallel.activations import Activations
 from shardwise.parallel.names import PlanError, check_pattern, matches, unmatched
 from shardwise.parallel.specs import placements_of
 from shardwise.placement import Replicate
+from shardwise.torch_internals import pytree
 
 
 @dataclass(frozen=True)

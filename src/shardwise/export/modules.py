@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from shardwise.export.plan import Inputs
 from shardwise.parallel.names import joined
+from shardwise.torch_internals import operator_name
 
 Shape = tuple[int, ...]
 
@@ -37,7 +38,7 @@ class ProgramModule:
         if len(self.shapes.get("weight", ())) < 2:
             return None
         for user in self.weight_users:
-            name = getattr(user.target, "_opname", "")
+            name = operator_name(user.target)
             if "embedding" in name:
                 return "embedding"
             if name.startswith("conv_transpose") or (name == "convolution" and user.args[6]):

@@ -20,6 +20,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import operator_name
 
 LAYOUT, LAYOUTS, COLLECTIVE = "layout", "layouts", "collective"
 """What is said at a node: how it, or each of its results, lies; what is known of a collective."""
@@ -154,7 +155,7 @@ def _follow(node: fx.Node, target: Layout | None) -> None:
     if target is None:
         return
     for user in node.users:
-        name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
+        name = operator_name(user.target) or getattr(user.target, "__name__", "")
         if "layout" not in user.meta and name in _ORDERS:
             if fits(target, user.meta.get("val")):
                 user.meta["layout"] = target

@@ -13,13 +13,14 @@ from torch import fx
 from shardwise.errors import ShardwiseError
 from shardwise.export.errors import ExportError
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import HigherOrderOperator, schema_of
 
 _TO_NUMBER = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
 
 def check_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse what the ranks of a program cannot do together."""
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         raise ExportError(
             f"exported_program: {target} has graphs of its own, which are not supported; export "
             "without it: the branch that is taken by Python's if, loops and scans by Python's for"
@@ -85,7 +86,7 @@ def updates_statistics(target: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an operator, with defaults."""
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     given = {each.name: each.default_value for each in arguments if each.has_default_value()}
     given |= dict(zip((each.name for each in arguments), args, strict=False))
     return given | dict(kwargs)

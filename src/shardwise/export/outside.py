@@ -8,7 +8,6 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from shardwise.comm.cause import current
 from shardwise.export.errors import ExportError
@@ -16,6 +15,7 @@ from shardwise.export.notes import MODULE, node_of, note, say
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import pytree, version_of
 
 _META = torch.device("meta")
 
@@ -106,7 +106,7 @@ class Outside(TorchFunctionMode):
     def insert(self, module: fx.GraphModule, device: torch.device) -> None:
         """Put what was found into the graph, as constants of the module."""
         for tensor, stand_in in self._made.values():
-            if stand_in._version:
+            if version_of(stand_in):
                 raise ExportError(
                     f"fn: it writes to a tensor of shape {tuple(tensor.shape)} from elsewhere, "
                     "such as a buffer of a module; pass it with the state "

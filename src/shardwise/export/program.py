@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -18,7 +17,6 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
-from torch.utils import _pytree as pytree
 
 from shardwise import world
 from shardwise.comm import Cause
@@ -53,6 +51,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Replicate
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import FakeTensorMode, pytree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh

@@ -21,9 +21,10 @@ from shardwise.export.errors import ExportError
 from shardwise.export.groups import group_name, registered
 from shardwise.export.notes import note_collective
 from shardwise.mesh import DeviceMesh
+from shardwise.torch_internals import functional_collectives
 from shardwise.world import World
 
-_functional: Any = torch.ops._c10d_functional
+_functional: Any = functional_collectives
 
 GroupName = Callable[[tuple[int, ...]], str]
 """What torch calls the process group of some ranks, where the program will run."""

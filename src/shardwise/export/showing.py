@@ -13,13 +13,13 @@ from typing import Any, TextIO
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from shardwise.export import notes
 from shardwise.export.cleaning import is_collective
 from shardwise.export.errors import ExportError
 from shardwise.export.modules import innermost
 from shardwise.layout_text import short_dtype
+from shardwise.torch_internals import OpOverload, operator_name, pytree
 
 _WIDEST = 36
 """The most characters of an operator and its arguments."""
@@ -132,7 +132,7 @@ def _layout(node: fx.Node) -> str:
 
 def _call(node: fx.Node) -> str:
     target = node.target
-    name = target._opname if isinstance(target, torch._ops.OpOverload) else str(
+    name = operator_name(target) if isinstance(target, OpOverload) else str(
         getattr(target, "__name__", target)
     )  # fmt: skip
     shown = [str(each) for each in pytree.tree_leaves(node.args) if isinstance(each, fx.Node)]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from shardwise.export.errors import ExportError
 from shardwise.export.modules import innermost
@@ -25,6 +24,7 @@ from shardwise.export.polynomials import (
     Symbol,
     monomials,
 )
+from shardwise.torch_internals import pytree
 
 _MOST = 2**31
 """What a size without an upper limit is taken to be less than."""

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from shardwise import world
 from shardwise.comm import Cause
@@ -25,6 +23,7 @@ from shardwise.export.values import constants_of, propagate
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.tensor import DTensor, unwrap
+from shardwise.torch_internals import FakeTensorMode, pytree, rename_node, without_torch_function
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -262,7 +261,7 @@ class _Recording:
             setattr(module, str(node.target), value.to(self._device))
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         for leaf, node in zip(self._tensors, placeholders, strict=True):
-            node._rename(leaf.name.replace(".", "_"))
+            rename_node(node, leaf.name.replace(".", "_"))
             node.target = node.name
             notes.say(node, notes.NAME, leaf.name)
         cleaning.clean(module.graph, self._device)
@@ -351,7 +350,7 @@ class _Recording:
 
 def _check_returned(leaf: Leaf, value: Any) -> None:
     is_tensor = isinstance(value, torch.Tensor)
-    with torch._C.DisableTorchFunction():  # the example is no part of the step
+    with without_torch_function():  # the example is no part of the step
         wanted = tuple(leaf.value.shape), leaf.value.dtype
     got = (tuple(value.shape), value.dtype) if is_tensor else repr(value)
     if got != wanted:

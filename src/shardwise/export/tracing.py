@@ -12,11 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from shardwise import world
 from shardwise.comm import Cause, trace
@@ -32,7 +29,15 @@ from shardwise.export.modules import innermost
 from shardwise.export.notes import node_of, note, note_layout
 from shardwise.export.operators import check_operator, data_refused, first_alone, needs_data
 from shardwise.layout import Layout
-from shardwise.tensor import DTensor, as_local, unwrap, wrap
+from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.torch_internals import (
+    FakeTensorMode,
+    TracingContext,
+    as_local,
+    current_node,
+    pytree,
+    tracing,
+)
 from shardwise.world import World
 
 _META = torch.device("meta")
@@ -90,7 +95,7 @@ class OnDTensors(fx.Interpreter):
         if alone is None:
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        with self._set_current_node(node):
+        with current_node(self, node):
             return (alone(*args, **kwargs),)
 
     def _on_whole(self, node: fx.Node, error: Exception) -> Any:
@@ -227,7 +232,7 @@ def _noting() -> Iterator[None]:
     # make_fx makes a FakeTensorMode of its own for each node if none is about, which is half of
     # the time of a recording.
     context = TracingContext(FakeTensorMode())
-    with torch._guards.tracing(context), fx_traceback.preserve_node_meta():
+    with tracing(context), fx_traceback.preserve_node_meta():
         yield
 
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import _ShapeEnvGuardError
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from shardwise.export.errors import ExportError
+from shardwise.torch_internals import FakeTensorMode, enable_python_dispatcher, guard_error
 
 
 def constants_of(module: fx.GraphModule, what: str) -> dict[fx.Node, torch.Tensor]:
@@ -53,7 +51,7 @@ def _unchanged(environment: Any) -> Iterator[None]:
     try:
         with environment.error_on_new_guards():
             yield
-    except _ShapeEnvGuardError as error:
+    except guard_error() as error:
         raise ExportError(
             "exported_program: one rank's program would not serve all of the dynamic sizes: "
             f"{error}; fix the size at export, or split other dims"

@@ -30,6 +30,7 @@ from shardwise.layout_checks import as_dim
 from shardwise.optimizers import note_averaged, note_left_alone, note_replaced
 from shardwise.placement import Placement, Replicate, Shard, as_placement
 from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -255,7 +256,7 @@ def _make_group(
     wanted = []
     found: dict[int, tuple[Any, Extension | None]] = {}
     for module, key, name in homes:  # all is checked before anything is changed
-        parameter: Any = module._parameters[key]
+        parameter: Any = own_parameters(module)[key]
         if id(parameter) not in found:
             layout = _layout_of(parameter, info, dim_of, name)
             found[id(parameter)] = layout, extension_of(parameter, name)
@@ -307,7 +308,7 @@ def _homes(modules: Sequence[nn.Module], ignored: set[int]) -> list[tuple[nn.Mod
             if id(each) in seen:
                 continue
             seen.add(id(each))
-            for key, parameter in each._parameters.items():
+            for key, parameter in own_parameters(each).items():
                 if parameter is None or id(parameter) in ignored or (id(each), key) in taken:
                     continue
                 name = f"{path}.{key}" if path else key
@@ -371,7 +372,7 @@ def _sharded(
     for attribute, value in vars(parameter).items():  # what users hang on a parameter
         if attribute not in vars(result) and attribute not in inner_names(parameter):
             setattr(result, attribute, value)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for hooks in HOOK_ATTRIBUTES:
         setattr(result, hooks, getattr(parameter, hooks))
     if not whole.is_contiguous() and is_dense(whole):
         result._whole_strides = tuple(whole.stride())

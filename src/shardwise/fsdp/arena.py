@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from shardwise.fsdp.unit import Unit
-from shardwise.tensor import as_local
-
-_BASE: Any = torch._C.TensorBase
+from shardwise.torch_internals import TensorBase, as_local
 
 
 class Arena:
@@ -37,7 +34,7 @@ class Arena:
                 for each in unit.held:
                     own = each.division.own(row, each.offset)
                     own.copy_(each.sharded)
-                    _BASE.data.__set__(each.sharded, own)
+                    TensorBase.data.__set__(each.sharded, own)
                 start += unit.length
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.autograd import Variable
 
 from shardwise.comm import communicator
 from shardwise.errors import CollectiveError
@@ -33,7 +32,7 @@ from shardwise.fsdp.pool import Pool
 from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
 from shardwise.fsdp.unit import Unit
 from shardwise.mesh import DeviceMesh
-from shardwise.tensor import as_local
+from shardwise.torch_internals import as_local, current_graph_task, engine, own_parameters
 
 _UNSHARDED = ShardedState.UNSHARDED
 
@@ -96,7 +95,7 @@ class Context:
     def _is_current(self) -> bool:
         for group in self.groups:
             for slot, held in group.bindings:
-                found: Any = slot.module._parameters.get(slot.key)
+                found: Any = own_parameters(slot.module).get(slot.key)
                 if found is not held.sharded and found is not held.whole:
                     return False
         with as_local():
@@ -125,7 +124,7 @@ class Context:
     def begin(self, group: Group) -> None:
         """Before the outermost forward."""
         if self.in_backward:
-            if torch._C._current_graph_task_id() != -1:
+            if current_graph_task() != -1:
                 return  # a checkpoint computes something anew
             self.recover()  # a backward has failed
         self.check()
@@ -277,7 +276,7 @@ class Context:
         self._prefetch(group, group.backward_prefetch, self._ended, -1)
 
     def _begin_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if self.in_backward:
             if task == self._task or _is_nested():
                 return
@@ -290,7 +289,7 @@ class Context:
             unit for unit in self.units if unit.state is _UNSHARDED or unit.gather is not None
         )
         self._gathers_backward = self._habits.begun("gathers")
-        Variable._execution_engine.queue_callback(_End(self, task))
+        engine.queue_callback(_End(self, task))
         self.line.begin(task, self._habits.begun("reductions"), self.pool)
 
     def _on_ready(self, unit: Unit) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import grad_mode
 
 from shardwise.comm import Pending
 from shardwise.fsdp.arena import digits
@@ -28,7 +27,7 @@ from shardwise.fsdp.pool import Pool, Rows
 from shardwise.fsdp.states import ShardedState, moved_on
 from shardwise.fsdp.unit import Unit
 from shardwise.mesh import DeviceMesh
-from shardwise.tensor import as_local
+from shardwise.torch_internals import as_local, preserve_version_counter, storage_id
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
@@ -251,9 +250,7 @@ class ExtendedUnit(Unit):
         assert each.own is not None, "it was made"
         out = held.whole if held.division.whole_layout is None else each.own
         with as_local():
-            preserved = grad_mode._unsafe_preserve_version_counter(
-                (held.whole, each.own, *each.inner, *outputs)
-            )
+            preserved = preserve_version_counter((held.whole, each.own, *each.inner, *outputs))
         with preserved:  # what autograd has saved gets the values again that it had
             each.extension.renew(held.name, self.shard_of(held), outputs, metadata, self.dtype, out)
 
@@ -360,7 +357,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
+    found: int = storage_id(tensor.untyped_storage())
     return found
 
 

@@ -28,7 +28,15 @@ from shardwise.fsdp.slot import Slot
 from shardwise.fsdp.states import TrainingState, moved_on
 from shardwise.fsdp.unit import Unit
 from shardwise.parallel.containers import on_tensors
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import (
+    as_local,
+    base_of,
+    current_graph_task,
+    next_sequence_number,
+    sequence_number,
+    storage_id,
+)
 
 if TYPE_CHECKING:
     from shardwise.fsdp.context import Context
@@ -45,7 +53,7 @@ class Call:
     __slots__ = ("__weakref__", "began", "inputs", "is_watched", "left", "task")
 
     def __init__(self) -> None:
-        self.began: int = torch._C._autograd._get_sequence_nr()
+        self.began: int = next_sequence_number()
         """The number that autograd gave to what was computed next."""
         self.is_watched = False
         """Whether its group waits for them."""
@@ -241,7 +249,7 @@ class Group:
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
             with as_local():
-                address = tensor.untyped_storage()._cdata if not tensor.is_sparse else 0
+                address = storage_id(tensor.untyped_storage()) if not tensor.is_sparse else 0
             return tensor.clone() if any(unit.holds(address) for unit in self.units) else tensor
 
         return change(output) if isinstance(output, torch.Tensor) else on_tensors(output, change)
@@ -310,7 +318,7 @@ class Group:
 
         def came(_: torch.Tensor) -> None:
             assert self.context is not None, "it has run"
-            task = torch._C._current_graph_task_id()
+            task = current_graph_task()
             if call.is_watched and call.task != task:  # again, if its graph was retained
                 call.task, call.left = task, call.inputs
                 self.calls.add(call)
@@ -323,7 +331,7 @@ class Group:
                 with as_local():
                     tensor.register_hook(came)
                     # Changed in place, a view gets another history: that of its base goes on.
-                    base = tensor._base
+                    base = base_of(tensor)
                     if base is not None and _is_of(call, base):
                         base.register_hook(came)
             return tensor
@@ -378,7 +386,7 @@ class Group:
 def _is_of(call: Call, tensor: torch.Tensor) -> bool:
     """Whether a forward has computed it."""
     node = tensor.grad_fn
-    return node is not None and node._sequence_nr() >= call.began
+    return node is not None and sequence_number(node) >= call.began
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -9,16 +9,14 @@ import torch
 
 from shardwise.fsdp.division import Division
 from shardwise.tensor import DTensor, laid_out, unwrap, wrap
+from shardwise.torch_internals import TensorBase, backward_hooks_of, post_accumulate_hooks_of
 
-_BASE: Any = torch._C.TensorBase
-_hooks: Callable[[torch.Tensor], dict[int, Callable[[Any], Any]] | None] = (
-    _BASE._backward_hooks.__get__
-)
+_hooks: Callable[[torch.Tensor], dict[int, Callable[[Any], Any]] | None] = backward_hooks_of
 _accumulated_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = (
-    _BASE._post_accumulate_grad_hooks.__get__
+    post_accumulate_hooks_of
 )
-gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _BASE.grad.__get__
-set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _BASE.grad.__set__
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = TensorBase.grad.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = TensorBase.grad.__set__
 
 
 class Held:

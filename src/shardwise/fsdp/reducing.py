@@ -25,7 +25,7 @@ from shardwise.fsdp.held import Held, gradient_of, set_gradient
 from shardwise.fsdp.pool import Pool, Rows, Size
 from shardwise.fsdp.settings import Settings
 from shardwise.fsdp.unit import Unit, aligned
-from shardwise.tensor import as_local
+from shardwise.torch_internals import as_local, storage_use_count
 
 CHANNEL = "reduce"
 _HALF = (torch.bfloat16, torch.float16)
@@ -364,7 +364,7 @@ class Reduction:
 
 def _holders(rows: Rows) -> int:
     """How many tensors share its memory."""
-    return torch._C._storage_Use_Count(rows.memory.untyped_storage()._cdata)
+    return storage_use_count(rows.memory.untyped_storage())
 
 
 def _contiguous(gradient: torch.Tensor | None, held: Held, like: torch.Tensor) -> torch.Tensor:

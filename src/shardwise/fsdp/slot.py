@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.fsdp.extension import Extension
 from shardwise.layout import Layout
+from shardwise.torch_internals import own_parameters
 
 
 class Slot:
@@ -44,13 +45,13 @@ class Slot:
     @property
     def tensor(self) -> nn.Parameter:
         """What is there now."""
-        found = self.module._parameters[self.key]
+        found = own_parameters(self.module)[self.key]
         assert found is not None, "only slots that hold something are listed"
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is there now."""
-        return self.module._parameters.get(self.key) is tensor
+        return own_parameters(self.module).get(self.key) is tensor
 
     def take(self) -> None:
         """Note on the module that a group has it."""
@@ -61,7 +62,7 @@ class Slot:
         if self.own_setter:
             setattr(self.module, self.key, tensor)
         else:
-            self.module._parameters[self.key] = tensor
+            own_parameters(self.module)[self.key] = tensor
 
 
 def is_taken(module: nn.Module, key: str) -> bool:

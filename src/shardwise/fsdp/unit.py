@@ -19,7 +19,8 @@ from shardwise.fsdp.held import Held, gradient_of, set_gradient
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy
 from shardwise.fsdp.states import ShardedState, moved_on
-from shardwise.tensor import as_local, wrap
+from shardwise.tensor import wrap
+from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
 
 if TYPE_CHECKING:
     from shardwise.fsdp.arena import Arena
@@ -35,9 +36,7 @@ DIRECT = 1 << 17
 HEADER = ALIGNED
 """Elements at the start of a row that say whose it is."""
 
-_BASE: Any = torch._C.TensorBase
-_requires_grad: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
-_version: Callable[[torch.Tensor], int] = _BASE._version.__get__
+_requires_grad: Callable[[torch.Tensor], bool] = TensorBase.requires_grad.__get__
 
 
 class Unit:
@@ -162,7 +161,7 @@ class Unit:
             memory = wrap(memory.view_as(memory), held.division.whole_layout)
         held.whole = nn.Parameter(memory, requires_grad=False)
         for name, value in vars(held.sharded).items():  # what users hang on a parameter
-            if name not in ("_layout", "_is_param", "_whole_strides"):
+            if name not in ("_layout", PARAMETER_FLAG, "_whole_strides"):
                 setattr(held.whole, name, value)
 
     def allocate(self) -> None:
@@ -189,7 +188,7 @@ class Unit:
     def holds(self, address: int) -> bool:
         """Whether a tensor's memory, given by its storage's address, is that of its gathered
         parameters, and will be given back."""
-        return not self.is_alias and self.memory.untyped_storage()._cdata == address
+        return not self.is_alias and storage_id(self.memory.untyped_storage()) == address
 
     # ---- gathered, and not
 
@@ -254,14 +253,14 @@ class Unit:
     def note_versions(self) -> None:
         """The shards are being gathered as they are now."""
         with as_local():
-            self.versions = [_version(each.sharded) for each in self.held]
+            self.versions = [version_of(each.sharded) for each in self.held]
 
     def is_stale(self) -> bool:
         """Whether its shards were changed since they were gathered, if they are."""
         if self.state is ShardedState.SHARDED and self.gather is None:
             return False
         with as_local():
-            return self.versions != [_version(each.sharded) for each in self.held]
+            return self.versions != [version_of(each.sharded) for each in self.held]
 
     def keep(self, index: int, count: int) -> None:
         """Give back all but one of `count` equal pieces of the gathered parameters' memory."""

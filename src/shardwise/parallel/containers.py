@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.parallel.names import PlanError
+from shardwise.torch_internals import pytree
 
 
 class Arguments(NamedTuple):

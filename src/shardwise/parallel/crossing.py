@@ -7,7 +7,6 @@ remembers the moves between them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -20,10 +19,10 @@ from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
 from shardwise.placement import Placement, Shard
 from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import TensorBase, as_local
 
-_BASE: Any = torch._C.TensorBase
-_requires_grad = _BASE.requires_grad.__get__
+_requires_grad = TensorBase.requires_grad.__get__
 
 _MOST = 1024
 """How many layouts a crossing remembers; shapes may change with every step."""

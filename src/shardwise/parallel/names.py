@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.torch_internals import own_modules
 
 _MOST_SHOWN = 5
 
@@ -39,7 +40,7 @@ def check_pattern(argument: str, pattern: object) -> None:
 def all_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every submodule by every name it has: a module that is used twice comes twice."""
     yield prefix, module
-    for name, child in module._modules.items():
+    for name, child in own_modules(module).items():
         if child is not None:
             yield from all_modules(child, joined(prefix, name))
 

@@ -16,6 +16,7 @@ from shardwise.optimizers import note_replaced
 from shardwise.parallel.names import PlanError, all_modules, joined
 from shardwise.placement import Placement
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import own_buffers, own_parameters
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,25 @@ class Slot:
     @property
     def tensor(self) -> torch.Tensor:
         """What is there now."""
-        found = self.module._parameters.get(self.key)
+        found = own_parameters(self.module).get(self.key)
         if found is None:
-            found = self.module._buffers[self.key]  # type: ignore[assignment]
+            found = own_buffers(self.module)[self.key]  # type: ignore[assignment]
         assert found is not None, "only slots that hold something are listed"
         return found
 
     def put(self, tensor: torch.Tensor) -> None:
         """Replace it."""
-        if self.module._parameters.get(self.key) is not None:
-            self.module._parameters[self.key] = tensor  # type: ignore[assignment]
+        if own_parameters(self.module).get(self.key) is not None:
+            own_parameters(self.module)[self.key] = tensor  # type: ignore[assignment]
         else:
-            self.module._buffers[self.key] = tensor
+            own_buffers(self.module)[self.key] = tensor
 
 
 def slots(module: nn.Module, prefix: str = "") -> list[Slot]:
     """Every parameter and buffer by every name it has: a tied one comes several times."""
     found = []
     for path, submodule in all_modules(module, prefix):
-        for held in (submodule._parameters, submodule._buffers):
+        for held in (own_parameters(submodule), own_buffers(submodule)):
             for key, tensor in held.items():
                 if tensor is not None:
                     found.append(Slot(joined(path, key), submodule, key))

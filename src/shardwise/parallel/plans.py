@@ -20,6 +20,7 @@ from shardwise.parallel.names import PlanError, all_modules, joined
 from shardwise.parallel.prepare import PrepareModuleInput
 from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardwise.placement import Replicate, Shard
+from shardwise.torch_internals import own_parameters
 
 Plan = dict[str, Any]
 
@@ -262,7 +263,7 @@ def _torch_layer(layer: nn.Module, axis: str, sequence_parallel: bool) -> Plan:
             continue
         sequence = 1 if attention.batch_first else 0
         head = attention.head_dim
-        for key in attention._parameters:
+        for key in own_parameters(attention):
             if getattr(attention, key) is not None:
                 pieces = 3 if key.startswith("in_proj") else None
                 plan[f"{name}.{key}"] = {axis: Shard(0, pieces=pieces, unit=head)}

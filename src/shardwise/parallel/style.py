@@ -18,6 +18,7 @@ from shardwise.parallel.names import PlanError, joined
 from shardwise.parallel.placing import Slot, check_ties, layout_for, place, slots
 from shardwise.placement import Placement, Replicate, as_placement
 from shardwise.tensor import DTensor, unwrap
+from shardwise.torch_internals import forward_pre_hooks
 
 
 class ParallelStyle(ABC):
@@ -134,7 +135,7 @@ def entrance(
 
 def check_unstyled(path: str, module: nn.Module, style: ModuleStyle) -> None:
     """Refuse a style for a module that has one: its results would be made local twice."""
-    before = any(hook in _entrances for hook in module._forward_pre_hooks.values())
+    before = any(hook in _entrances for hook in forward_pre_hooks(module))
     if before and style.placements(module):
         raise PlanError(
             f"{path or 'the module'}: a call before this one gave it a style that lays out its "

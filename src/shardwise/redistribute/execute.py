@@ -25,6 +25,7 @@ from shardwise.redistribute.owners import Ownership
 from shardwise.redistribute.plan import Plan
 from shardwise.redistribute.step import Step, collectives
 from shardwise.redistribute.swap import Parts, Swap, assembled
+from shardwise.torch_internals import is_zero_tensor, storage_id
 
 
 def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
@@ -35,7 +36,7 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
     waited for first: so ranks that wait in different orders still meet in the same collectives.
     """
     place = check_local(local, plan.source)
-    if plan.moves and (local._is_zerotensor() or local.is_conj() or local.is_neg()):
+    if plan.moves and (is_zero_tensor(local) or local.is_conj() or local.is_neg()):
         # torch's zeros without memory, and signs that are not in memory yet, cannot be sent.
         local = local.clone()
     if len(plan.moves) == 1 and place is not None and not trace.listeners:
@@ -94,7 +95,7 @@ class _Running:
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     one, other = x.untyped_storage(), y.untyped_storage()
     if x.is_meta:  # without data all are at the same place
-        return bool(one._cdata == other._cdata)
+        return bool(storage_id(one) == storage_id(other))
     return one.data_ptr() == other.data_ptr()
 
 

@@ -38,6 +38,7 @@ from shardwise.mesh import Axis
 from shardwise.redistribute.cost import Costs
 from shardwise.redistribute.execute import check_local, execute
 from shardwise.redistribute.plan import Plan, check_arguments, dual, plan_redistribute
+from shardwise.torch_internals import backward_node, is_torch_function_enabled
 
 _NO_CAUSE = Cause()
 
@@ -133,7 +134,7 @@ def apply_pair(
     local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Run a move so that autograd knows it."""
-    if type(local) is not torch.Tensor and torch._C._is_torch_function_enabled():
+    if type(local) is not torch.Tensor and is_torch_function_enabled():
         result = _Redistribute.apply(local, pair, started)  # type: ignore[no-untyped-call]
     else:
         result = _apply(local, pair, started)
@@ -193,7 +194,7 @@ class _Redistribute(torch.autograd.Function):
 # there are none of, and asking for torch.func's transforms, which no move can be part of.
 _apply: Any = super(torch.autograd.Function, _Redistribute).apply
 
-_NODE: Any = _Redistribute._backward_cls
+_NODE: Any = backward_node(_Redistribute)
 
 
 def _moved_back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

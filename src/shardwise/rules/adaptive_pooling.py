@@ -20,6 +20,7 @@ from shardwise.rules.pooling import planes
 from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.torch_internals import nn_builtins
 
 
 def _sizes(input: torch.Tensor, space: int, output_size: Any) -> list[int]:
@@ -120,7 +121,7 @@ def _max_and_where_rule(space: int) -> Callable[..., Spec]:
 
 
 for _space in (1, 2, 3):
-    _builtin: Any = torch if _space == 1 else torch._C._nn
+    _builtin: Any = torch if _space == 1 else nn_builtins
     rule(f"adaptive_avg_pool{_space}d", inplace=False, by_dtype=True)(_average_rule(_space))
     rule(getattr(F, f"adaptive_max_pool{_space}d"))(_max_rule(_space))
     rule(

@@ -27,10 +27,11 @@ from shardwise.rules.matmul import contraction, expanded_dims, leading
 from shardwise.rules.precision import autocast, widened, without_autocast
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Spec
+from shardwise.torch_internals import nn_builtins
 
 Tensor = torch.Tensor
 
-_kernel = torch._C._nn.scaled_dot_product_attention
+_kernel = nn_builtins.scaled_dot_product_attention
 
 
 @rule("scaled_dot_product_attention")
@@ -167,7 +168,10 @@ class Local:
                 key, value = key[..., :last, :], value[..., :last, :]
                 attn_mask = _cut(attn_mask, last)
             attn_mask = self._causal(attn_mask, query, key)
-        return _kernel(query, key, value, attn_mask, 0.0, False, scale=scale, enable_gqa=enable_gqa)
+        result: Tensor = _kernel(
+            query, key, value, attn_mask, 0.0, False, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
 
     def by_parts(
         self,

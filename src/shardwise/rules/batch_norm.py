@@ -22,6 +22,7 @@ from shardwise.rules.precision import widened
 from shardwise.rules.registry import functions, handler, rule
 from shardwise.rules.spec import Here, Out, Spec
 from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.torch_internals import verify_batch_size, verify_spatial_size
 
 Optional = torch.Tensor | None
 
@@ -38,7 +39,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     if training:
-        F._verify_batch_size(input.shape)  # type: ignore[attr-defined]
+        verify_batch_size(input.shape)
     if eps < 0 or (training and eps == 0):
         wanted = "positive during training" if training else "non-negative"
         raise ValueError(f"batch_norm eps must be {wanted}, but got {eps}")
@@ -64,7 +65,7 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     if use_input_stats:
-        F._verify_spatial_size(input.shape)  # type: ignore[attr-defined]
+        verify_spatial_size(input.shape)
     return _normalized(
         by_instance, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
     )

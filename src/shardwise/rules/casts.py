@@ -19,7 +19,8 @@ from shardwise.rules.pointwise import broadcast
 from shardwise.rules.precision import is_summed, keeps_sums
 from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
-from shardwise.tensor import DTensor, as_local, severed_by
+from shardwise.tensor import DTensor, severed_by
+from shardwise.torch_internals import as_local
 
 FLOATS = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
 INTEGERS = {

@@ -13,7 +13,8 @@ from shardwise.layout import Layout
 from shardwise.rules.dims import unsplit
 from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Spec
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import as_local
 
 
 def _numbers(args: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import torch
 from shardwise.rules.calls import tensors_in
 from shardwise.rules.registry import Known, RuleError, enter
 from shardwise.rules.spec import Dims, Out, Spec, parsed
+from shardwise.torch_internals import OpOverload, OpOverloadPacket, overload_of_custom_operator
 
 
 def register_rule(
@@ -73,10 +74,10 @@ def register_rule(
 
 
 def _functions(op: Any) -> list[Any]:
-    op = getattr(op, "_opoverload", op)  # of what torch.library.custom_op returns
-    if isinstance(op, torch._ops.OpOverload):
+    op = overload_of_custom_operator(op)  # of what torch.library.custom_op returns
+    if isinstance(op, OpOverload):
         return [op, op.overloadpacket]
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         return [op, *(getattr(op, each) for each in op.overloads())]  # type: ignore[no-untyped-call]
     module = getattr(op, "__module__", None)  # builtins such as torch.add have none
     if callable(op) and (module is None or module.partition(".")[0] == "torch"):

@@ -15,7 +15,8 @@ from shardwise.rules.dims import unsplit
 from shardwise.rules.random_ops import noise, noise_like
 from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Spec
-from shardwise.tensor import DTensor, as_local
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import as_local
 
 _ALPHA = 1.7580993408473766  # what SELU saturates at
 

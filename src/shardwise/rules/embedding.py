@@ -25,7 +25,8 @@ from shardwise.rules.pointwise import tensors_among
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.rows import refuse_if_explicit
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
-from shardwise.tensor import DTensor, as_local, unwrap
+from shardwise.tensor import DTensor, unwrap
+from shardwise.torch_internals import as_local
 
 
 @rule(F.embedding)

@@ -12,22 +12,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.utils._foreach_utils
-from torch.optim.optimizer import _foreach_supported_types
 
 from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, as_local, wrap_moved
+from shardwise.tensor import DTensor, wrap_moved
+from shardwise.torch_internals import as_local
 
 _layout_of = attrgetter("_layout")
 _Tensor = torch.Tensor
-
-# Optimizers and clip_grad_norm_ look here for what they may hand to these functions.
-for _types in (torch.utils._foreach_utils._foreach_supported_types, _foreach_supported_types):
-    if DTensor not in _types:
-        _types.append(DTensor)
 
 
 def aligned(args: Any) -> list[Layout] | None:

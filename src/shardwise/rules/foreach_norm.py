@@ -15,9 +15,10 @@ from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.constants import numbers
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, as_local, wrap, wrap_moved
+from shardwise.tensor import DTensor, wrap, wrap_moved
+from shardwise.torch_internals import TensorBase, as_local
 
-_local_numel = torch._C.TensorBase.numel
+_local_numel = TensorBase.numel
 _layout_of = attrgetter("_layout")
 
 

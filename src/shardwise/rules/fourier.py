@@ -22,6 +22,7 @@ from shardwise.rules.rearranging import roll
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import VF
 
 Sizes = tuple[int, ...]
 
@@ -237,7 +238,7 @@ _shift_rule(torch.fft.ifftshift, lambda size: (size + 1) // 2)
 # ---- of short times
 
 
-@rule(torch._VF.stft, by_dtype=True)  # type: ignore[attr-defined]
+@rule(VF.stft, by_dtype=True)
 def stft(
     input: torch.Tensor,
     n_fft: int,
@@ -273,7 +274,7 @@ def stft(
 
         def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             signal = filled(get(local) if time else local, [n_fft] * local.dim())
-            return cropped(torch._VF.stft(signal, *args, **kwargs), mine)  # type: ignore[attr-defined]
+            return cropped(VF.stft(signal, *args, **kwargs), mine)
 
         return run
 

@@ -13,24 +13,25 @@ import torch
 from torch.nn import init
 
 from shardwise.rules.registry import handler
+from shardwise.torch_internals import fan_of, fill_constant, fill_normal, fill_uniform
 
 
 @handler(init.uniform_)
 def uniform_(func: Any, args: Any, kwargs: Any) -> Any:
     """Numbers uniform in [a, b)."""
-    return init._no_grad_uniform_(*args, **kwargs)
+    return fill_uniform(*args, **kwargs)
 
 
 @handler(init.normal_)
 def normal_(func: Any, args: Any, kwargs: Any) -> Any:
     """Normally distributed numbers."""
-    return init._no_grad_normal_(*args, **kwargs)
+    return fill_normal(*args, **kwargs)
 
 
 @handler(init.constant_)
 def constant_(func: Any, args: Any, kwargs: Any) -> Any:
     """One value."""
-    return init._no_grad_fill_(*args, **kwargs)
+    return fill_constant(*args, **kwargs)
 
 
 @handler(init.kaiming_uniform_)
@@ -47,7 +48,7 @@ def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Any:
         if 0 in tensor.shape:
             warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=5)
             return tensor
-        fan = init._calculate_correct_fan(tensor, mode)
+        fan = fan_of(tensor, mode)
         bound = init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fan)
         with torch.no_grad():
             return tensor.uniform_(-bound, bound, generator=generator)

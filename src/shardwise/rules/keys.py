@@ -19,7 +19,8 @@ from shardwise.dispatch.moving import input_move, moved
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.spec import Dims, Here
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import as_local
 
 ALL = slice(None)
 _MASKS = (torch.bool, torch.uint8)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn import _reduction
 
 from shardwise.rules.calls import composed, dispatched
 from shardwise.rules.collectives import total, total_used
@@ -25,6 +24,7 @@ from shardwise.rules.pointwise import broadcast, tensors_among
 from shardwise.rules.precision import autocast_wider, keeps_sums, widened
 from shardwise.rules.registry import Aten, functions, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.torch_internals import legacy_reduction, schema_of
 
 Values = dict[str, Any]
 """The arguments of a call by name."""
@@ -51,7 +51,7 @@ class Loss:
             return Loss(
                 function, {at: each.default for at, each in parameters.items()}, frozenset()
             )
-        arguments = getattr(torch.ops.aten, name).default._schema.arguments
+        arguments = schema_of(getattr(torch.ops.aten, name).default).arguments
         names = ["input" if each.name == "self" else each.name for each in arguments]
         defaults = dict(zip(names, (each.default_value for each in arguments), strict=True))
         only = {at for at, each in zip(names, arguments, strict=True) if each.kwarg_only}
@@ -69,7 +69,7 @@ class Loss:
         """How the losses are reduced: "none", "mean", "sum", or what else the function knows."""
         given = values["reduction"]
         if values.get("size_average") is not None or values.get("reduce") is not None:
-            given = _reduction.legacy_get_string(values["size_average"], values["reduce"])
+            given = legacy_reduction(values["size_average"], values["reduce"])
         return given if isinstance(given, str) else _REDUCTIONS[given]
 
     def each(self, values: Values) -> torch.Tensor:

@@ -15,11 +15,12 @@ import torch
 from shardwise.rules.dims import Inputs, broadcast_dims
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.torch_internals import variable_functions
 
 Tensor = torch.Tensor
 Names = Sequence[str]
 
-VF: Any = torch._C._VariableFunctions
+VF: Any = variable_functions
 """What torch's functions in Python call."""
 
 

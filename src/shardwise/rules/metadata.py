@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, as_local, unwrap
+from shardwise.tensor import DTensor, unwrap
+from shardwise.torch_internals import TensorBase, as_local
 
 _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
 """Properties that compute: they have rules."""
@@ -54,7 +55,7 @@ for _name in ("size", "stride", "dim", "ndimension", "numel", "nelement"):
         if callable(_function):
             handler(_function)(_own(_name))
 
-for _name, _property in vars(torch._C.TensorBase).items():
+for _name, _property in vars(TensorBase).items():
     if not isinstance(_property, GetSetDescriptorType) or _name in _OPERATORS:
         continue
     # torch's `layout` (strided, sparse) is not ours.

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from shardwise.dispatch.aside import decomposed
 from shardwise.rules.attention import axes_of
 from shardwise.rules.registry import handler
+from shardwise.torch_internals import check_attention_shapes
 
 Tensor = torch.Tensor
 
@@ -54,7 +55,7 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, num_heads)  # type: ignore[attr-defined]
+    batched = check_attention_shapes(query, key, value, key_padding_mask, attn_mask, num_heads)
     _check(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
     weights = (q_proj_weight, k_proj_weight, v_proj_weight)
     projected = _projected((query, key, value), in_proj_weight, in_proj_bias, weights)

@@ -20,6 +20,7 @@ from shardwise.rules.dims import given
 from shardwise.rules.precision import widened
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.torch_internals import verify_batch_size
 
 Optional = torch.Tensor | None
 
@@ -251,7 +252,7 @@ def checked_group_norm(input: torch.Tensor, num_groups: int, *args: Any, **kwarg
     """F refuses one value per channel, which torch.group_norm takes."""
     spec = group_norm(input, num_groups, *args, **kwargs)
     size = list(input.shape)
-    F._verify_batch_size([size[0] * size[1] // num_groups, num_groups, *size[2:]])  # type: ignore[attr-defined]
+    verify_batch_size([size[0] * size[1] // num_groups, num_groups, *size[2:]])
     return spec
 
 

@@ -14,6 +14,7 @@ from shardwise.rules.halo import Window, expanded
 from shardwise.rules.padding import cropped, filled, is_empty
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Out, Spec
+from shardwise.torch_internals import nn_builtins
 
 
 @rule("im2col", inplace=False)
@@ -35,7 +36,7 @@ def im2col(input: torch.Tensor, kernel_size: Any, dilation: Any, padding: Any, s
         3,
         shape,
         channels,
-        lambda local: torch._C._nn.im2col(local, kernel, apart, around, step),
+        lambda local: nn_builtins.im2col(local, kernel, apart, around, step),
     )
 
 
@@ -60,7 +61,7 @@ def col2im(
         2,
         (*input.shape[:-2], channels, *size),
         channels,
-        lambda local: torch._C._nn.col2im(local, size, kernel, apart, around, step),
+        lambda local: nn_builtins.col2im(local, size, kernel, apart, around, step),
     )
 
 

@@ -18,16 +18,17 @@ from shardwise.rules.pointwise import tensors_among
 from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.torch_internals import nn_builtins
 
 _MAX: dict[int, Callable[..., Any]]
 _MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
 _MAX_AND_WHERE: dict[int, Callable[..., Any]] = {
     1: torch.max_pool1d_with_indices,
-    2: torch._C._nn.max_pool2d_with_indices,
-    3: torch._C._nn.max_pool3d_with_indices,
+    2: nn_builtins.max_pool2d_with_indices,
+    3: nn_builtins.max_pool3d_with_indices,
 }
 _AVERAGE: dict[int, Callable[..., Any]]
-_AVERAGE = {1: torch.avg_pool1d, 2: torch._C._nn.avg_pool2d, 3: torch._C._nn.avg_pool3d}
+_AVERAGE = {1: torch.avg_pool1d, 2: nn_builtins.avg_pool2d, 3: nn_builtins.avg_pool3d}
 
 Operator = Callable[[torch.Tensor], Any]
 
@@ -236,7 +237,7 @@ def _flat_average(pool: Pool, here: Here, includes_padding: bool) -> Operator:
     (kernel,), (stride,) = pool.shared
     divisors = _divisors(pool, here, includes_padding)
     return lambda input: _divided(
-        torch._C._nn.avg_pool2d(
+        nn_builtins.avg_pool2d(
             input.unsqueeze(-2), (1, kernel), (1, stride), 0, False, True, 1
         ).squeeze(-2),
         divisors,
@@ -364,8 +365,8 @@ for _space in (1, 2, 3):
     rule(f"max_pool{_space}d_with_indices", inplace=False)(_max_and_where_rule(_space))
     rule(f"avg_pool{_space}d", inplace=False, by_dtype=True)(_average_rule(_space))
 for _space in (2, 3):
-    _unpool = getattr(torch._C._nn, f"max_unpool{_space}d")
+    _unpool = getattr(nn_builtins, f"max_unpool{_space}d")
     rule(f"max_pool{_space}d_with_indices_backward")(_max_backward_rule(_space))
     rule(_unpool, Aten(f"max_unpool{_space}d"))(_unpool_rule(_space, _unpool))
-    _fractional = getattr(torch._C._nn, f"fractional_max_pool{_space}d")
+    _fractional = getattr(nn_builtins, f"fractional_max_pool{_space}d")
     rule(_fractional, Aten(f"fractional_max_pool{_space}d"))(_fractional_rule(_space, _fractional))

@@ -28,7 +28,8 @@ from shardwise.rules.pointwise import tensors_among
 from shardwise.rules.precision import keeps_sums
 from shardwise.rules.registry import Aten, handler, name_of, rule
 from shardwise.rules.spec import Here, Spec
-from shardwise.tensor import DTensor, as_local, unwrap, wrap
+from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.torch_internals import as_local
 
 
 def noise(

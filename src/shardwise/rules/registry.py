@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from shardwise.errors import ShardwiseError
 from shardwise.rules.spec import Spec
+from shardwise.torch_internals import OpOverload, OpOverloadPacket, nn_builtins, overload_name
 
 Rule = Callable[..., Spec | Callable[..., Any] | None]
 RuleType = TypeVar("RuleType", bound=Rule)
@@ -48,7 +49,7 @@ _MODULES: tuple[Any, ...] = (
     torch,
     torch.Tensor,
     F,
-    torch._C._nn,
+    nn_builtins,
     torch.special,
     torch.linalg,
     torch.fft,
@@ -60,7 +61,7 @@ def lookup(function: Any) -> Known | None:
     known = _table.get(function)
     if known is None and isinstance(function, _OPERATORS):
         packet = getattr(function, "overloadpacket", function)
-        is_out = getattr(function, "_overloadname", "").endswith("out")
+        is_out = overload_name(function).endswith("out")
         if str(packet).startswith("aten.") and not is_out:
             known = _aten.get(packet.__name__)
             if known is not None:
@@ -87,7 +88,7 @@ class Aten:
     name: str
 
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _aten: dict[str, Known] = {}
 
 

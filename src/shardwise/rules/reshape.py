@@ -22,6 +22,7 @@ from shardwise.rules.dims import as_sizes, replaced
 from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
 from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import variable_functions
 
 _MOST_PIECES = 256
 """A dim that is split within another is cut in as many pieces as that is long; no more than so
@@ -279,7 +280,7 @@ _AT_LEAST: dict[str, Callable[[list[int]], list[int]]] = {
 }
 
 
-@handler(*_AT_LEAST, *(getattr(torch._C._VariableFunctions, name) for name in _AT_LEAST))
+@handler(*_AT_LEAST, *(getattr(variable_functions, name) for name in _AT_LEAST))
 def at_least(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Each tensor on its own: they share no factors. To add dims is always a view.
     shape_of = _AT_LEAST[func.__name__.partition(".")[0]]

@@ -23,7 +23,8 @@ from shardwise.rules.padding import padded
 from shardwise.rules.reduction import split_as
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
-from shardwise.tensor import DTensor, as_local, unwrap, wrap
+from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.torch_internals import as_local
 
 # ---- sorting
 

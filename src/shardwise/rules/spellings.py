@@ -13,6 +13,7 @@ import shardwise.rules.pointwise  # noqa: F401 (what is registered here goes bef
 from shardwise.rules.calls import dispatched
 from shardwise.rules.registry import handler
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import nn_builtins
 
 Tensor = torch.Tensor
 
@@ -88,7 +89,7 @@ def _activation(python: Any, function: Any, inplace: Any) -> None:
     _spelled(python)(activation)
 
 
-_builtin: Any = torch._C._nn
+_builtin: Any = nn_builtins
 _activations: list[tuple[Callable[..., Any], Any, Any]] = [
     (F.relu, torch.relu, torch.relu_),
     (F.relu6, _builtin.relu6, _builtin.relu6_),

@@ -24,6 +24,7 @@ from shardwise.rules.precision import keeps_sums, widened, wider
 from shardwise.rules.reduction import Over, over_dims, reduced
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.torch_internals import VF
 
 # ---- variances
 
@@ -203,7 +204,7 @@ def linalg_norm(
     return None if isinstance(ord, str) else _vector(input, ord, dims, keepdim, dtype)
 
 
-@rule(torch.norm, torch.Tensor.norm, torch._VF.norm, Aten("norm"))  # type: ignore[attr-defined]
+@rule(torch.norm, torch.Tensor.norm, VF.norm, Aten("norm"))
 @with_synonyms
 def norm(
     input: torch.Tensor,
@@ -222,13 +223,13 @@ def norm(
     return _vector(input, 2 if p is None or p == "fro" else p, dim, keepdim, dtype)
 
 
-@rule(torch._VF.frobenius_norm, torch.frobenius_norm)
+@rule(VF.frobenius_norm, torch.frobenius_norm)
 @with_synonyms
 def frobenius_norm(input: torch.Tensor, dim: Any = None, keepdim: bool = False) -> Spec:
     return _vector(input, 2, dim, keepdim, None)
 
 
-@rule(torch._VF.nuclear_norm, torch.nuclear_norm)
+@rule(VF.nuclear_norm, torch.nuclear_norm)
 @with_synonyms
 def nuclear_norm(input: torch.Tensor, dim: Any = (-2, -1), keepdim: bool = False) -> Spec | None:
     return _matrix(input, "nuc", dim, keepdim, None)

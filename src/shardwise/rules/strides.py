@@ -21,7 +21,8 @@ from shardwise.rules.collectives import extreme
 from shardwise.rules.keys import mesh_of, static, whole
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Dims, Here, Out, Spec
-from shardwise.tensor import DTensor, as_local, wrap
+from shardwise.tensor import DTensor, wrap
+from shardwise.torch_internals import as_local, base_of
 
 Sizes = tuple[int, ...]
 
@@ -234,7 +235,7 @@ def _of_contiguous(
     """The arguments, if they are about the elements of a tensor whose memory ranks share."""
     with as_local():
         is_contiguous = input.is_contiguous()
-        base: Any = input._base
+        base: Any = base_of(input)
     is_part = isinstance(base, DTensor) and base._layout.numel != input._layout.numel
     if _some_rank(input, not is_contiguous or (is_part and offset is not None)):
         raise DispatchError(

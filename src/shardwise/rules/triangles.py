@@ -12,7 +12,8 @@ from shardwise.rules.creation import contribution
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Here, Spec
-from shardwise.tensor import DTensor, as_local
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import as_local
 
 
 def _triangle(function: Any) -> Any:

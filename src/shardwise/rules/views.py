@@ -14,7 +14,7 @@ from shardwise.rules.dims import as_dims, as_sizes
 from shardwise.rules.registry import Aten, handler, rule
 from shardwise.rules.rows import owned_part, severed
 from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
-from shardwise.tensor import as_local
+from shardwise.torch_internals import as_local
 
 _TENSOR: Any = torch.Tensor
 

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.dispatch.entry import check_writable
 from shardwise.layout import Layout
@@ -18,9 +17,9 @@ from shardwise.placement import Shard
 from shardwise.rules.registry import name_of
 from shardwise.sharded import converting
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.tensor import DTensor, locally, unwrap
+from shardwise.tensor import DTensor, unwrap
+from shardwise.torch_internals import base_of, locally, pytree, version_of
 
-_base_of = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
 _CONTAINERS = list, tuple, dict
 
 
@@ -82,15 +81,15 @@ class _StandIn(NamedTuple):
         )
         with outside, torch.set_grad_enabled(torch.is_grad_enabled()):
             made = converting.as_dtensor(tensor, layout)
-            memory = locally(_base_of, (), (made,))
-            copy = _Copy(memory, memory._version, memory.grad_fn)
+            memory = locally(base_of, (), (made,))
+            copy = _Copy(memory, version_of(memory), memory.grad_fn)
         return _StandIn(tensor, layout, made, copy)
 
     def finish(self, func: Any) -> None:
         """Note what was done to the DTensor in place."""
         if self.copy is not None:
             memory, version, history = self.copy
-            if memory._version != version:
+            if version_of(memory) != version:
                 for each in self.tensor._parts():
                     check_writable(name_of(func), each)
                 was_recorded = memory.grad_fn is not history

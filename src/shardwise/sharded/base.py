@@ -11,6 +11,7 @@ from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import ShardingSpec, as_size, as_spec, checked_spec, metadata_of
+from shardwise.torch_internals import make_wrapper_subclass
 
 
 class ShardedTensorBase(torch.Tensor):
@@ -99,7 +100,7 @@ def bare(
 ) -> Kind:
     """A tensor object of the metadata's size that holds these shards."""
     properties = metadata.tensor_properties
-    made: Any = torch.Tensor._make_wrapper_subclass(
+    made: Any = make_wrapper_subclass(
         cls, metadata.size, dtype=properties.dtype, requires_grad=properties.requires_grad
     )
     made._sharding_spec, made._metadata, made._local_shards = spec, metadata, shards

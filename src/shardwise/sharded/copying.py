@@ -18,8 +18,9 @@ from shardwise.sharded.held import mine
 from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
 from shardwise.sharded.moving import Move, moved, same
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local
 
-_set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+_set_data: Any = TensorBase.data.__set__
 
 Kind = TypeVar("Kind", bound="Copying")
 
@@ -113,7 +114,7 @@ class Copying(LocalShards):
             tensor.data = new
         metadata = value._metadata.copy(requires_grad=self.requires_grad)
         size = bare(type(self), value._sharding_spec, metadata, [])
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_local():
             _set_data(self, size)
         self._metadata, self._sharding_spec = metadata, value._sharding_spec
         own = mine(metadata, self._held, self._group)
@@ -208,8 +209,8 @@ class Copying(LocalShards):
     def _as_leaf(self: Kind, made: Kind) -> Kind:
         """A copy that records gradients, and is a parameter, if this is."""
         made.requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            made._is_param = True
+        if getattr(self, PARAMETER_FLAG, False):
+            setattr(made, PARAMETER_FLAG, True)
         return made
 
     def _share_references(self: Kind, other: Kind) -> Kind:

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.remote_device import _remote_device as RemoteDevice
 
 from shardwise import world
 from shardwise.comm import Communicator, communicator
@@ -16,6 +15,7 @@ from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.sharded import workers
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import ShardMetadata
+from shardwise.torch_internals import RemoteDevice
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | TorchMesh | Group | None"
 """What may be given as `process_group`. Simulated ranks have no process groups, but meshes."""

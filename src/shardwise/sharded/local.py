@@ -15,10 +15,10 @@ from shardwise.sharded.group import Group
 from shardwise.sharded.held import Held, mine
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import inferred_spec
+from shardwise.torch_internals import TensorBase
 
-_BASE: Any = torch._C.TensorBase
-_requires_grad_of: Any = _BASE.requires_grad.__get__
-_set_requires_grad: Any = _BASE.requires_grad.__set__
+_requires_grad_of: Any = TensorBase.requires_grad.__get__
+_set_requires_grad: Any = TensorBase.requires_grad.__set__
 
 Kind = TypeVar("Kind", bound="LocalShards")
 

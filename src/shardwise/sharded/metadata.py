@@ -12,11 +12,11 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.remote_device import _remote_device as RemoteDevice
 
 from shardwise.box import Box
 from shardwise.checks import as_ints
 from shardwise.sharded.errors import ShardedTensorError
+from shardwise.torch_internals import RemoteDevice
 
 Placement = RemoteDevice | str
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from shardwise.dispatch.arguments import check_same
 from shardwise.dispatch.state import state
@@ -34,7 +33,8 @@ from shardwise.sharded.methods import OWN
 from shardwise.sharded.registered import is_registered, registered
 from shardwise.sharded.specs import summary
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.tensor import DTensor, locally
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import locally, pytree
 
 
 def dispatch(

@@ -19,6 +19,7 @@ from shardwise.sharded.optimizer_state import Parameters
 from shardwise.sharded.plan import tensors_of
 from shardwise.sharded.specs import summary
 from shardwise.sharded.tensor import ShardedTensor
+from shardwise.torch_internals import hooks_of_optimizer, own_parameters
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -137,10 +138,10 @@ class ShardedOptimizer(optim.Optimizer):
         State of a ShardedTensor's shape is a ShardedTensor, cut alike; counters are as they are.
         """
         self._check_current("state_dict")
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        for hook in hooks_of_optimizer(self, "state_dict_pre"):
             hook(self)
         saved = optimizer_state.saved(self._parameters())
-        for after in self._optimizer_state_dict_post_hooks.values():
+        for after in hooks_of_optimizer(self, "state_dict_post"):
             replaced = after(self, saved)
             saved = saved if replaced is None else replaced
         return saved
@@ -152,11 +153,11 @@ class ShardedOptimizer(optim.Optimizer):
         checked on all ranks before anything is changed.
         """
         self._check_current("load_state_dict")
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in hooks_of_optimizer(self, "load_state_dict_pre"):
             replaced = hook(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
         self._optim.load_state_dict(optimizer_state.loaded(self._parameters(), state_dict))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in hooks_of_optimizer(self, "load_state_dict_post"):
             after(self)
 
     def __getstate__(self) -> NoReturn:
@@ -258,6 +259,6 @@ def named_params_with_sharded_tensor(
         if not recurse and owner is not module:
             continue
         is_attribute = isinstance(value, ShardedTensor) and attribute in vars(owner)
-        if id(value) not in seen and (attribute in owner._parameters or is_attribute):
+        if id(value) not in seen and (attribute in own_parameters(owner) or is_attribute):
             seen.add(id(value))
             yield f"{prefix}.{name}" if prefix else name, value

@@ -18,6 +18,7 @@ from shardwise.sharded.metadata import TensorProperties
 from shardwise.sharded.specs import ShardingSpec, as_spec, metadata_of
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import own_buffers, own_modules, own_parameters
 
 
 class Sharder(ABC):
@@ -67,7 +68,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
     """All tensors that modules have: parameters, buffers, other attributes. A tied one comes
     once for each of its names."""
     for path, owner in module.named_modules(remove_duplicate=False):
-        for names in (owner._parameters, owner._buffers, vars(owner)):
+        for names in (own_parameters(owner), own_buffers(owner), vars(owner)):
             for name, value in names.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{path}.{name}" if path else name, (owner, name), value
@@ -165,7 +166,7 @@ def _sharders(module: nn.Module, modules: dict[str, nn.Module], plan: ShardingPl
         places = [
             (owner, child)
             for owner in module.modules()
-            for child, value in owner._modules.items()
+            for child, value in own_modules(owner).items()
             if value is target
         ]
         found[name] = places, target, value

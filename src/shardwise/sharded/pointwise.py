@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.box import Box
 from shardwise.rules.calls import input_of, tensors_in
@@ -18,6 +17,7 @@ from shardwise.rules.registry import lookup
 from shardwise.rules.spec import Dims, Spec
 from shardwise.sharded.moving import same
 from shardwise.sharded.tensor import ShardedTensor
+from shardwise.torch_internals import pytree
 
 
 def run(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.distributed.remote_device import _remote_device as RemoteDevice
 
 from shardwise import world
 from shardwise.comm.buffers import owned
@@ -30,6 +29,7 @@ from shardwise.sharded.specs import (
     ShardingSpec,
     inferred_spec,
 )
+from shardwise.torch_internals import PARAMETER_FLAG, RemoteDevice
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor
@@ -153,7 +153,7 @@ def _check(saved: ProcessGroupState, here: ProcessGroupState) -> None:
 
 def reduced(tensor: ShardedTensor) -> tuple[Any, ...]:
     """How it is pickled."""
-    is_param = getattr(tensor, "_is_param", False)
+    is_param = getattr(tensor, PARAMETER_FLAG, False)
     return _rebuilt, (type(tensor), tensor._like(), tensor.__getstate__(), is_param)
 
 
@@ -173,7 +173,7 @@ def _rebuilt(
     made = bare(kind, spec, metadata, [])
     made.__setstate__((shards, metadata, saved, spec, init_rrefs))
     if is_param:
-        made._is_param = True
+        setattr(made, PARAMETER_FLAG, True)
     return made
 
 

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.remote_device import _remote_device as RemoteDevice
 
 from shardwise.box import Box, chunk
 from shardwise.checks import as_int, as_ints
@@ -22,6 +21,7 @@ from shardwise.sharded.metadata import (
     TensorProperties,
     as_placement,
 )
+from shardwise.torch_internals import RemoteDevice
 
 if TYPE_CHECKING:
     from shardwise.sharded.group import GroupLike

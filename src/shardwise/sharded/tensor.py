@@ -32,6 +32,7 @@ from shardwise.sharded.moving import Move
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.specs import ShardingSpec, as_spec, metadata_of, summary
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import PARAMETER_FLAG
 
 
 class ShardedTensor(Copying):
@@ -268,7 +269,7 @@ class ShardedTensor(Copying):
     # ---- as an object
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        name = "Parameter, " if getattr(self, "_is_param", False) else ""
+        name = "Parameter, " if getattr(self, PARAMETER_FLAG, False) else ""
         history = ", requires_grad=True" if self.requires_grad else ""
         size = f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
         local = ", ".join(f"{each.metadata.box}: {each.tensor!r}" for each in self._local_shards)

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise import world
 from shardwise.sharded.errors import ShardedStateError
+from shardwise.torch_internals import current_rpc_agent, is_rpc_running
 
 
 def own_rank() -> int | None:
@@ -23,7 +24,7 @@ def ranks_by_name(reason: str) -> dict[str, int]:
     rpc = _running()
     if rpc is None:
         raise ShardedStateError(f"{reason}, and RPC is not running; {how_to_start()}")
-    return {each.name: each.id for each in rpc._get_current_rpc_agent().get_worker_infos()}
+    return {each.name: each.id for each in current_rpc_agent().get_worker_infos()}
 
 
 def names_by_rank() -> dict[int, str]:
@@ -48,4 +49,4 @@ def _running() -> Any:
     api: Any = rpc
     if world.current().is_simulated or not rpc.is_available():
         return None
-    return api if api._is_current_rpc_agent_set() else None
+    return api if is_rpc_running() else None

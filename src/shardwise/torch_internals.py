@@ -1,0 +1,455 @@
+"""Every private name of torch that shardwise uses, in one place.
+
+No other module reads an underscored name of torch (`tests/test_torch_internals.py` checks it).
+Three kinds of names need not be listed here: aten's underscored operators (`torch._foreach_add_`),
+methods of torch's classes that ours override, and torch's own DTensor in `interop`.
+
+Each name is taken by its path, with its purpose, when shardwise is imported. If any is missing or
+has other parameters than expected, the import fails with all of them in one ImportError, before
+anything in torch is changed. `report()` lists them for `shardwise doctor --self-test`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx, nn, optim
+
+FIRST_TESTED, LAST_TESTED = (2, 13), (2, 15)
+"""The minor versions of torch that the tests have run on: docs/compatibility.md."""
+
+
+def tested_versions() -> str:
+    """Return the tested range of versions as text, for messages."""
+    return f"{'.'.join(map(str, FIRST_TESTED))} to {'.'.join(map(str, LAST_TESTED))}"
+
+
+def version_of_torch() -> tuple[int, int]:
+    """Return the major and minor version of the installed torch."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """One private name of torch."""
+
+    path: str
+    purpose: str
+    problem: str | None = None
+    """Why it cannot be used in the installed version; None if it looks as expected."""
+
+
+_internals: list[Internal] = []
+
+
+def report() -> list[Internal]:
+    """List the private names of torch that shardwise uses, with what is wrong with each."""
+    return list(_internals)
+
+
+def _take(path: str, purpose: str, parameters: str = "") -> Any:
+    """Find a private name of torch and note it.
+
+    Arguments:
+        path: the dotted path, module first.
+        parameters: the names of the arguments that we pass or receive, with spaces between them; a
+            Python function must have all of them.
+    """
+    value, problem = _find(path)
+    if problem is None and parameters:
+        known = inspect.signature(value).parameters
+        unknown = [each for each in parameters.split() if each not in known]
+        if unknown:
+            problem = (
+                f"has no parameter {', '.join(unknown)}: its parameters are {', '.join(known)}"
+            )
+    _internals.append(Internal(path, purpose, problem))
+    return value
+
+
+def _getter(path: str, purpose: str) -> Any:
+    """Find a property of a class of C; return the function that reads it, with no dispatch."""
+    return getattr(_take(path, purpose), "__get__", None)
+
+
+def _find(path: str) -> tuple[Any, str | None]:
+    parts = path.split(".")
+    value: Any = torch
+    for at, part in enumerate(parts[1:], 2):
+        try:
+            if inspect.isclass(value) and part in vars(value) and not part.startswith("__"):
+                value = inspect.getattr_static(value, part)  # a descriptor, as it is
+            else:
+                value = getattr(value, part)
+        except AttributeError:
+            name = ".".join(parts[:at])
+            try:
+                value = importlib.import_module(name)
+            except ImportError:
+                return None, f"{name} does not exist"
+    return value, None
+
+
+# ---- tensors: the piece below a DTensor
+
+TensorBase: Any = _take(
+    "torch._C.TensorBase", "the C class of tensors: its properties see the piece"
+)
+as_local: Any = _take("torch._C.DisableTorchFunctionSubclass", "torch functions see the pieces")
+without_torch_function: Any = _take(
+    "torch._C.DisableTorchFunction", "no mode and no subclass sees the calls within"
+)
+locally: Any = _take(
+    "torch._C._disabled_torch_function_impl",
+    "`locally(function, (), arguments)` is `with as_local(): function(*arguments)`, and faster",
+)
+is_torch_function_enabled: Callable[[], bool] = _take(
+    "torch._C._is_torch_function_enabled", "false within `as_local()`"
+)
+base_of: Callable[[torch.Tensor], Any] = _getter(
+    "torch._C.TensorBase._base", "the tensor that a view was taken of"
+)
+version_of: Callable[[torch.Tensor], int] = _getter(
+    "torch._C.TensorBase._version", "how often the memory was written to"
+)
+backward_hooks_of: Callable[[torch.Tensor], Any] = _getter(
+    "torch._C.TensorBase._backward_hooks", "the hooks of a tensor; None if it has none"
+)
+post_accumulate_hooks_of: Callable[[torch.Tensor], Any] = _getter(
+    "torch._C.TensorBase._post_accumulate_grad_hooks", "the same, of hooks after accumulation"
+)
+HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The attributes to copy to a tensor that takes another's place."""
+PARAMETER_FLAG = "_is_param"
+"""The attribute by which `isinstance(x, nn.Parameter)` knows a subclass's parameters."""
+make_wrapper_subclass: Any = _take(
+    "torch.Tensor._make_wrapper_subclass", "a tensor with a size and no memory"
+)
+is_zero_tensor: Callable[[torch.Tensor], bool] = _take(
+    "torch.Tensor._is_zerotensor", "whether autograd left out the zeros' memory"
+)
+_storage_use_count: Any = _take(
+    "torch._C._storage_Use_Count", "the number of tensors that hold a memory"
+)
+_take("torch.UntypedStorage._cdata", "the address of a storage's C object, its identity")
+dtypes_without_typed_storage: Any = _take(
+    "torch.storage._new_dtypes", "the dtypes that a typed storage cannot pickle"
+)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that two storages share only if they are one memory."""
+    return cast(int, storage._cdata)
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return the number of tensors and storages in C++ that hold this memory."""
+    return cast(int, _storage_use_count(storage._cdata))
+
+
+# ---- autograd
+
+_is_key_excluded: Callable[[Any], bool] = _take(
+    "torch._C._dispatch_tls_is_dispatch_key_excluded", "whether C++ calls us below autograd"
+)
+_AUTOGRAD: Any = _take("torch._C.DispatchKey.AutogradFunctionality", "the key asked for")
+current_graph_task: Callable[[], int] = _take(
+    "torch._C._current_graph_task_id", "the number of the backward that runs; -1 outside"
+)
+next_sequence_number: Callable[[], int] = _take(
+    "torch._C._autograd._get_sequence_nr", "the number of the next node of the graph"
+)
+top_saved_tensors_hooks: Any = _take(
+    "torch._C._autograd._top_saved_tensors_default_hooks", "the hooks that would pack saved tensors"
+)
+engine: Any = _take(
+    "torch.autograd.variable.Variable._execution_engine", "calls back at the end of a backward"
+)
+preserve_version_counter: Callable[[Any], AbstractContextManager[None]] = _take(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+    "writes that saved tensors do not count",
+    "tensors",
+)
+
+
+def is_autograd_excluded() -> bool:
+    """Tell whether the call comes from C++ below autograd."""
+    return _is_key_excluded(_AUTOGRAD)
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node of the graph, in the order in which nodes were made."""
+    return cast(int, node._sequence_nr())
+
+
+def backward_node(function: type[torch.autograd.Function]) -> type:
+    """Return the class of the nodes that an autograd function puts into the graph."""
+    return cast(type, cast(Any, function)._backward_cls)
+
+
+# ---- custom autograd functions of torch that DTensors may enter (torch_patches, dispatch)
+
+CheckpointFunction: Any = _take(
+    "torch.utils.checkpoint.CheckpointFunction", "reentrant checkpointing hands tensors through"
+)
+BackwardHookFunction: Any = _take(
+    "torch.nn.modules._functions.BackwardHookFunction", "a module's backward hooks do, too"
+)
+Dirichlet: Any = _take("torch.distributions.dirichlet._Dirichlet", "it samples")
+
+# ---- operators
+
+if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+else:
+    HigherOrderOperator = _take("torch._ops.HigherOrderOperator", "operators that call functions")
+    OpOverload = _take("torch._ops.OpOverload", "one overload of an operator")
+    OpOverloadPacket = _take("torch._ops.OpOverloadPacket", "an operator with its overloads")
+
+nn_builtins: Any = _take("torch._C._nn", "the functions of C below torch.nn.functional")
+variable_functions: Any = _take(
+    "torch._C._VariableFunctions", "the functions of C below torch's Python functions"
+)
+VF: Any = _take("torch._VF", "the same, where Python and C share a name: norm, stft")
+functional_collectives: Any = _take(
+    "torch.ops._c10d_functional", "the collectives that an exported program calls"
+)
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the signature of an operator's overload: its arguments and what it writes to."""
+    return operator._schema
+
+
+def operator_name(target: Any) -> str:
+    """Return the name of an operator without namespace and overload; empty if it is none."""
+    return getattr(target, "_opname", "")
+
+
+def overload_name(target: Any) -> str:
+    """Return the name of an overload; empty if the target is none."""
+    return getattr(target, "_overloadname", "")
+
+
+def overload_of_custom_operator(operator: Any) -> Any:
+    """Return the overload that `torch.library.custom_op` made, or the operator as it is."""
+    return getattr(operator, "_opoverload", operator)
+
+
+# ---- modules and their functions
+
+verify_batch_size: Any = _take(
+    "torch.nn.functional._verify_batch_size", "refuses norms of one value per channel", "size"
+)
+verify_spatial_size: Any = _take(
+    "torch.nn.functional._verify_spatial_size", "the same for instance norms", "size"
+)
+check_attention_shapes: Any = _take(
+    "torch.nn.functional._mha_shape_check",
+    "refuses shapes that do not fit; tells whether there is a batch",
+    "query key value key_padding_mask attn_mask num_heads",
+)
+legacy_reduction: Any = _take(
+    "torch.nn._reduction.legacy_get_string", "losses' arguments size_average and reduce"
+)
+fill_uniform: Any = _take("torch.nn.init._no_grad_uniform_", "what torch.nn.init fills with")
+fill_normal: Any = _take("torch.nn.init._no_grad_normal_", "the same")
+fill_constant: Any = _take("torch.nn.init._no_grad_fill_", "the same")
+fan_of: Any = _take(
+    "torch.nn.init._calculate_correct_fan", "the size that scales initial values", "tensor mode"
+)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters by name, as the dict in which it keeps them."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own buffers by name, as the dict in which it keeps them."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's children by name, shared ones several times."""
+    return module._modules
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that run before a module's forward, in order."""
+    return list(module._forward_pre_hooks.values())
+
+
+# ---- optimizers
+
+foreach_types: list[list[type]] = [
+    _take(path, "the types that optimizers and clip_grad_norm_ hand to torch._foreach_*")
+    for path in (
+        "torch.utils._foreach_utils._foreach_supported_types",
+        "torch.optim.optimizer._foreach_supported_types",
+    )
+]
+
+
+def hooks_of_optimizer(optimizer: optim.Optimizer, when: str) -> list[Any]:
+    """Return an optimizer's hooks: `state_dict_pre`, `load_state_dict_post`, ..."""
+    return list(getattr(optimizer, f"_optimizer_{when}_hooks").values())
+
+
+# ---- process groups
+
+_c10d = "torch.distributed.distributed_c10d"
+world_of_torch: Any = _take(f"{_c10d}._world", "the process groups by what they are")
+default_group: Any = _take(f"{_c10d}._get_default_group", "all ranks; an error before the start")
+new_process_group: Any = _take(
+    f"{_c10d}._new_process_group_helper",
+    "makes a group under a name of ours, by its members only",
+    "group_size group_rank global_ranks_in_group backend store group_name timeout group_desc",
+)
+device_for_objects: Any = _take(
+    f"{_c10d}._get_object_coll_device", "the device on which a group sends bytes", "group"
+)
+register_group: Any = _take(
+    "torch._C._distributed_c10d._register_process_group", "programs find groups by their names"
+)
+resolve_group: Any = _take(
+    "torch._C._distributed_c10d._resolve_process_group", "the group of a name"
+)
+current_rpc_agent: Any = _take("torch.distributed.rpc._get_current_rpc_agent", "RPC's workers")
+is_rpc_running: Any = _take(
+    "torch.distributed.rpc._is_current_rpc_agent_set", "whether RPC was started"
+)
+
+if TYPE_CHECKING:
+    import torch.distributed.remote_device
+
+    RemoteDevice = torch.distributed.remote_device._remote_device
+else:
+    RemoteDevice = _take(
+        "torch.distributed.remote_device._remote_device", "`rank:1/cpu` in a ShardedTensor's spec"
+    )
+
+_take("torch.distributed.ProcessGroup._allgather_base", "gathers into one buffer, without a copy")
+_take("torch.distributed.ProcessGroup._reduce_scatter_base", "the same, backwards")
+_take("torch.distributed.ProcessGroup._get_backend", "gives a group's timeout")
+
+
+def start_all_gather(group: Any, out: torch.Tensor, piece: torch.Tensor) -> Any:
+    """Start gathering the pieces of a group's ranks in one buffer; return what to wait for."""
+    return group._allgather_base(out, piece)
+
+
+def start_reduce_scatter(group: Any, out: torch.Tensor, packed: torch.Tensor, options: Any) -> Any:
+    """Start reducing the ranks' buffers; each rank gets a part. Return what to wait for."""
+    return group._reduce_scatter_base(out, packed, options)
+
+
+def timeout_of(group: Any) -> Any:
+    """Return how long a group waits for its ranks."""
+    return group._get_backend(torch.device(device_for_objects(group))).options._timeout
+
+
+# ---- exported programs
+
+if TYPE_CHECKING:
+    import torch.utils._pytree
+    from torch._guards import TracingContext as TracingContext
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+    pytree = torch.utils._pytree
+else:
+    TracingContext = _take("torch._guards.TracingContext", "holds the mode of a recording")
+    FakeTensorMode = _take("torch._subclasses.fake_tensor.FakeTensorMode", "values without data")
+    pytree = _take("torch.utils._pytree", "nested arguments and results")
+    TorchDispatchMode = _take(
+        "torch.utils._python_dispatch.TorchDispatchMode", "sees every operator below autograd"
+    )
+
+tracing: Any = _take("torch._guards.tracing", "records within a context", "context")
+enable_python_dispatcher: Any = _take(
+    "torch._dispatch.python.enable_python_dispatcher", "kernels in Python, for dynamic sizes"
+)
+_take("torch.fx.Node._rename", "gives a node a name of ours")
+_take("torch.fx.Interpreter._set_current_node", "notes which node is run")
+
+
+def guard_error() -> type[Exception]:
+    """Return the error of a program that would hold for some sizes only.
+
+    Asked for late: its module takes long to import, and only programs with dynamic sizes need it.
+    """
+    return cast(
+        type[Exception],
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")._ShapeEnvGuardError,
+    )
+
+
+def rename_node(node: fx.Node, name: str) -> None:
+    """Give a node another name, made unique in its graph."""
+    node._rename(name)
+
+
+def current_node(interpreter: fx.Interpreter, node: fx.Node) -> AbstractContextManager[None]:
+    """Within, the interpreter runs this node."""
+    return interpreter._set_current_node(node)
+
+
+# ---- what torch_patches changes
+
+add_batch_dim: Any = _take("torch._functorch.vmap._add_batch_dim", "vmap wraps its inputs")
+wrap_for_grad: Any = _take(
+    "torch._functorch.eager_transforms._wrap_for_grad", "grad, vjp and jvp wrap their inputs"
+)
+wrap_functional: Any = _take(
+    "torch._functorch.eager_transforms._wrap_functional_tensor", "functionalize wraps its inputs"
+)
+vmap_module: Any = _take("torch._functorch.vmap", "where `_add_batch_dim` is looked up")
+transforms_module: Any = _take("torch._functorch.eager_transforms", "the same for the other two")
+CheckpointFrame: Any = _take(
+    "torch.utils.checkpoint._CheckpointFrame", "`save_inputs` gets what a checkpoint runs on"
+)
+_take("torch.utils.checkpoint._CheckpointFrame.save_inputs", "the method")
+checkpoint_metadata: dict[str, Any] = _take(
+    "torch.utils.checkpoint._allowed_determinism_checks_to_fns",
+    "how checkpointing compares saved with recomputed tensors",
+)
+default_checkpoint_metadata: Any = _take(
+    "torch.utils.checkpoint._default_meta_extractor", "the default of it"
+)
+masked_module: Any = _take("torch.masked._ops", "where `_input_mask` is looked up")
+input_mask: Any = _take(
+    "torch.masked._ops._input_mask", "the mask of torch.masked's functions", "input"
+)
+_take(
+    "torch.optim.Optimizer._process_value_according_to_param_policy",
+    "gets each tensor of a state dict that an optimizer loads",
+    "param value param_id param_groups key",
+)
+_take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Python")
+
+
+def _check() -> None:
+    """Raise one ImportError about all names that are not as expected."""
+    problems = [f"  {each.path}: {each.problem}" for each in _internals if each.problem]
+    if problems:
+        raise ImportError(
+            f"shardwise: torch {torch.__version__} is not supported: these internals are missing "
+            "or look different\n"
+            + "\n".join(problems)
+            + f"\nInstall a torch that shardwise was tested with, {tested_versions()} "
+            "(pip install 'torch>=2.13,<2.16'), or a newer shardwise. Nothing was changed in torch"
+        )
+
+
+_check()

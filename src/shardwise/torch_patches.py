@@ -1,0 +1,348 @@
+"""Every change that shardwise makes to torch: what, why, and how to undo it.
+
+`import shardwise` calls `install()`. Each patch does what torch does where no DTensor is involved.
+Torch's public hooks are used where they suffice (`register_optimizer_step_pre_hook`); each of the
+others says why they do not. All patches hold for torch 2.13 to 2.15; a difference between versions
+is stated at the patch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardwise import optimizers
+from shardwise.comm import trace
+from shardwise.comm.cause import in_module
+from shardwise.copies import as_ordinary, copies_in
+from shardwise.dispatch.functions import apply_to_dtensors
+from shardwise.errors import DispatchError
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import (
+    CheckpointFrame,
+    as_local,
+    checkpoint_metadata,
+    default_checkpoint_metadata,
+    foreach_types,
+    input_mask,
+    is_torch_function_enabled,
+    masked_module,
+    transforms_module,
+    vmap_module,
+)
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One change to torch."""
+
+    name: str
+    """The name in torch that is changed."""
+    reason: str
+    apply: Callable[[], Undo]
+    """Make the change; return the function that takes it back."""
+
+
+_undos: list[Undo] = []
+_changing = threading.Lock()
+
+
+def install() -> None:
+    """Make all changes to torch; does nothing if they are made. If one fails, none is made."""
+    with _changing:
+        if _undos:
+            return
+        try:
+            for patch in PATCHES:
+                _undos.append(patch.apply())
+        except BaseException:
+            _take_back()
+            raise
+
+
+def uninstall() -> None:
+    """Take all changes back: torch is as it was before `import shardwise`.
+
+    Operators on DTensors go on working; what `PATCHES` lists does not.
+    """
+    with _changing:
+        _take_back()
+
+
+def is_installed() -> bool:
+    """Tell whether the changes are made."""
+    return bool(_undos)
+
+
+def _take_back() -> None:
+    while _undos:
+        _undos.pop()()
+
+
+def _replace(owner: Any, attribute: str, replacement: Any) -> Undo:
+    """Replace an attribute of a class or module, which may be inherited."""
+    is_own = attribute in vars(owner)
+    before = inspect.getattr_static(owner, attribute)
+    setattr(owner, attribute, replacement)
+
+    def undo() -> None:
+        if inspect.getattr_static(owner, attribute) is not replacement:
+            return  # somebody has wrapped ours since: theirs stays
+        if is_own:
+            setattr(owner, attribute, before)
+        else:
+            delattr(owner, attribute)
+
+    return undo
+
+
+def _all(undos: list[Undo]) -> Undo:
+    def undo() -> None:
+        for each in reversed(undos):
+            each()
+
+    return undo
+
+
+# ---- custom autograd functions
+
+
+def _guard_function_apply() -> Undo:
+    # Until 2.13 a Python classmethod, since 2.14 a method of C: both are descriptors of a class.
+    apply_of = inspect.getattr_static(torch.autograd.Function, "apply").__get__
+
+    def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, DTensor):
+                if is_torch_function_enabled():
+                    run = functools.partial(
+                        apply_to_dtensors, apply_of(None, cls), cls, args, kwargs
+                    )
+                    return as_ordinary(copies_in(args, kwargs), run)
+                break
+        return apply_of(None, cls)(*args, **kwargs)
+
+    return _replace(torch.autograd.Function, "apply", classmethod(guarded_apply))
+
+
+# ---- the transforms of torch.func
+
+
+def _refuse_in_transforms() -> Undo:
+    places = [
+        (vmap_module, "_add_batch_dim"),
+        (transforms_module, "_wrap_for_grad"),
+        (transforms_module, "_wrap_functional_tensor"),
+    ]
+    return _all(
+        [_replace(module, name, _refusing(getattr(module, name))) for module, name in places]
+    )
+
+
+def _refusing(wrapping: Any) -> Any:
+    @functools.wraps(wrapping)
+    def wrapped(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            raise DispatchError(
+                f"torch.func: got a DTensor {tensor._layout!r}. Its transforms (grad, vjp, jvp, "
+                "vmap, ...) would see only this rank's piece; use torch.autograd.grad or "
+                "torch.autograd.functional, or transform local tensors within sw.local_map"
+            )
+        return wrapping(tensor, *args, **kwargs)
+
+    return wrapped
+
+
+# ---- activation checkpointing
+
+
+def _compare_pieces_in_checkpoints() -> Undo:
+    def metadata_of_piece(tensor: torch.Tensor) -> Any:
+        with as_local():
+            return default_checkpoint_metadata(tensor)
+
+    before = checkpoint_metadata["default"]
+    checkpoint_metadata["default"] = metadata_of_piece
+    return lambda: checkpoint_metadata.update(default=before)
+
+
+def _renew_inputs_of_checkpoints() -> Undo:
+    save_inputs = CheckpointFrame.save_inputs
+
+    def save_renewed(self: Any, *args: Any) -> None:
+        for each in copies_in(args):
+            each._renew()
+        save_inputs(self, *args)
+
+    return _replace(CheckpointFrame, "save_inputs", save_renewed)
+
+
+# ---- torch.masked
+
+
+def _make_masks_of_dtensors() -> Undo:
+    @functools.wraps(input_mask)
+    def mask_of(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("mask")
+        if not isinstance(input, DTensor) or not isinstance(mask, torch.Tensor):
+            return input_mask(input, *args, **kwargs)
+        if mask.layout != torch.strided:
+            mask = mask.to_dense()
+        if mask.dim() > input.dim():
+            raise IndexError(
+                f"torch.masked: expected a mask of at most {input.dim()} dims, as the input has; "
+                f"got {mask.dim()}"
+            )
+        return mask.to(torch.bool).broadcast_to(input.shape)
+
+    return _replace(masked_module, "_input_mask", mask_of)
+
+
+# ---- optimizers
+
+
+def _watch_optimizer_steps() -> Undo:
+    handles = [
+        register_optimizer_step_pre_hook(optimizers.before_step),
+        register_optimizer_step_post_hook(optimizers.after_step),
+    ]
+    return _all([handle.remove for handle in handles])
+
+
+def _step_on_shards() -> Undo:
+    undos = []
+    for kind in optimizers.POINTWISE:
+        step: Any = kind.step
+        if getattr(step, "hooked", False):  # one was made before shardwise was imported
+            step = optim.Optimizer.profile_hook_step(optimizers.on_shards(step.__wrapped__))
+            step.hooked = True
+        else:
+            step = optimizers.on_shards(step)
+        undos.append(_restored_step(kind, step, kind.step))
+        kind.step = step  # type: ignore[method-assign]
+    return _all(undos)
+
+
+def _restored_step(kind: type[optim.Optimizer], ours: Any, before: Any) -> Undo:
+    def undo() -> None:
+        now: Any = kind.step
+        if now is ours:
+            kind.step = before  # type: ignore[method-assign]
+        elif getattr(now, "__wrapped__", None) is ours:  # torch wrapped it for its hooks meanwhile
+            hooked: Any = optim.Optimizer.profile_hook_step(before)
+            hooked.hooked = True
+            kind.step = hooked  # type: ignore[method-assign]
+
+    return undo
+
+
+def _lay_out_loaded_state() -> Undo:
+    name = "_process_value_according_to_param_policy"
+    load = functools.partial(optimizers.load_value, getattr(optim.Optimizer, name))
+    return _replace(optim.Optimizer, name, staticmethod(load))
+
+
+def _hand_dtensors_to_foreach() -> Undo:
+    extended = [types for types in foreach_types if DTensor not in types]
+    for types in extended:
+        types.append(DTensor)
+    return _all([functools.partial(types.remove, DTensor) for types in extended])
+
+
+# ---- modules, while somebody listens to collectives
+
+
+def _name_running_modules() -> Undo:
+    call: Any = nn.Module.__call__
+
+    def named_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with in_module(module):
+            return call(module, *args, **kwargs)
+
+    def watch(is_watched: bool) -> None:
+        nn.Module.__call__ = named_call if is_watched else call  # type: ignore[method-assign]
+
+    trace.watch_modules_with(watch)
+
+    def undo() -> None:
+        watch(False)
+        trace.watch_modules_with(None)
+
+    return undo
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "torch.autograd.Function.apply",
+        "A custom function bypasses __torch_function__: its forward would see DTensors and its "
+        "backward pieces. Torch has no hook there.",
+        _guard_function_apply,
+    ),
+    Patch(
+        "torch._functorch.vmap._add_batch_dim, .eager_transforms._wrap_for_grad and "
+        "._wrap_functional_tensor",
+        "torch.func wraps its inputs in C++, where a DTensor is only its piece: refused.",
+        _refuse_in_transforms,
+    ),
+    Patch(
+        "torch.utils.checkpoint._allowed_determinism_checks_to_fns['default']",
+        "Checkpointing looks at saved tensors as pieces and at recomputed ones as DTensors: both "
+        "must mean the piece.",
+        _compare_pieces_in_checkpoints,
+    ),
+    Patch(
+        "torch.utils.checkpoint._CheckpointFrame.save_inputs",
+        "Copies that stand for views of split dims must be up to date before a checkpoint runs.",
+        _renew_inputs_of_checkpoints,
+    ),
+    Patch(
+        "torch.masked._ops._input_mask",
+        "It asks whether x.layout is in a set of torch's layouts, a question of hashes, where our "
+        "Layout cannot pass for torch.strided.",
+        _make_masks_of_dtensors,
+    ),
+    Patch(
+        "register_optimizer_step_pre_hook and _post_hook (public)",
+        "A step of parameters that were replaced by DTensors would do nothing: refused. Changed "
+        "parameters outdate what was gathered from them.",
+        _watch_optimizer_steps,
+    ),
+    Patch(
+        "torch.optim.SGD.step and those of the other pointwise optimizers",
+        "They run on the pieces as plain tensors. Not by step hooks: those run in the order of "
+        "registration, so that a user's hooks would see the plain tensors, and not at all after an "
+        "error.",
+        _step_on_shards,
+    ),
+    Patch(
+        "torch.optim.Optimizer._process_value_according_to_param_policy",
+        "Loaded state of a parameter's shape is laid out as the parameter. Torch's hooks of "
+        "load_state_dict are an optimizer's own, not global.",
+        _lay_out_loaded_state,
+    ),
+    Patch(
+        "_foreach_supported_types of torch.optim.optimizer and torch.utils._foreach_utils",
+        "Optimizers and clip_grad_norm_ use torch._foreach_* only for the types listed there.",
+        _hand_dtensors_to_foreach,
+    ),
+    Patch(
+        "torch.nn.Module.__call__, within `listen` and `trace`",
+        "Events name the module that runs. Not by global forward hooks: those end before a "
+        "module's own hooks, which move tensors at its boundary.",
+        _name_running_modules,
+    ),
+)
+"""All changes, in the order in which they are made."""
