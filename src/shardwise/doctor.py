@@ -19,6 +19,7 @@ from shardwise.placement import Replicate, Shard
 from shardwise.random_state import init_device_mesh
 from shardwise.sim import simulate
 from shardwise.tensor import DTensor
+from shardwise.worker import usable_cores
 
 REQUIRED = ("numpy", "rich", "safetensors")
 OPTIONAL = {
@@ -78,9 +79,7 @@ def _installed(package: str) -> str | None:
 
 
 def _cores() -> str:
-    total = os.cpu_count() or 1
-    # Containers and batch systems often give a process fewer than the machine has.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    usable, total = usable_cores(), os.cpu_count()
     of_all = "" if usable == total else f" of {total}"
     return f"{usable}{of_all} cores, {torch.get_num_threads()} threads of torch"
 
