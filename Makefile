@@ -1,10 +1,13 @@
-# Every target that needs it sets up .venv by itself: python3 (3.11 or newer) and make are enough.
-# The stamp makes that free until pyproject.toml or constraints.txt changes.
+# Every target that needs it sets up its environment by itself: python3 (3.11 or newer) and make are
+# enough. The stamp makes that free until pyproject.toml or the constraints change.
 
 PYTHON ?= python3
-VENV := .venv
+DEFAULT_TORCH := 2.13.0
+TORCH := $(DEFAULT_TORCH)
+VENV := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),.venv,.venv-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONSTRAINTS := constraints/$(TORCH).txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 ONLY ?=
@@ -12,11 +15,19 @@ ONLY ?=
 # share what is started for them, until another has nothing else left.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
+TORCHES := $(sort $(patsubst constraints/%.txt,%,$(wildcard constraints/[0-9]*.txt)))
+ifeq ($(filter $(TORCH),$(TORCHES)),)
+$(error TORCH=$(TORCH): there is no $(CONSTRAINTS); expected one of: $(TORCHES))
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench sweep exports clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "  TORCH=version, with any target, chooses the version of torch and its environment:"
+	@echo "  $(foreach each,$(TORCHES),$(each) ($(if $(filter $(DEFAULT_TORCH),$(each)),.venv: the default,.venv-$(each))))"
 
 demo: $(STAMP) ## Run the demo (ARGS="--mode fsdp --steps 20" varies it)
 	@$(BIN)/shardwise demo $(ARGS)
@@ -39,16 +50,16 @@ sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage
 exports: $(STAMP) ## Try torch's own transformation of exported programs, and write it into docs/export.md
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m export_table --page
 
-clean: ## Remove .venv, caches and build products
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove the environments of all versions of torch, caches and build products
+	rm -rf .venv .venv-[0-9]* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # setuptools goes first and the package is built with it, without build isolation: so the
 # pinned one is used, and no build environment resolves anything (torch!) outside the constraints.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints/shared.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("shardwise needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.11" % sys.version_info[:2])'
-	@echo "setting up $(VENV) (a minute or so, once)"
+	@echo "setting up $(VENV) with torch $(TORCH) (a minute or so, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt setuptools
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(PIP) install --constraint $(CONSTRAINTS) setuptools
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[dev]'
 	@touch $@

@@ -124,9 +124,9 @@ def main() -> None:
     if not options.page:
         print(text)
         return
-    head, _, rest = PAGE.read_text().partition(BEGIN)
+    head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
     _, _, tail = rest.partition(END)
-    PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", "utf-8")
     print(f"wrote {PAGE.name}")
 
 

@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def blocks(page):
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
 
 
 TRIED_ELSEWHERE = {"export.md", "hugging-face.md"}
@@ -203,7 +203,9 @@ def run_the_page(path):
         if "shown" in names and not losses:
             losses.append(names["shown"])
     layout = str(names["large"].layers[0].up.weight.layout)
-    assert f"print(large.layers[0].up.weight.layout)  # {layout}" in (DOCS / "fsdp.md").read_text()
+    assert f"print(large.layers[0].up.weight.layout)  # {layout}" in (DOCS / "fsdp.md").read_text(
+        "utf-8"
+    )
     inputs, labels = parts(0, 4)[0]
     for name in MODELS:
         model = names[name]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # Low to high. A module may import from its own layer and from lower ones. A subpackage counts
 # as one module; __init__ is the package root.
 LAYERS: list[set[str]] = [
-    {"errors", "world", "torch_internals"},
+    {"errors", "world", "torch_version", "torch_internals"},
     {
         "checks",
         "policy",
@@ -48,7 +48,7 @@ LAYERS: list[set[str]] = [
     {"torch_patches"},
     {"parallel", "fsdp", "export", "sharded", "checkpoint", "debug"},
     {"pickling", "worker", "sim", "launch", "interop", "testing"},
-    {"cli", "demo", "examples", "__init__", "__main__"},
+    {"cli", "doctor", "demo", "examples", "__init__", "__main__"},
 ]
 LAYER_OF = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 

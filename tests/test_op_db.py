@@ -399,7 +399,7 @@ def test_the_page_says_all_that_was_found():
 
 
 def test_the_page_in_docs_has_every_operator_and_nothing_wrong():
-    text = PAGE.read_text()
+    text = PAGE.read_text("utf-8")
     listed = {
         line.split("`")[1]: line.split(" | ")[1]
         for line in text.splitlines()[20:]

@@ -12,7 +12,7 @@ from shardwise.demo.communication import bytes_shown, rows
 from shardwise.demo.options import checked
 from shardwise.demo.training import on_each_rank
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -29,7 +29,7 @@ def test_there_are_examples():
 @pytest.mark.parametrize("program, printed", EXAMPLES)
 def test_the_python_of_the_readme_runs_and_prints_what_it_says(program, printed, tmp_path):
     script = tmp_path / "readme.py"
-    script.write_text(program)
+    script.write_text(program, "utf-8")
     run = subprocess.run(
         [sys.executable, "-W", "error", script],
         capture_output=True,
@@ -42,7 +42,7 @@ def test_the_python_of_the_readme_runs_and_prints_what_it_says(program, printed,
 
 
 def test_every_make_target_the_readme_names_exists():
-    makefile = (Path(__file__).resolve().parent.parent / "Makefile").read_text()
+    makefile = (Path(__file__).resolve().parent.parent / "Makefile").read_text("utf-8")
     named = set(re.findall(r"\bmake ([a-z]+)", README))
     assert {"demo", "test"} <= named
     for target in named:

@@ -1,5 +1,6 @@
 """Models of Hugging Face, unchanged, train and generate on shards as they do in one process."""
 
+import importlib.util
 import math
 import re
 from contextlib import nullcontext
@@ -9,14 +10,18 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 import shardwise as sw
 from shardwise import DTensor, Shard
 from shardwise.parallel import Activations, plans, shard_module
 
-logging.set_verbosity_error()
+pytestmark = pytest.mark.needs("transformers")
+
+if importlib.util.find_spec("transformers"):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
 
 VOCABULARY, LAYERS, LENGTH = 48, 2, 10
 
@@ -389,7 +394,7 @@ def test_heads_that_stay_whole_on_their_ranks_take_no_more_on_three():
 # ---- the page
 
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "hugging-face.md").read_text()
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "hugging-face.md").read_text("utf-8")
 
 
 def test_the_page_shows_these_plans_and_its_program_runs(capsys):

@@ -2,6 +2,9 @@
 
 import importlib
 
+from shardwise import torch_version  # noqa: F401  (warns before anything of torch is changed)
+
+# isort: split
 from shardwise.box import Box
 from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
 from shardwise.dispatch.fallback import FallbackWarning
@@ -24,6 +27,7 @@ from shardwise.errors import (
     MismatchError,
     RankError,
     ShardwiseError,
+    TorchVersionWarning,
 )
 from shardwise.factories import (
     arange,
@@ -106,6 +110,7 @@ __all__ = [
     "RuleError",
     "Shard",
     "ShardwiseError",
+    "TorchVersionWarning",
     "Workers",
     "arange",
     "cache_clear",

@@ -97,6 +97,21 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--device", default="cpu", help="device type of the mesh (cpu)")
     measure.add_argument("--output", default="costs.json", help="the file to write (costs.json)")
     measure.set_defaults(run=_calibrate)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="show what is installed here, and check that shardwise works with it",
+        description="Prints the versions of Python, torch and the other packages that shardwise "
+        "uses, the CPU, and the backends of torch.distributed: what a bug report should say. With "
+        "--self-test it also checks that shardwise works here. Exit code 1 if a check fails.",
+    )
+    doctor.add_argument(
+        "--self-test",
+        action="store_true",
+        help="check the internals of torch that shardwise uses, operators, gradients, moves, FSDP "
+        "and local processes: some ten seconds",
+    )
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -130,6 +145,12 @@ def _calibrate(options: argparse.Namespace) -> int:
             print(f"{name}: {cost.alpha * 1e6:.1f} us a message, {rate:.2f} GB/s")
         print(f"start of a collective: {costs.start * 1e6:.1f} us; written to {options.output}")
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from shardwise import doctor
+
+    return 0 if doctor.run(self_test=options.self_test) else 1
 
 
 def _measure(device: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> Costs:

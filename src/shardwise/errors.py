@@ -1,4 +1,4 @@
-"""The exceptions of shardwise: one base, a few meaningful children.
+"""The exceptions of shardwise: one base, a few meaningful children. And one warning.
 
 Every message says what was expected, what came and what to do. The rank it happened on is added
 here, so that no caller has to remember it.
@@ -63,6 +63,10 @@ class RankError(LaunchError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class TorchVersionWarning(UserWarning):
+    """shardwise is not tested with this version of torch."""
 
 
 def _rebuilt(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,19 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx, nn, optim
 
-FIRST_TESTED, LAST_TESTED = (2, 13), (2, 15)
-"""The minor versions of torch that the tests have run on: docs/compatibility.md."""
-
-
-def tested_versions() -> str:
-    """Return the tested range of versions as text, for messages."""
-    return f"{'.'.join(map(str, FIRST_TESTED))} to {'.'.join(map(str, LAST_TESTED))}"
-
-
-def version_of_torch() -> tuple[int, int]:
-    """Return the major and minor version of the installed torch."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+from shardwise.torch_version import TESTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +434,7 @@ def _check() -> None:
             f"shardwise: torch {torch.__version__} is not supported: these internals are missing "
             "or look different\n"
             + "\n".join(problems)
-            + f"\nInstall a torch that shardwise was tested with, {tested_versions()} "
+            + f"\nInstall a torch that shardwise was tested with, {TESTED} "
             "(pip install 'torch>=2.13,<2.16'), or a newer shardwise. Nothing was changed in torch"
         )
 

@@ -81,7 +81,8 @@ def _join(place: Place) -> None:
     local |= {f"LOCAL_{name}": value for name, value in local.items()}
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.size))
+    if "OMP_NUM_THREADS" not in os.environ:  # else the user has chosen
+        torch.set_num_threads(max(1, usable_cores() // place.size))
     if torch.cuda.is_available():
         torch.cuda.set_device(place.rank % torch.cuda.device_count())
     dist.init_process_group(
@@ -127,6 +128,13 @@ def _answer_parent(control: Connection, main_thread: int) -> None:
             control.send_bytes("".join(traceback.format_list(shown)).encode())
     except (EOFError, OSError):
         os._exit(1)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use: in a container or a job, often not all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _loopback_interface() -> str:

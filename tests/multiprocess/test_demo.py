@@ -111,8 +111,8 @@ def test_the_weights_are_whole_and_a_plain_model_loads_them(finished):
     assert "loaded by one process, they give the loss of the mesh" in finished.printed
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_plot_is_saved(finished):
-    pytest.importorskip("matplotlib")
     assert (finished.options.output / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,6 +1,7 @@
 """The same program under torchrun, on one host and on two, as under `simulate` and `launch`."""
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -217,8 +218,9 @@ def test_two_agents_on_a_host_are_two_hosts_and_a_script_may_join_the_ranks_itse
 
 
 def unused_port() -> int:
-    """Not one that the system gives out by itself: another test might get it in between."""
-    for port in range(29400, 29500):
+    """Below those that the system gives out by itself, as another test might get it in between;
+    and not the same each time, as another run of the tests may look for one too."""
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("no port is free")

@@ -32,7 +32,7 @@ def stored() -> list[Row]:
             f"op_db: {len(missing)} operators have not been tried ({', '.join(missing[:5])}, ...): "
             "run `make sweep`"
         )
-    return [Row(**json.loads((ROWS / f"{name}.json").read_text())) for name in entries()]
+    return [Row(**json.loads((ROWS / f"{name}.json").read_text("utf-8"))) for name in entries()]
 
 
 def written(rows: Sequence[Row]) -> str:
