@@ -37,6 +37,11 @@ BATCHES = {
     "linalg.vander": (torch.linalg.vander, [Sample(leaf(2, 5)), Sample(leaf(), N=2)]),
 }
 
+if hasattr(torch.linalg, "polar"):  # torch 2.14
+    _positive = (MATRICES @ MATRICES.mT).detach().requires_grad_()
+    BATCHES["linalg.polar"] = (torch.linalg.polar, [Sample(TALL)])
+    BATCHES["linalg.matrix_sqrth"] = (torch.linalg.matrix_sqrth, [Sample(_positive)])
+
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_is_split(name):
