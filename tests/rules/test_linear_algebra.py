@@ -116,6 +116,14 @@ def test_residuals_are_missing_if_a_matrix_of_any_rank_lacks_rank(placement):
     assert ranks(run) == [((0,), [3, 1])] * 2
 
 
+@pytest.mark.parametrize("driver", ["gels", "gelsy", "gelss", "gelsd"])
+def test_least_squares_without_unknowns_or_equations(driver):
+    no_unknowns = [Sample(leaf(2, 3, 0), leaf(2, 3, 2)), Sample(leaf(2, 3, 0), leaf(2, 3))]
+    no_equations = [Sample(leaf(2, 0, 3), leaf(2, 0, 2)), Sample(leaf(3, 0, 0), leaf(3, 0, 2))]
+    function = functools.partial(torch.linalg.lstsq, driver=driver)
+    check(function, [*no_unknowns, *no_equations], allow_missing=True, most=9)
+
+
 def test_a_matrix_that_must_be_whole_goes_to_another_dim_by_an_exchange():
     def run(mesh):
         batch = in_layout(values(2, 4, 4), mesh, Shard(1))

@@ -133,8 +133,11 @@ def lstsq(input: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = N
 def _least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Any:
     batch = torch.broadcast_shapes(input.shape[:-2], b.shape[: input.dim() - 2])  # type: ignore[no-untyped-call]
     columns = b.shape[input.dim() - 1 :]
-    # Without columns LAPACK may crash, and without matrices torch forgets the gradient.
-    found = torch.linalg.lstsq(filled(input), filled(b), rcond, driver=driver)
+    # Without columns LAPACK may crash, and without matrices torch forgets the gradient. Matrices
+    # without rows or unknowns stay as they are: torch has an answer, which zeros would change.
+    one = (1,) * (input.dim() - 2)
+    matrix, sides = filled(input, (*one, 0, 0)), filled(b, (*one, 0, 1))
+    found = torch.linalg.lstsq(matrix, sides, rcond, driver=driver)
     solution = cropped(found.solution, (*batch, input.shape[-1], *columns))
     residuals = found.residuals
     if _has_residuals(input, driver):
