@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_cases import values
+from torch_versions import torch_bug
 
 import shardwise as sw
 from shardwise import DeviceMesh, DTensor, Replicate, Shard
@@ -47,13 +49,39 @@ def test_an_in_place_change_of_layout_is_refused_and_the_remedy_works():
     ranks(run)
 
 
+def second_derivative(loss, x):
+    """Of the square of the gradient."""
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad((first * first).sum(), x)
+    return second
+
+
 def test_a_second_derivative_that_torch_lacks_names_the_operator():
+    targets = torch.zeros(3, dtype=torch.int64)
+
     def run(mesh):
         x = split(torch.randn(3, 4), mesh, Shard(0)).requires_grad_()
-        y = split(torch.randn(5, 4), mesh, Replicate())
-        (first,) = torch.autograd.grad(torch.cdist(x, y).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="derivative for '_cdist_backward' is not implement"):
-            torch.autograd.grad((first * first).sum(), x)
+        loss = F.multi_margin_loss(x.square(), split(targets, mesh, Shard(0)))
+        with pytest.raises(RuntimeError, match="multi_margin_loss_backward is not implemented"):
+            second_derivative(loss, x)
+
+    ranks(run)
+
+
+@pytest.mark.parametrize("function", ["cdist", "pdist"])
+@torch_bug("no second derivative of distances", fixed_in="2.14")
+def test_distances_have_the_second_derivatives_of_one_process(function):
+    x, y = values(3, 4), values(5, 4)
+
+    def loss(x, y):
+        return torch.cdist(x, y).sum() if function == "cdist" else F.pdist(x).sum()
+
+    expected = second_derivative(loss(x, y), x)
+
+    def run(mesh):
+        mine = split(x.detach(), mesh, Shard(0)).requires_grad_()
+        found = second_derivative(loss(mine, split(y.detach(), mesh, Replicate())), mine)
+        torch.testing.assert_close(found.full_tensor(), expected)
 
     ranks(run)
 

@@ -1,11 +1,13 @@
-"""Traps of torch 2.13's DTensor, on four real gloo ranks: the same program with either import.
+"""Traps of torch's DTensor, on four real gloo ranks: the same program with either import.
 
-torch's column is expected to fail, strictly: if it stops failing, the trap is gone there.
+torch's column is expected to fail, strictly: if it stops failing, the trap is gone there, and
+FIXED_IN says since when.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_versions import torch_bugs
 
 import shardwise as sw
 
@@ -198,7 +200,13 @@ def test_shardwise_is_right(workers4, trap):
 ENDING = [trap for trap in TRAPS if trap is not attention_on_cpu]
 
 
-@pytest.mark.parametrize("trap", ENDING, ids=lambda trap: trap.__name__)
-@pytest.mark.xfail(strict=True, reason="torch 2.13's DTensor")
+FIXED_IN = {
+    cross_entropy_with_weights: "2.14",
+    cross_entropy_with_ignored_targets: "2.14",
+    to_a_pending_sum: "2.14",
+}
+
+
+@pytest.mark.parametrize("trap", torch_bugs("DTensor", ENDING, FIXED_IN))
 def test_torch_is_right(workers4, trap):
     assert workers4.run(outcome, trap, "torch") == [""] * RANKS

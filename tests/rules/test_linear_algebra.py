@@ -37,6 +37,11 @@ BATCHES = {
     "linalg.vander": (torch.linalg.vander, [Sample(leaf(2, 5)), Sample(leaf(), N=2)]),
 }
 
+if hasattr(torch.linalg, "polar"):  # torch 2.14
+    _positive = (MATRICES @ MATRICES.mT).detach().requires_grad_()
+    BATCHES["linalg.polar"] = (torch.linalg.polar, [Sample(TALL)])
+    BATCHES["linalg.matrix_sqrth"] = (torch.linalg.matrix_sqrth, [Sample(_positive)])
+
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_is_split(name):
@@ -109,6 +114,14 @@ def test_residuals_are_missing_if_a_matrix_of_any_rank_lacks_rank(placement):
         return tuple(found.residuals.shape), found.rank.tolist()
 
     assert ranks(run) == [((0,), [3, 1])] * 2
+
+
+@pytest.mark.parametrize("driver", ["gels", "gelsy", "gelss", "gelsd"])
+def test_least_squares_without_unknowns_or_equations(driver):
+    no_unknowns = [Sample(leaf(2, 3, 0), leaf(2, 3, 2)), Sample(leaf(2, 3, 0), leaf(2, 3))]
+    no_equations = [Sample(leaf(2, 0, 3), leaf(2, 0, 2)), Sample(leaf(3, 0, 0), leaf(3, 0, 2))]
+    function = functools.partial(torch.linalg.lstsq, driver=driver)
+    check(function, [*no_unknowns, *no_equations], allow_missing=True, most=9)
 
 
 def test_a_matrix_that_must_be_whole_goes_to_another_dim_by_an_exchange():

@@ -30,6 +30,19 @@ class Draw(NamedTuple):
     order: tuple[int, ...] | None
     """Its dims as they lie in memory, the outermost first; None if there are gaps."""
 
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """What decides which numbers are drawn, and where they lie: sizes, and their order.
+
+        Dims of size 1 have no part in it. torch's operators come to have them: since 2.15 attention
+        of three dims is that of four, the first of size 1.
+        """
+        kept = _long_dims(self.shape)
+        sizes = tuple(self.shape[dim] for dim in kept)
+        if self.order is None:
+            return sizes, None
+        return sizes, tuple(kept.index(dim) for dim in self.order if dim in kept)
+
 
 class _Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hears of everything that is drawn."""
@@ -51,6 +64,10 @@ class _Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if filled.numel():
                 self.heard.append(Draw(str(func), tuple(filled.shape), _order(filled)))
         return result
+
+
+def _long_dims(shape: Sequence[int]) -> list[int]:
+    return [dim for dim, size in enumerate(shape) if size != 1]
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -116,7 +133,7 @@ def settle(module: fx.GraphModule, wanted: Sequence[Draw], subject: str) -> None
         subject: what an error says the wanted ones are of.
     """
     found = of_graph(module, {})
-    if [draw.shape for _, draw in found] != [draw.shape for draw in wanted]:
+    if [draw.numbers[0] for _, draw in found] != [draw.numbers[0] for draw in wanted]:
         one, ranks = _shown(wanted), _shown([draw for _, draw in found])
         raise ExportError(
             f"{subject}: random numbers must be drawn as in one process, which draws {one}; but "
@@ -124,7 +141,7 @@ def settle(module: fx.GraphModule, wanted: Sequence[Draw], subject: str) -> None
             "model, or pass random numbers as inputs"
         )
     for (node, draw), want in zip(found, wanted, strict=True):
-        if draw.order != want.order and not _reorder(module.graph, node, want.order):
+        if draw.numbers != want.numbers and not _reorder(module.graph, node, draw, want):
             raise ExportError(
                 f"{subject}: {want.operator} draws numbers into a tensor of shape {want.shape} "
                 "that does not lie in memory row by row, which ranks cannot; call contiguous() "
@@ -136,16 +153,19 @@ def _shown(drawn: Sequence[Draw]) -> str:
     return ", ".join(f"{draw.shape} by {draw.operator}" for draw in drawn) or "nothing"
 
 
-def _reorder(graph: fx.Graph, node: fx.Node, order: tuple[int, ...] | None) -> bool:
-    """Let a node draw in another order in memory; whether it can."""
+def _reorder(graph: fx.Graph, node: fx.Node, draw: Draw, want: Draw) -> bool:
+    """Let a node draw in the wanted order in memory; whether it can."""
     empty = node.args[0] if node.args else None
     is_own = isinstance(empty, fx.Node) and empty.target is _aten.empty.memory_format
-    if order is None or not is_own:
+    _, wanted = want.numbers
+    if wanted is None or not is_own:
         return False
     assert isinstance(empty, fx.Node)
     size: Any = empty.args[0]
+    kept = _long_dims(draw.shape)
+    order = [dim for dim in range(len(size)) if dim not in kept] + [kept[at] for at in wanted]
     if node.target is not _aten.bernoulli.p:
-        empty.target, empty.args = _aten.empty_permuted.default, (size, list(order))
+        empty.target, empty.args = _aten.empty_permuted.default, (size, order)
         return True
     # It has no regard for the strides of its argument.
     empty.args = ([size[dim] for dim in order],)

@@ -18,7 +18,7 @@ from shardwise.rules.dims import Inputs, as_dims, broadcast_dims, replaced, unsp
 from shardwise.rules.matmul import leading
 from shardwise.rules.padding import for_empty
 from shardwise.rules.pointwise import broadcast, tensors_among
-from shardwise.rules.registry import Aten, handler, rule
+from shardwise.rules.registry import functions, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, dims_of
 from shardwise.tensor import DTensor
 
@@ -78,16 +78,11 @@ def _free(letters: Sequence[str]) -> Dims:
     return tuple(each if each.isupper() else None for each in letters)
 
 
-def linalg(name: str) -> tuple[Any, Aten]:
-    """A function of torch.linalg, and its aten overloads."""
-    return getattr(torch.linalg, name), Aten(f"linalg_{name}")
-
-
 # ---- one batch of matrices
 
 _PATTERNS = {
     "n n -> n n": "inverse cholesky cholesky_inverse matrix_exp matrix_power "
-    "linalg.inv linalg.cholesky linalg.matrix_exp linalg.matrix_power",
+    "linalg.inv linalg.cholesky linalg.matrix_exp linalg.matrix_power linalg.matrix_sqrth",
     "n n -> n n, .": "linalg.inv_ex linalg.cholesky_ex",
     "n n -> .": "det logdet linalg.det",
     "n n -> ., .": "slogdet linalg.slogdet",
@@ -95,10 +90,13 @@ _PATTERNS = {
     "n n -> n": "linalg.eigvals linalg.eigvalsh",
     "m n -> k": "linalg.svdvals",
     "m n -> n m": "pinverse",
+    "m n -> m n, n n": "linalg.polar",
     "m n -> m n, k": "geqrf linalg.lu_factor linalg.ldl_factor",
     "m n -> m n, k, .": "_lu_with_info linalg.lu_factor_ex linalg.ldl_factor_ex",
 }
 
+
+_SINCE_2_14 = {"linalg.polar", "linalg.matrix_sqrth"}
 
 _NEVER_FAIL = {
     *("matrix_exp", "linalg.matrix_exp", "det", "logdet", "linalg.det", "slogdet"),
@@ -114,17 +112,14 @@ def _rule(pattern: str, may_fail: bool) -> Any:
     return made
 
 
-def _named(name: str) -> tuple[Any, ...]:
-    _, is_linalg, rest = name.partition("linalg.")
-    return linalg(rest) if is_linalg else (name,)
-
-
 for _pattern, _names in _PATTERNS.items():
     for _name in _names.split():
-        rule(*_named(_name), inplace=False)(_rule(_pattern, _name not in _NEVER_FAIL))
+        if _name in _SINCE_2_14 and not functions(_name):
+            continue
+        rule(_name, inplace=False)(_rule(_pattern, _name not in _NEVER_FAIL))
 
 
-@rule(*linalg("cond"))
+@rule("linalg.cond")
 @with_synonyms
 def cond(input: Tensor, p: Any = None) -> Spec:
     return matrices(
@@ -132,7 +127,7 @@ def cond(input: Tensor, p: Any = None) -> Spec:
     )
 
 
-@rule("orgqr", *linalg("householder_product"))
+@rule("orgqr", "linalg.householder_product")
 @with_synonyms
 def householder_product(input: Tensor, tau: Any = None, *, input2: Any = None) -> Spec:
     tau = input2 if tau is None else tau
@@ -147,17 +142,13 @@ def _qr(input: Tensor, mode: str) -> Spec:
     return matrices([input], f"m n -> {patterns[mode]}")
 
 
-# The functions of torch's own name come first: where torch.linalg has the name too, it has another
-# signature, and its rule replaces this one.
-
-
 @rule("qr")
 @with_synonyms
 def qr(input: Tensor, some: bool = True) -> Spec:
     return _qr(input, "reduced" if some else "complete")
 
 
-@rule(*linalg("qr"))
+@rule("linalg.qr")
 @with_synonyms
 def linalg_qr(input: Tensor, mode: str = "reduced") -> Spec:
     return _qr(input, mode)
@@ -170,7 +161,7 @@ def svd(input: Tensor, some: bool = True, compute_uv: bool = True) -> Spec:
     return matrices([input], f"m n -> {results}", may_fail=True)
 
 
-@rule(*linalg("svd"))
+@rule("linalg.svd")
 @with_synonyms
 def linalg_svd(input: Tensor, full_matrices: bool = True, *, driver: Any = None) -> Spec:
     results = "m m, k, n n" if full_matrices else "m k, k, k n"
@@ -184,7 +175,7 @@ def lu(input: Tensor, pivot: bool = True, get_infos: bool = False) -> Spec:
     return matrices([input], f"m n -> {results}", needs_plain=True, may_fail=not get_infos)
 
 
-@rule(*linalg("lu"))
+@rule("linalg.lu")
 @with_synonyms
 def linalg_lu(input: Tensor, *, pivot: bool = True) -> Spec:
     return matrices([input], f"m n -> {'m m' if pivot else '0'}, m k, k n")
@@ -209,7 +200,7 @@ def _tolerant(function: Any, input: Tensor, tolerances: Sequence[Any], result: s
     return matrices([input, *given], pattern, lower=lower, positions=(), may_fail=True)
 
 
-@rule(*linalg("pinv"))
+@rule("linalg.pinv")
 @with_synonyms
 def pinv(
     input: Tensor, rcond: Any = None, hermitian: bool = False, *, atol: Any = None, rtol: Any = None
@@ -217,7 +208,7 @@ def pinv(
     return _tolerant(torch.linalg.pinv, input, (rcond, atol, rtol), "n m")
 
 
-@rule(*linalg("matrix_rank"))
+@rule("linalg.matrix_rank")
 @with_synonyms
 def matrix_rank(
     input: Tensor, tol: Any = None, hermitian: bool = False, *, atol: Any = None, rtol: Any = None
@@ -228,13 +219,13 @@ def matrix_rank(
 # ---- all dims make one matrix
 
 
-@rule(*linalg("tensorinv"))
+@rule("linalg.tensorinv")
 @with_synonyms
 def tensorinv(input: Tensor, ind: int = 2) -> Spec:
     return unsplit([input], (*input.shape[ind:], *input.shape[:ind]))
 
 
-@rule(*linalg("tensorsolve"))
+@rule("linalg.tensorsolve")
 @with_synonyms
 def tensorsolve(input: Tensor, other: Tensor, dims: Any = None) -> Spec:
     last = [each % input.dim() for each in dims or ()]
@@ -274,7 +265,7 @@ def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Spec:
     return _cross(input, other, first, lower=lambda here: run, positions=())
 
 
-@rule(*linalg("cross"))
+@rule("linalg.cross")
 @with_synonyms
 def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Spec:
     return _cross(input, other, dim)
@@ -307,7 +298,7 @@ def vander(input: Tensor, N: int | None = None, increasing: bool = False) -> Spe
     return _powers(input, count, run)
 
 
-@rule(*linalg("vander"))
+@rule("linalg.vander")
 @with_synonyms
 def linalg_vander(input: Tensor, *, N: int | None = None) -> Spec:
     if input.dim() == 0:

@@ -139,7 +139,7 @@ def outer(input: Tensor, vec2: Tensor) -> Spec:
     return contraction([(input, "m"), (vec2, "n")], "mn")
 
 
-@rule("matmul", "linalg_matmul", torch.Tensor.__matmul__)
+@rule("matmul", "linalg.matmul", torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Spec:
     batch = leading(max(input.dim(), other.dim()) - 2)
     # A vector has neither batch dims nor rows (or columns) of its own.
@@ -167,7 +167,7 @@ def inner(input: Tensor, other: Tensor) -> Spec:
     return contraction([(input, left + summed), (other, right + summed)], left + right)
 
 
-@rule("vecdot", "linalg_vecdot")
+@rule("linalg.vecdot")
 def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Spec:
     names = leading(max(x.dim(), y.dim()))
     summed = names[dim]  # the dim is counted after broadcasting
@@ -285,7 +285,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
     return result if bias is None else result + bias
 
 
-@rule("multi_dot", "linalg_multi_dot")
+@rule("linalg.multi_dot")
 def multi_dot(tensors: Sequence[Tensor], out: Any = None) -> Spec | None:
     if out is not None:
         return None

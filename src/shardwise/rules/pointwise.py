@@ -57,19 +57,20 @@ BINARY = names("""
     bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__
     clamp clamp_max clamp_min clip
 """)
-SPECIAL = names("""
+SPECIAL = [f"special.{name}" for name in names("""
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
-    chebyshev_polynomial_v chebyshev_polynomial_w entr erfcx expit gammainc gammaincc gammaln
-    hermite_polynomial_h hermite_polynomial_he i0e i1 i1e laguerre_polynomial_l
-    legendre_polynomial_p log_ndtr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
-    modified_bessel_k1 multigammaln ndtr ndtri psi scaled_modified_bessel_k0
-    scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
-    shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 xlog1py zeta
-""")
+    chebyshev_polynomial_v chebyshev_polynomial_w digamma entr erf erfc erfcx erfinv exp2 expit
+    expm1 gammainc gammaincc gammaln hermite_polynomial_h hermite_polynomial_he i0 i0e i1 i1e
+    laguerre_polynomial_l legendre_polynomial_p log1p log_ndtr logit modified_bessel_i0
+    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln ndtr ndtri polygamma psi
+    round scaled_modified_bessel_k0 scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t
+    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+    sinc spherical_bessel_j0 xlog1py xlogy zeta
+""")]  # fmt: skip
 
 
 @rule(*UNARY, *ACTIVATIONS, *BINARY, torch.Tensor.__eq__, ignores_numbers=True)
-@rule(*SPECIAL, *(f"special_{name}" for name in SPECIAL), ignores_numbers=True, inplace=False)
+@rule(*SPECIAL, ignores_numbers=True)
 def pointwise(*args: Any, **kwargs: Any) -> Spec:
     return broadcast(tensors_among(*args, *kwargs.values()))
 

@@ -45,15 +45,16 @@ class Known:
 
 _table: dict[Any, Known] = {}
 
-_MODULES: tuple[Any, ...] = (
-    torch,
-    torch.Tensor,
-    F,
-    nn_builtins,
-    torch.special,
-    torch.linalg,
-    torch.fft,
-)
+_SHARED: tuple[Any, ...] = (torch, torch.Tensor, F, nn_builtins)
+"""Where torch spells one operator by one name: as a function, as a method, with defaults."""
+
+_NAMESPACES: dict[str, Any] = {
+    "special": torch.special,
+    "linalg": torch.linalg,
+    "fft": torch.fft,
+}
+"""Modules whose names are their own. torch.linalg.polar is not torch.polar, and nothing in torch
+says which pairs are the same: their functions are known by qualified name alone."""
 
 
 def lookup(function: Any) -> Known | None:
@@ -93,9 +94,18 @@ _aten: dict[str, Known] = {}
 
 
 def functions(name: str) -> list[Any]:
-    """Every callable that torch offers under a name: function, method, aten overloads."""
+    """Every callable that torch offers under a name: function, method, aten overloads.
+
+    Arguments:
+        name: "exp" for torch's functions, methods and those of torch.nn.functional; "linalg.qr",
+            "special.expit" or "fft.fft" for those of such a module. Neither stands for the other.
+    """
+    namespace, is_qualified, short = name.rpartition(".")
+    if is_qualified:
+        function = getattr(_NAMESPACES.get(namespace), short, None)
+        return [] if function is None else [function, Aten(f"{namespace}_{short}")]
     found: dict[int, Any] = {}
-    for module in _MODULES:
+    for module in _SHARED:
         function = getattr(module, name, None)
         if callable(function) and not isinstance(function, ModuleType):
             found[id(function)] = function
@@ -113,7 +123,7 @@ def _given(name: Any, what: str) -> tuple[str, list[Any]]:
     found = functions(name)
     if not found:
         raise RuleError(f"{what}: torch has no function named {name!r}")
-    return name, found
+    return name.replace(".", "_"), found  # as torch calls it, and aten
 
 
 def rule(
@@ -137,7 +147,7 @@ def rule(
             for function in given:
                 known = Known(text, made, ignores_numbers=ignores_numbers, by_dtype=by_dtype)
                 enter(function, known)
-            if inplace and isinstance(name, str):
+            if inplace and isinstance(name, str) and "." not in name:
                 _register_inplace(name, known)
         return made
 

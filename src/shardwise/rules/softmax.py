@@ -98,7 +98,7 @@ def _builtin(function: Lowering) -> Lowering:
 # ---- the rules
 
 
-@rule("softmax", "_softmax")
+@rule("softmax", "special.softmax", "_softmax")
 def softmax(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
     return _spec(input, dim, _split_softmax)
 
@@ -108,7 +108,7 @@ def softmax_of_f(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any
     return _spec(input, dim, _split_softmax, _builtin(torch.softmax))
 
 
-@rule("log_softmax", "_log_softmax")
+@rule("log_softmax", "special.log_softmax", "_log_softmax")
 def log_softmax(input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
     return _spec(input, dim, _split_log_softmax)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.calls import Function, composed, with_synonyms
-from shardwise.rules.linear_algebra import NOTHING, linalg, matrices
+from shardwise.rules.linear_algebra import NOTHING, matrices
 from shardwise.rules.padding import cropped, filled, for_empty
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec
@@ -27,7 +27,7 @@ def _sides(letter: str, left: bool) -> str:
 # ---- by a factorization that is given
 
 
-@rule(*linalg("solve_triangular"))
+@rule("linalg.solve_triangular")
 @with_synonyms
 def solve_triangular(input: Tensor, B: Tensor, *, left: bool = True, **flags: bool) -> Spec:
     return matrices([input, B], f"n n, {_sides('n', left)} -> {_sides('n', left)}", linear=[(1,)])
@@ -45,7 +45,7 @@ def lu_solve(input: Tensor, LU_data: Tensor, LU_pivots: Tensor) -> Spec:
     return matrices([input, LU_data, LU_pivots], "n C, n n, n -> n C", linear=[(0,)])
 
 
-@rule(*linalg("lu_solve"))  # after torch's own of that name
+@rule("linalg.lu_solve")
 def linalg_lu_solve(
     LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False
 ) -> Spec:
@@ -53,7 +53,7 @@ def linalg_lu_solve(
     return matrices([LU, pivots, B], f"n n, n, {sides} -> {sides}", linear=[(2,)])
 
 
-@rule(*linalg("ldl_solve"))
+@rule("linalg.ldl_solve")
 def ldl_solve(LD: Tensor, pivots: Tensor, B: Tensor, *, hermitian: bool = False) -> Spec:
     return matrices([LD, pivots, B], "n n, n, n C -> n C", linear=[(2,)])
 
@@ -113,14 +113,14 @@ def _solving(function: Any, results: str, **extra: Any) -> Callable[..., Spec]:
     return made
 
 
-rule(*linalg("solve"))(_solving(torch.linalg.solve, "", linear=[(1,)], may_fail=True))
-rule(*linalg("solve_ex"))(_solving(torch.linalg.solve_ex, ", ."))
+rule("linalg.solve")(_solving(torch.linalg.solve, "", linear=[(1,)], may_fail=True))
+rule("linalg.solve_ex")(_solving(torch.linalg.solve_ex, ", ."))
 
 
 # ---- least squares
 
 
-@composed(*linalg("lstsq"))
+@composed("linalg.lstsq")
 def lstsq(input: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
     driver = driver or ("gelsy" if input.device.type == "cpu" else "gels")
     solution, residuals, rank, values = _LEAST_SQUARES.dispatched(input, b, rcond, driver)
@@ -133,8 +133,11 @@ def lstsq(input: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = N
 def _least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Any:
     batch = torch.broadcast_shapes(input.shape[:-2], b.shape[: input.dim() - 2])  # type: ignore[no-untyped-call]
     columns = b.shape[input.dim() - 1 :]
-    # Without columns LAPACK may crash, and without matrices torch forgets the gradient.
-    found = torch.linalg.lstsq(filled(input), filled(b), rcond, driver=driver)
+    # Without columns LAPACK may crash, and without matrices torch forgets the gradient. Matrices
+    # without rows or unknowns stay as they are: torch has an answer, which zeros would change.
+    one = (1,) * (input.dim() - 2)
+    matrix, sides = filled(input, (*one, 0, 0)), filled(b, (*one, 0, 1))
+    found = torch.linalg.lstsq(matrix, sides, rcond, driver=driver)
     solution = cropped(found.solution, (*batch, input.shape[-1], *columns))
     residuals = found.residuals
     if _has_residuals(input, driver):

@@ -165,7 +165,7 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
     return Spec([(input, names)], [out], split, lower=lower, positions=())
 
 
-@rule("linalg_vector_norm", torch.linalg.vector_norm)
+@rule("linalg.vector_norm")
 @with_synonyms
 def vector_norm(
     input: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
@@ -173,7 +173,7 @@ def vector_norm(
     return _vector(input, ord, dim, keepdim, dtype)
 
 
-@rule("linalg_matrix_norm", torch.linalg.matrix_norm)
+@rule("linalg.matrix_norm")
 @with_synonyms
 def matrix_norm(
     input: torch.Tensor,
@@ -186,7 +186,7 @@ def matrix_norm(
     return _matrix(input, ord, dim, keepdim, dtype)
 
 
-@rule("linalg_norm", torch.linalg.norm)
+@rule("linalg.norm")
 @with_synonyms
 def linalg_norm(
     input: torch.Tensor,
@@ -238,7 +238,7 @@ def nuclear_norm(input: torch.Tensor, dim: Any = (-2, -1), keepdim: bool = False
 # ---- logsumexp
 
 
-@rule("logsumexp")
+@rule("logsumexp", "special.logsumexp")
 @with_synonyms
 def logsumexp(input: torch.Tensor, dim: Any, keepdim: bool = False) -> Spec:
     def body(local: torch.Tensor, over: Over) -> torch.Tensor:

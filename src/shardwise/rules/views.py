@@ -215,7 +215,7 @@ def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1)
     return diagonal_of(input, offset, dim1, dim2, "diagonal", is_view=True)
 
 
-@rule(torch.linalg.diagonal, Aten("linalg_diagonal"))  # after torch's own, which is of other dims
+@rule("linalg.diagonal")  # which has other defaults than torch's own
 def linalg_diagonal(A: torch.Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
     return diagonal_of(A, offset, dim1, dim2, "diagonal", is_view=True)
 
