@@ -8,13 +8,25 @@ import torch
 from torch import nn
 
 from shardwise.fsdp.extension import Extension
+from shardwise.fsdp.grad_dtype import GradDtype
+from shardwise.fsdp.policies import MixedPrecisionPolicy
 from shardwise.layout import Layout
 
 
 class Slot:
     """Where a module keeps a parameter."""
 
-    __slots__ = ("extension", "key", "layout", "module", "name", "own_setter", "strides")
+    __slots__ = (
+        "extension",
+        "grad_dtype",
+        "key",
+        "layout",
+        "module",
+        "name",
+        "own_setter",
+        "policy",
+        "strides",
+    )
 
     def __init__(
         self,
@@ -24,6 +36,8 @@ class Slot:
         layout: Layout,
         strides: tuple[int, ...] | None,
         extension: Extension | None,
+        policy: MixedPrecisionPolicy,
+        grad_dtype: GradDtype | None = None,
     ) -> None:
         self.module = module
         self.key = key
@@ -34,12 +48,25 @@ class Slot:
         """Of the gathered one, if its dims are not stored in their order."""
         self.extension = extension
         """What it says about its gathering, if anything."""
+        self.policy = policy
+        """The policy of this parameter."""
+        self.grad_dtype = grad_dtype
+        """What users have set as the dtype of its gradient, if anything."""
         # Some modules, such as torch's LSTM, keep their parameters in a list too.
         self.own_setter = type(module).__setattr__ is not nn.Module.__setattr__
 
     def of(self, module: nn.Module) -> Slot:
         """The same of a copy of the module."""
-        return Slot(module, self.key, self.name, self.layout, self.strides, self.extension)
+        return Slot(
+            module,
+            self.key,
+            self.name,
+            self.layout,
+            self.strides,
+            self.extension,
+            self.policy,
+            self.grad_dtype,
+        )
 
     @property
     def tensor(self) -> nn.Parameter:
@@ -51,6 +78,11 @@ class Slot:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is there now."""
         return self.module._parameters.get(self.key) is tensor
+
+    def note_grad_dtype(self) -> None:
+        """Remember what users have set on the parameter that is there now. One that is put in its
+        place, by a conversion or from a state dict, inherits it."""
+        self.grad_dtype = GradDtype.set_on(self.tensor) or self.grad_dtype
 
     def take(self) -> None:
         """Note on the module that a group has it."""
