@@ -269,6 +269,7 @@ def buckets_of(units: Sequence[Unit], known: Sequence[Bucket]) -> list[Bucket]:
 def _may_join(before: Unit, unit: Unit) -> bool:
     return (
         len(before.groups) == len(unit.groups) == 1
+        and before.groups[0].root is unit.groups[0].root  # whose backwards are two
         and not unit.groups[0].settings.travels_alone
         and _about_travel(before.groups[0].settings) == _about_travel(unit.groups[0].settings)
     )

@@ -165,9 +165,10 @@ class ExtendedUnit(Unit):
             each.whole = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
 
     def allocate(self) -> None:
-        """Get the memory of the gathered parameters."""
+        """Get the memory of the gathered parameters, unless it was kept."""
         for storage, size in self._storages.values():
-            storage.resize_(size)
+            if storage.nbytes() != size:
+                storage.resize_(size)
 
     def free(self) -> None:
         """Give it back, unless users want to keep it."""

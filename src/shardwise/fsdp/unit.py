@@ -175,8 +175,11 @@ class Unit:
                 setattr(held.whole, name, value)
 
     def allocate(self) -> None:
-        """Get the memory of the gathered parameters."""
-        self.memory.untyped_storage().resize_(self.nbytes)
+        """Get the memory of the gathered parameters, unless it was kept: resized to the size that
+        it has, it would move."""
+        storage = self.memory.untyped_storage()
+        if storage.nbytes() != self.nbytes:
+            storage.resize_(self.nbytes)
 
     def free(self) -> None:
         """Give it back, unless users want to keep it."""
