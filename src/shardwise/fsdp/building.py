@@ -162,14 +162,12 @@ def _current(slot: Slot) -> DTensor:
         )
     slot.note_grad_dtype()
     if isinstance(tensor, DTensor) and tensor._layout is slot.layout:
-        if slot.grad_dtype is not None:
-            slot.grad_dtype.put_on(tensor)
+        slot.restore_grad_dtype()
         return tensor
     piece = laid_out(tensor.detach(), slot.layout, slot.name)
     result: Any = nn.Parameter(piece, tensor.requires_grad)
-    if slot.grad_dtype is not None:
-        slot.grad_dtype.put_on(result)
     slot.put(result)
+    slot.restore_grad_dtype()
     return result  # type: ignore[no-any-return]
 
 

@@ -155,7 +155,8 @@ def _releases(parameter: torch.Tensor, release: Any, name: str) -> bool:
         return False
     if not callable(release):
         raise FSDPError(f"{name}: {RELEASE} must be a function, got {release!r}")
-    found: Any = release(parameter) if RELEASE in vars(parameter) else release()
+    is_function = RELEASE in vars(parameter) and _takes(release, 1)
+    found: Any = release(parameter) if is_function else release()
     if not isinstance(found, bool):
         raise FSDPError(f"{name}: {RELEASE} must return True or False, got {found!r}")
     return found

@@ -144,16 +144,14 @@ class Group:
         self.note_grad_dtypes()
         kept: list[tuple[Slot, torch.Tensor]] = []
         for slot in self.slots:
-            gradient = slot.tensor.grad
-            if slot.grad_dtype is not None and gradient is not None:
-                kept.append((slot, gradient))
+            if slot.grad_dtype is not None and slot.is_filled and slot.tensor.grad is not None:
+                kept.append((slot, slot.tensor.grad))
                 slot.tensor.grad = None
         try:
             yield
         finally:
             for slot in self.slots:
-                if slot.grad_dtype is not None:
-                    slot.grad_dtype.put_on(slot.tensor)
+                slot.restore_grad_dtype()
             for slot, gradient in kept:
                 slot.tensor.grad = gradient.to(slot.tensor.device)
 

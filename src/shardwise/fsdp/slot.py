@@ -75,6 +75,11 @@ class Slot:
         assert found is not None, "only slots that hold something are listed"
         return found
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether there is anything; users may have taken it out."""
+        return self.module._parameters.get(self.key) is not None
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is there now."""
         return self.module._parameters.get(self.key) is tensor
@@ -82,7 +87,13 @@ class Slot:
     def note_grad_dtype(self) -> None:
         """Remember what users have set on the parameter that is there now. One that is put in its
         place, by a conversion or from a state dict, inherits it."""
-        self.grad_dtype = GradDtype.set_on(self.tensor) or self.grad_dtype
+        if self.is_filled:
+            self.grad_dtype = GradDtype.set_on(self.tensor) or self.grad_dtype
+
+    def restore_grad_dtype(self) -> None:
+        """Set it on the parameter that is there now."""
+        if self.grad_dtype is not None and self.is_filled:
+            self.grad_dtype.put_on(self.tensor)
 
     def take(self) -> None:
         """Note on the module that a group has it."""
