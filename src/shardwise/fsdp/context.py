@@ -23,9 +23,13 @@ from shardwise.errors import CollectiveError
 from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
 from shardwise.fsdp.causes import gathering
-from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.extended import ExtendedGather, ExtendedUnit
-from shardwise.fsdp.finalizing import GradientReductionHandle, check_roots, note_begun
+from shardwise.fsdp.finalizing import (
+    GradientReductionHandle,
+    check_outstanding,
+    check_roots,
+    note_begun,
+)
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.habit import Habit, Habits, agree
@@ -135,7 +139,7 @@ class Context:
             if torch._C._current_graph_task_id() != -1:
                 return  # a checkpoint computes something anew
             self.recover()  # a backward has failed
-        self._check_outstanding("forward")
+        check_outstanding(self, "forward")
         self.check()
         if self.post_optim_event is not None:
             event, self.post_optim_event = self.post_optim_event, None
@@ -294,7 +298,7 @@ class Context:
             if task == self._task or _is_nested():
                 return
             self.recover()  # the last one has failed
-        self._check_outstanding("backward")
+        check_outstanding(self, "backward")
         if self.settings_changed:
             self._make_buckets()
         self.in_backward, self._task = True, task
@@ -374,13 +378,6 @@ class Context:
         """Wait for what `finalize` has left under way."""
         self.line.finish()
         root.is_manual_now = None
-
-    def _check_outstanding(self, what: str) -> None:
-        if self.outstanding is not None:
-            raise StateError(
-                f"{what}: the gradients that finalize_backward(async_op=True) has left under way "
-                "must be there first; call wait() of the handle that it has returned"
-            )
 
     def _clear(self) -> None:
         self.in_backward, self._task = False, -1

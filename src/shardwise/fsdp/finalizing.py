@@ -94,6 +94,15 @@ def finalize(group: Group, async_op: bool) -> GradientReductionHandle | None:
     return context.outstanding
 
 
+def check_outstanding(context: Context, what: str) -> None:
+    """Refuse to begin something while a handle is to be waited for."""
+    if context.outstanding is not None:
+        raise StateError(
+            f"{what}: the gradients that finalize_backward(async_op=True) has left under way must "
+            "be there first; call wait() of the handle that it has returned"
+        )
+
+
 def check_roots(groups: Iterable[Group]) -> None:
     """Refuse manual finalization of what has become a part of something larger since."""
     for group in groups:
@@ -109,11 +118,7 @@ def note_begun(group: Group) -> None:
 
 
 def _check(group: Group, context: Context) -> None:
-    if context.outstanding is not None:
-        raise StateError(
-            "finalize_backward: the gradients of an earlier one are under way; call wait() of the "
-            "handle that it has returned first"
-        )
+    check_outstanding(context, "finalize_backward")
     if group.outer is not None:
         raise _not_root("finalize_backward", group)
     if not (group.is_manual if group.is_manual_now is None else group.is_manual_now):
