@@ -104,7 +104,7 @@ class Within(torch.Tensor):
 
         result = function(*map(unwrapped, args), **(kwargs or {}))
         is_same = function is torch.ops.aten.detach.default
-        return Within(result, args[0].note) if is_same else result
+        return type(args[0])(result, args[0].note) if is_same else result
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.inner,), self.note

@@ -36,7 +36,7 @@ def rounded(way, task, variation, mesh):
     if mesh is not None:
         way.lay_out(model, mesh)
     policy = variation.options["mp_policy"]
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype
+    reduce_dtype = policy.reduce_dtype or task.dtype
     parts = math.prod(way.data_shape)
 
     def gradients_of(part):

@@ -342,6 +342,9 @@ SETTERS = {
     "set_is_last_backward": "is_last_backward",
     "set_force_sum_reduction_for_comms": "enable",
     "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_keep_unsharded_storage": "keep",
+    "set_manual_backward_finalization": "enabled",
+    "set_allocate_memory_from_process_group_for_comm": "enable",
 }
 
 
@@ -375,6 +378,9 @@ def test_setters_that_take_something_else():
         refused(lambda: model.set_custom_all_gather(max), "comm", "AllGather")
         refused(lambda: model.set_custom_all_gather(AllGather), "comm", "AllGather")
         refused(lambda: model.set_custom_reduce_scatter(max), "comm", "ReduceScatter")
+        refused(lambda: model.set_post_optim_event(3), "event", "torch.Event", "int")
+        refused(lambda: model.set_symm_mem_for_comm("NVSHMEM"), "backend", "'NVSHMEM'")
+        refused(lambda: model.finalize_backward(async_op=1), "async_op", "True or False")
         for setter in (
             model.set_modules_to_forward_prefetch,
             model.set_modules_to_backward_prefetch,
@@ -388,3 +394,47 @@ def test_setters_that_take_something_else():
         refused(lambda: register_fsdp_forward_method(model, 3), "method_name", "3")
 
     on_ranks(run)
+
+
+def test_memory_for_communication_is_not_chosen_beside_custom_communication():
+    class Gathers(AllGather):
+        def allocate(self, size, *, dtype, device):
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            raise NotImplementedError
+
+    def run(mesh):
+        model = fully_shard(made(), mesh=mesh)
+        model.set_symm_mem_for_comm()
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        model(batch())
+        model.set_custom_all_gather(Gathers())
+        refused(model.set_symm_mem_for_comm, "set_symm_mem_for_comm", "Gathers")
+        for enable in (True, False):
+            refused(
+                lambda enable=enable: model.set_allocate_memory_from_process_group_for_comm(enable),
+                "set_allocate_memory_from_process_group_for_comm",
+                "Gathers",
+            )
+
+    on_ranks(run)
+
+
+def test_replicas_are_not_split():
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        model = made()
+        for dims in (DataParallelMeshDims(shard="dp"), DataParallelMeshDims("dp", "tp")):
+            unchanged(
+                model,
+                lambda dims=dims: replicate(model, mesh=mesh, dp_mesh_dims=dims),
+                "dp_mesh_dims",
+                "shard",
+                "fully_shard",
+            )
+        unchanged(
+            model, lambda: replicate(model, mesh=mesh, dp_mesh_dims="dp"), "dp_mesh_dims", "'dp'"
+        )
+
+    sw.simulate(run, 4)

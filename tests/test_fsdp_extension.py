@@ -164,6 +164,51 @@ def test_what_extensions_are_given():
     sw.simulate(run, 4)
 
 
+class Copied(Within):
+    """What is in it is a copy of what was gathered."""
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        if out is None:
+            inner = gathered[0].clone()
+            return Within(inner, metadata), (inner,)
+        out.inner.copy_(gathered[0])
+        return None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, note, outer_size, outer_stride):
+        return Copied(parts["inner"], note)
+
+
+class Released(Copied):
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self):
+        return True
+
+    @staticmethod
+    def __tensor_unflatten__(parts, note, outer_size, outer_stride):
+        return Released(parts["inner"], note)
+
+
+def test_what_was_gathered_is_released_if_the_parameter_does_not_need_it():
+    plain = train(made(), batch(12), steps=4)
+
+    def run(mesh, kind):
+        model = as_kind(made(), lambda each: kind(each, "a note"))
+        shard_all(model, mesh, reshard_after_forward=False)
+        train(model, mine(batch(12), mesh), steps=4)
+        assert_same(model, plain)
+        assert_at_rest(model)
+        mean_square(model, mine(batch(12), mesh))
+        return sum(unit.gathered_bytes for unit in model._fsdp_group.context.units)
+
+    for kept, released in zip(
+        on_ranks(lambda mesh: run(mesh, Copied)),
+        on_ranks(lambda mesh: run(mesh, Released)),
+        strict=True,
+    ):
+        matrices = sum(each.nbytes for each in made().parameters() if each.dim() == 2)
+        assert kept - released == matrices
+
+
 def test_the_parameter_is_made_once_and_then_filled():
     outs = []
 

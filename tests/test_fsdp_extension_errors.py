@@ -110,3 +110,28 @@ def test_what_ranks_send_must_stay_the_same():
         return (shard.to(torch.float64 if len(calls) <= 2 else torch.float32),), None
 
     refused(before, expected=r"each time, at first torch.float64 \(., 5\); got torch.float32")
+
+
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "release", "expected"),
+    [
+        (None, None, lambda: True, "neither fsdp_pre_all_gather nor"),
+        (same_before, same_after, lambda: 1, "must return True or False, got 1"),
+        (same_before, same_after, True, "must be a function"),
+        (same_before, same_after, lambda shard: True, "lies in its memory"),
+    ],
+)
+def test_what_is_said_about_the_memory_of_what_was_gathered(before, after, release, expected):
+    def run(mesh):
+        layer = made().layers[1]
+        if before is not None:
+            layer.linear.weight.fsdp_pre_all_gather = before
+            layer.linear.weight.fsdp_post_all_gather = after
+        setattr(layer.linear.weight, RELEASE, release)
+        with pytest.raises(FSDPError, match=rf"(?s)^linear\.weight: .*{RELEASE}.*{expected}"):
+            fully_shard(layer, mesh=mesh)(batch())
+
+    on_ranks(run)

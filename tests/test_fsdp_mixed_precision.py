@@ -25,8 +25,10 @@ def test_gradients_of_tied_parameters_are_summed_before_they_are_reduced(way):
     check_rounding(WAYS[way], Task(SINGLE, tied=True, clip=0.1), SINGLE)
 
 
-def test_gradients_are_reduced_in_the_dtype_of_computation_by_default():
-    check_rounding(WAYS["fsdp"], Task(SINGLE), None)
+@EVERY_WAY
+def test_gradients_are_reduced_in_the_dtype_of_the_parameters_by_default(way):
+    """As in torch from 2.15 on, here with every torch; before, it was the dtype of computation."""
+    check_rounding(WAYS[way], Task(SINGLE), None)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,8 @@ def test_gradients_are_reduced_in_the_dtype_of_computation_by_default():
         ("hsdp", SINGLE, "every"),
         ("replicate", HALF, "last"),
         ("replicate", SINGLE, "last"),
+        ("fsdp", None, "last"),
+        ("hsdp", None, "last"),
     ],
 )
 def test_microbatches_accumulate_in_the_dtype_of_reductions(way, reduce_dtype, sync):
@@ -59,7 +63,7 @@ def test_the_mean_of_halves_that_fit_does_not_overflow(way):
             return self.weight * x
 
     def run(mesh):
-        policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
         model = way(Net(), mesh, mp_policy=policy)
         model(torch.full((2,), large)).sum().backward()
         return full(model.weight.grad).tolist()

@@ -403,3 +403,24 @@ def test_set_reduce_scatter_max_input_buffers_says_how_many_reductions_may_be_un
             model.set_reduce_scatter_max_input_buffers(0)
 
     on_ranks(run)
+
+
+def test_the_next_forward_waits_for_the_event_of_the_optimizer_once():
+    class Event:
+        waits = 0
+
+        def wait(self, stream=None):
+            self.waits += 1
+
+    def run(mesh):
+        model = shard_all(made(), mesh)
+        event = Event()
+        model.set_post_optim_event(event)
+        assert event.waits == 0
+        for _ in range(2):
+            model(batch())
+            assert event.waits == 1
+        model.set_post_optim_event(torch.Event(device="cpu"))  # has nothing to wait for
+        model(batch())
+
+    on_ranks(run)

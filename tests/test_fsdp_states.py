@@ -221,6 +221,22 @@ def test_what_a_mesh_info_says():
     sw.simulate(run, 6)
 
 
+@pytest.mark.parametrize(("names", "replicas"), [("b", 2), (("a", "b"), 4), (("c",), 1)])
+def test_the_axes_of_replicas_by_name(names, replicas):
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2, 1), ("a", "b", "c"))
+        dims = DataParallelMeshDims(replicate=names)
+        model = replicate(made(), mesh=mesh, dp_mesh_dims=dims)
+        info = model._fsdp_group.info
+        assert type(info) is DDPMeshInfo and info.replicate_mesh_size == replicas
+        train(model, batch())  # the same rows everywhere: the same as one process
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(full(ours), theirs.detach())
+
+    plain = train(made(), batch())
+    sw.simulate(run, 4)
+
+
 @pytest.mark.parametrize(
     ("dims", "kind", "shards", "replicas"),
     [

@@ -416,6 +416,8 @@ class DTensor(torch.Tensor):
             if name == PARAMETER_FLAG:
                 result.__dict__[name] = value
         if self.grad is not None:
+            if self.grad.dtype is not self.dtype:
+                result.grad_dtype = self.grad_dtype
             result.grad = self.grad.__deepcopy__(memo)
         return result
 

@@ -8,6 +8,7 @@ rest computes.
 from shardwise.fsdp.api import fully_shard, replicate, share_comm_ctx
 from shardwise.fsdp.custom import AllGather, Comm, ReduceScatter
 from shardwise.fsdp.errors import FSDPError, GatherError, StateError
+from shardwise.fsdp.finalizing import GradientReductionHandle
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -30,6 +31,7 @@ __all__ = [
     "FSDPMeshInfo",
     "FSDPModule",
     "GatherError",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

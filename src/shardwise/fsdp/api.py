@@ -14,6 +14,7 @@ from shardwise.errors import LayoutError
 from shardwise.fsdp.division import Division, is_dense, sharded_layout
 from shardwise.fsdp.errors import FSDPError
 from shardwise.fsdp.extension import Extension, extension_of, inner_names, values_of
+from shardwise.fsdp.grad_dtype import GradDtype
 from shardwise.fsdp.group import Group, check_group, check_list
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
@@ -109,6 +110,7 @@ def replicate(
     mp_policy: MixedPrecisionPolicy = _ONE_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Keep the parameters of a module whole on every data-parallel rank, in place; each rank feeds
     it its own part of a batch, and gradients are averaged over ranks while backward goes on.
@@ -122,9 +124,11 @@ def replicate(
         mp_policy: dtypes of computation and of reductions.
         offload_policy: where parameters are kept.
         ignored_params: parameters to leave alone.
+        dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too: `replicate`
+            only.
     """
     modules = _checked_modules(module, "replicate")
-    info = replicate_info(mesh, _device_type(modules))
+    info = replicate_info(mesh, dp_mesh_dims, _device_type(modules))
     _make_group(
         modules,
         info,
@@ -254,22 +258,24 @@ def _make_group(
     ignored = _checked_ignored(ignored_params)
     homes = _homes(modules, set(map(id, ignored)))
     wanted = []
-    found: dict[int, tuple[Any, Extension | None]] = {}
+    found: dict[int, tuple[Any, Extension | None, MixedPrecisionPolicy]] = {}
     for module, key, name in homes:  # all is checked before anything is changed
         parameter: Any = own_parameters(module)[key]
         if id(parameter) not in found:
             layout = _layout_of(parameter, info, dim_of, name)
-            found[id(parameter)] = layout, extension_of(parameter, name)
+            policy = mp_policy.resolved_for(parameter, name)
+            found[id(parameter)] = layout, extension_of(parameter, name), policy
         wanted.append((module, key, name, parameter, *found[id(parameter)]))
     slots = []
     made: dict[int, Any] = {}
-    for module, key, name, parameter, layout, extension in wanted:
+    for module, key, name, parameter, layout, extension, policy in wanted:
         if id(parameter) not in made:
             made[id(parameter)] = _sharded(parameter, layout, info, offload_policy, extension, name)
         tensor = made[id(parameter)]
         strides = getattr(tensor, "_whole_strides", None)
-        slot = Slot(module, key, name, layout, strides, tensor._fsdp_extension)
+        slot = Slot(module, key, name, layout, strides, tensor._fsdp_extension, policy)
         slot.put(tensor)
+        slot.note_grad_dtype()
         slot.take()
         slots.append(slot)
     note_left_alone(ignored)
@@ -369,6 +375,9 @@ def _sharded(
         on_cpu = isinstance(offload, CPUOffloadPolicy)
         piece = piece.to("cpu" if on_cpu else info.mesh.device_type)
     result: Any = nn.Parameter(wrap(piece, layout), parameter.requires_grad)
+    grad_dtype = GradDtype.set_on(parameter)
+    if grad_dtype is not None:
+        grad_dtype.put_on(result)
     for attribute, value in vars(parameter).items():  # what users hang on a parameter
         if attribute not in vars(result) and attribute not in inner_names(parameter):
             setattr(result, attribute, value)

@@ -13,6 +13,7 @@ from shardwise.fsdp.division import Division
 from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.extended import ExtendedUnit
 from shardwise.fsdp.gathering import gathered_size
+from shardwise.fsdp.grad_dtype import promoted
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.held import Held
 from shardwise.fsdp.policies import CPUOffloadPolicy
@@ -86,18 +87,23 @@ def built(groups: Sequence[Group]) -> list[Unit]:
             if group not in users:
                 users.append(group)
     parts: dict[Any, list[tuple[Slot, DTensor]]] = {}
+    alike: dict[Any, list[tuple[Slot, DTensor]]] = {}
     for slot, tensor, users in tensors.values():
         is_extended = slot.extension is not None
-        key: Any = (tuple(map(id, users)), tensor.dtype, tensor.device, is_extended)
+        param_dtype = slot.policy.param_dtype
+        group_key: Any = (tuple(map(id, users)), tensor.dtype)
+        key: Any = (group_key, param_dtype, tensor.device, is_extended)
         parts.setdefault(key, []).append((slot, tensor))
+        alike.setdefault(group_key, []).append((slot, tensor))
     units: list[Unit] = []
     made: dict[int, tuple[Unit, Held]] = {}
     users_of = {id(tensor): users for _, tensor, users in tensors.values()}
-    for part in parts.values():
+    for (group_key, *_), part in parts.items():
         users = users_of[id(part[0][1])]
-        _check_tied(part[0][0].name, users)
+        _check_tied(part, users)
+        reduce_dtype = _reduce_dtype(alike[group_key])
         for some in _split(part, users[0]):
-            unit = _unit(len(units), users, some)
+            unit = _unit(len(units), users, some, reduce_dtype)
             units.append(unit)
             made.update((id(held.sharded), (unit, held)) for held in unit.held)
     _lay_out(units)
@@ -109,17 +115,35 @@ def built(groups: Sequence[Group]) -> list[Unit]:
     return units
 
 
-def _check_tied(name: str, users: Sequence[Group]) -> None:
+def _check_tied(part: Sequence[tuple[Slot, DTensor]], users: Sequence[Group]) -> None:
     """Refuse groups that share a parameter and want to compute with it in different ways."""
-    first = users[0]
+    if len(users) == 1:
+        return
+    first = {id(tensor): slot for slot, tensor in part}
     for other in users[1:]:
-        for what in ("param_dtype", "reduce_dtype"):
-            wanted = [getattr(group.policy, what) for group in (first, other)]
-            if wanted[0] != wanted[1]:
-                raise FSDPError(
-                    f"mp_policy: {name} is shared by {first.name} and {other.name}, with {what} "
-                    f"{wanted[0]} and {wanted[1]}; modules with tied parameters need the same"
-                )
+        for slot in other.slots:
+            before = first.get(id(slot.tensor))
+            if before is None:
+                continue
+            for what in ("param_dtype", "reduce_dtype"):
+                wanted = [getattr(each.policy, what) for each in (before, slot)]
+                if wanted[0] != wanted[1]:
+                    raise FSDPError(
+                        f"mp_policy: {before.name} is shared by {users[0].name} and {other.name}, "
+                        f"with {what} {wanted[0]} and {wanted[1]}; modules with tied parameters "
+                        "need the same"
+                    )
+
+
+def _reduce_dtype(parameters: Sequence[tuple[Slot, DTensor]]) -> torch.dtype | None:
+    """What gradients of parameters of one group, and of one dtype, are reduced in: all in the dtype
+    that holds the values of each. None if all may have any."""
+    found = {
+        Held.sum_dtype_of(tensor.dtype, slot.grad_dtype, slot.policy.reduce_dtype)
+        for slot, tensor in parameters
+    }
+    known = {dtype for dtype in found if dtype is not None}
+    return promoted(known) if known else None
 
 
 def _current(slot: Slot) -> DTensor:
@@ -136,11 +160,14 @@ def _current(slot: Slot) -> DTensor:
             "would get no gradient; torch.func.functional_call cannot put tensors into a sharded "
             "module: change the parameters, or assign an nn.Parameter"
         )
+    slot.note_grad_dtype()
     if isinstance(tensor, DTensor) and tensor._layout is slot.layout:
+        slot.restore_grad_dtype()
         return tensor
     piece = laid_out(tensor.detach(), slot.layout, slot.name)
     result: Any = nn.Parameter(piece, tensor.requires_grad)
     slot.put(result)
+    slot.restore_grad_dtype()
     return result  # type: ignore[no-any-return]
 
 
@@ -159,14 +186,21 @@ def _split(part: list[tuple[Slot, DTensor]], group: Group) -> list[list[tuple[Sl
     return result
 
 
-def _unit(number: int, groups: list[Group], part: list[tuple[Slot, DTensor]]) -> Unit:
-    group = groups[0]
+def _unit(
+    number: int,
+    groups: list[Group],
+    part: list[tuple[Slot, DTensor]],
+    reduce_dtype: torch.dtype | None,
+) -> Unit:
+    group, policy = groups[0], part[0][0].policy
     held = [
         Held(
             slot.name,
             tensor,
             Division.of(tensor._layout, group.info, slot.strides is None),
             slot.strides,
+            slot.grad_dtype,
+            slot.policy.reduce_dtype,
         )
         for slot, tensor in part
     ]
@@ -177,9 +211,9 @@ def _unit(number: int, groups: list[Group], part: list[tuple[Slot, DTensor]]) ->
     if extensions:
         modules = [slot.module for slot, _ in part]
         return ExtendedUnit(
-            number, groups, held, group.info, group.policy, device, extensions, modules
+            number, groups, held, group.info, policy, device, reduce_dtype, extensions, modules
         )
-    return Unit(number, groups, held, group.info, group.policy, device)
+    return Unit(number, groups, held, group.info, policy, device, reduce_dtype)
 
 
 def _lay_out(units: Sequence[Unit]) -> None:
@@ -193,7 +227,8 @@ def _lay_out(units: Sequence[Unit]) -> None:
             and offload.pin_memory
             and torch.accelerator.is_available()
         )
-        alone = unit.number if isinstance(unit, ExtendedUnit) else None
+        is_alone = isinstance(unit, ExtendedUnit) or unit.follows_gradients
+        alone = unit.number if is_alone else None
         key = (unit.info, first.dtype, unit.dtype, unit.reduce_dtype, first.device, alone, pinned)
         arenas.setdefault(key, []).append(unit)
     for (*_, pinned), some in arenas.items():
@@ -232,6 +267,7 @@ def buckets_of(units: Sequence[Unit], known: Sequence[Bucket]) -> list[Bucket]:
 def _may_join(before: Unit, unit: Unit) -> bool:
     return (
         len(before.groups) == len(unit.groups) == 1
+        and before.groups[0].root is unit.groups[0].root  # whose backwards are two
         and not unit.groups[0].settings.travels_alone
         and _about_travel(before.groups[0].settings) == _about_travel(unit.groups[0].settings)
     )

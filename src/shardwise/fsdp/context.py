@@ -23,6 +23,12 @@ from shardwise.fsdp.arena import is_in
 from shardwise.fsdp.building import Bucket, buckets_of, built
 from shardwise.fsdp.causes import gathering
 from shardwise.fsdp.extended import ExtendedGather, ExtendedUnit
+from shardwise.fsdp.finalizing import (
+    GradientReductionHandle,
+    check_outstanding,
+    check_roots,
+    note_begun,
+)
 from shardwise.fsdp.gathering import Gather, KeptGather
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.habit import Habit, Habits, agree
@@ -72,6 +78,10 @@ class Context:
         """The same of this forward, so far."""
         self.line = Line()
         """The reductions of gradients."""
+        self.outstanding: GradientReductionHandle | None = None
+        """What users must wait for before they go on."""
+        self.post_optim_event: torch.Event | None = None
+        """What the next forward waits for, if anything."""
         self._had: set[Unit] = set()
         """Those that were gathered at some time in this backward. When they are given back depends
         on what this rank has used; so that all ranks gather alike, they are not gathered again
@@ -102,6 +112,7 @@ class Context:
             return all(map(is_in, self.units))
 
     def _build(self) -> None:
+        check_roots(self.groups)
         self.recover()
         self.units = built(self.groups)
         self.buckets = []
@@ -127,7 +138,11 @@ class Context:
             if current_graph_task() != -1:
                 return  # a checkpoint computes something anew
             self.recover()  # a backward has failed
+        check_outstanding(self, "forward")
         self.check()
+        if self.post_optim_event is not None:
+            event, self.post_optim_event = self.post_optim_event, None
+            event.wait()
         self._outermost = group
         self._begun_now, self._ended_now = {}, {}
         self._gathers_forward = self._habits.begun((group, torch.is_grad_enabled()))
@@ -264,6 +279,7 @@ class Context:
     def begin_backward_of(self, group: Group) -> None:
         """A gradient has come to one of its outputs."""
         self._begin_backward()
+        note_begun(group)
         if group.state is TrainingState.PRE_BACKWARD:
             return
         group.state = moved_on(group.state, TrainingState.PRE_BACKWARD, group.name)
@@ -281,6 +297,7 @@ class Context:
             if task == self._task or _is_nested():
                 return
             self.recover()  # the last one has failed
+        check_outstanding(self, "backward")
         if self.settings_changed:
             self._make_buckets()
         self.in_backward, self._task = True, task
@@ -295,6 +312,8 @@ class Context:
     def _on_ready(self, unit: Unit) -> None:
         """All gradients of a unit are there."""
         self._begin_backward()
+        for group in unit.groups:
+            note_begun(group)
         self.line.put(unit, self.pool)
         for group in unit.groups:
             self.check_done(group)
@@ -315,7 +334,11 @@ class Context:
             self.release(group, True)
 
     def _end_backward(self) -> None:
-        self.line.end(self.units, self.pool, self.is_last_backward)
+        self.line.end(self.units, self.pool, self._is_awaited)
+        if self.is_last_backward:
+            for group in self.groups:
+                if not group.is_manual_now:
+                    group.is_manual_now = None
         self._drop_gathers()
         self._gathers_backward.end()
         for group in self.groups:
@@ -329,6 +352,32 @@ class Context:
                 self.release(group, True)
         self._clear()
 
+    def _is_awaited(self, unit: Unit) -> bool:
+        """Whether the end of a backward waits for the gradients of a unit."""
+        return self.is_last_backward and not all(group.root.is_manual_now for group in unit.groups)
+
+    def finalize(self, root: Group, waits: bool) -> None:
+        """The backwards of a root are over: reduce what they have left, and give back memory.
+
+        Arguments:
+            waits: whether to wait until all shards have their gradients.
+        """
+        if self.settings_changed:
+            self._make_buckets()
+        groups = [group for group in self.groups if group.root is root]
+        units = dict.fromkeys(unit for group in groups for unit in group.units)
+        self.line.reduce_owed(units, self._habits.begun("finalization"), self.pool)
+        for group in groups:
+            if group.settings.reshard_after_backward and not group.active and not self._makes_graph:
+                self.release(group, True)
+        if waits:
+            self.end_iteration(root)
+
+    def end_iteration(self, root: Group) -> None:
+        """Wait for what `finalize` has left under way."""
+        self.line.finish()
+        root.is_manual_now = None
+
     def _clear(self) -> None:
         self.in_backward, self._task = False, -1
         self.line.clear()
@@ -341,6 +390,9 @@ class Context:
         self.line.abandon()
         for unit in self.units:
             unit.forget_gradients()
+        for group in self.groups:
+            group.is_manual_now = None
+        self.outstanding = None
         self._clear()
         self.settle()
 

@@ -18,7 +18,7 @@ from shardwise.fsdp.arena import digits
 from shardwise.fsdp.causes import gathering
 from shardwise.fsdp.custom import AllGather
 from shardwise.fsdp.errors import FSDPError
-from shardwise.fsdp.extension import POST, PRE, Extension, inner_names
+from shardwise.fsdp.extension import POST, PRE, RELEASE, Extension, inner_names
 from shardwise.fsdp.gathering import CHANNEL, Gather, custom_gather
 from shardwise.fsdp.held import Held
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
@@ -92,10 +92,11 @@ class ExtendedUnit(Unit):
         info: DataParallelMeshInfo,
         policy: MixedPrecisionPolicy,
         device: torch.device,
+        reduce_dtype: torch.dtype | None,
         extensions: Sequence[Extension],
         modules: Sequence[nn.Module],
     ) -> None:
-        super().__init__(number, groups, held, info, policy, device)
+        super().__init__(number, groups, held, info, policy, device, reduce_dtype)
         self.policy = policy
         self.extended = list(map(Extended, held, extensions, modules))
         self.row_length = HEADER
@@ -163,14 +164,16 @@ class ExtendedUnit(Unit):
             each.whole = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
 
     def allocate(self) -> None:
-        """Get the memory of the gathered parameters."""
+        """Get the memory of the gathered parameters, unless it was kept."""
         for storage, size in self._storages.values():
-            storage.resize_(size)
+            if storage.nbytes() != size:
+                storage.resize_(size)
 
     def free(self) -> None:
-        """Give it back."""
-        for storage, _ in self._storages.values():
-            storage.resize_(0)
+        """Give it back, unless users want to keep it."""
+        if not self.keeps_memory:
+            for storage, _ in self._storages.values():
+                storage.resize_(0)
 
     @property
     def gathered_bytes(self) -> int:
@@ -238,7 +241,13 @@ class ExtendedUnit(Unit):
                 f"{held.name}: {POST} must not return the memory of the shard, which would be "
                 "given back; return a copy"
             )
-        if is_wrapper or any(_address(tensor) in storages for tensor in outputs):
+        is_alias = any(_address(tensor) in storages for tensor in outputs)
+        if is_alias and each.extension.releases_outputs:
+            raise FSDPError(
+                f"{held.name}: {RELEASE} says that what was gathered is not needed any more, but "
+                f"what {POST} has returned lies in its memory; return a copy, or False there"
+            )
+        if is_alias or (is_wrapper and not each.extension.releases_outputs):
             each.outputs = outputs
             storages.update((_address(tensor), tensor.untyped_storage()) for tensor in outputs)
         self._storages.update((key, (one, one.nbytes())) for key, one in storages.items())

@@ -22,6 +22,7 @@ from shardwise.mesh import DeviceMesh
 from shardwise.tensor import DTensor
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Extension:
         before: called with the shard, and then as `fsdp_pre_all_gather` is.
         after: called with the shard, and then as `fsdp_post_all_gather` is.
         is_short: whether `before` gets the mesh and nothing else, as it did once.
+        releases_outputs: whether what `after` makes needs nothing of what it was made of.
     """
 
     before: Callable[..., Any]
     after: Callable[..., Any]
     is_short: bool
+    releases_outputs: bool = False
 
     def inputs(
         self,
@@ -122,8 +125,10 @@ class Extension:
 
 def extension_of(parameter: torch.Tensor, name: str) -> Extension | None:
     """What a parameter, that is about to be sharded, says about its gathering."""
-    before, after = (getattr(parameter, each, None) for each in (PRE, POST))
+    before, after, release = (getattr(parameter, each, None) for each in (PRE, POST, RELEASE))
     if before is None and after is None:
+        if release is not None:
+            raise FSDPError(f"{name}: it has {RELEASE}, and neither {PRE} nor {POST}; define both")
         return None
     if not callable(before) or not callable(after):
         missing, there = (PRE, POST) if not callable(before) else (POST, PRE)
@@ -141,7 +146,20 @@ def extension_of(parameter: torch.Tensor, name: str) -> Extension | None:
             f"{name}: {PRE} must take (mesh, outer_size, outer_stride, module, mp_policy) or "
             f"(mesh), after the shard; got {inspect.signature(before)}"
         )
-    return Extension(before_shard, after_shard, is_short=not is_long)
+    return Extension(before_shard, after_shard, not is_long, _releases(parameter, release, name))
+
+
+def _releases(parameter: torch.Tensor, release: Any, name: str) -> bool:
+    """What a parameter says about the memory of what was gathered of it."""
+    if release is None:
+        return False
+    if not callable(release):
+        raise FSDPError(f"{name}: {RELEASE} must be a function, got {release!r}")
+    is_function = RELEASE in vars(parameter) and _takes(release, 1)
+    found: Any = release(parameter) if is_function else release()
+    if not isinstance(found, bool):
+        raise FSDPError(f"{name}: {RELEASE} must return True or False, got {found!r}")
+    return found
 
 
 def values_of(parameter: torch.Tensor, name: str) -> torch.Tensor:

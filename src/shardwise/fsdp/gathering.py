@@ -98,8 +98,7 @@ class Gather:
         try:
             self.pending.wait()
         finally:
-            if self._is_direct:
-                unit.free()
+            unit.free()  # a direct one has got memory, another may have kept some
             self._let_go(unit)
 
     def _let_go(self, unit: Unit) -> None:
@@ -164,6 +163,7 @@ class KeptGather:
     def drop(self, unit: Unit) -> None:
         """A unit does not need it any more."""
         self.pending.wait()
+        unit.free()
         unit.gather = None
 
 

@@ -93,6 +93,8 @@ class Group:
         self.context: Context | None = None
         self.outer: Group | None = None
         """The group of a module around these, if any."""
+        self.is_manual = False
+        """Of a root: whether users say when a backward is over."""
         self._reset()
 
     def _reset(self) -> None:
@@ -108,6 +110,8 @@ class Group:
         """Which of its modules have run in this forward of the outermost."""
         self.calls: WeakSet[Call] = WeakSet()
         """Forwards whose inputs have not all got their gradients."""
+        self.is_manual_now: bool | None = None
+        """Of a root: the same, as it was when the backward began that is not over; else None."""
         self.has_wholes = False
         """Whether the modules hold the gathered parameters."""
 
@@ -122,10 +126,42 @@ class Group:
         result.forward_prefetch = result.backward_prefetch = None
         return result
 
+    @property
+    def root(self) -> Group:
+        """The group of the outermost module around these."""
+        found, seen = self, {self}
+        while found.outer is not None and found.outer not in seen:
+            found = found.outer
+            seen.add(found)
+        return found
+
     def note_parameters(self) -> None:
         """Let other groups that have the same parameters find this one."""
         for slot in self.slots:
             _users.setdefault(slot.tensor, []).append(ref(self))
+
+    def note_grad_dtypes(self) -> None:
+        """Remember what users have set as the dtypes of gradients."""
+        for slot in self.slots:
+            slot.note_grad_dtype()
+
+    @contextmanager
+    def without_set_grad_dtypes(self) -> Iterator[None]:
+        """While parameters are converted, keep gradients whose dtype was set as they are; but they
+        move to where the parameters are."""
+        self.note_grad_dtypes()
+        kept: list[tuple[Slot, torch.Tensor]] = []
+        for slot in self.slots:
+            if slot.grad_dtype is not None and slot.is_filled and slot.tensor.grad is not None:
+                kept.append((slot, slot.tensor.grad))
+                slot.tensor.grad = None
+        try:
+            yield
+        finally:
+            for slot in self.slots:
+                slot.restore_grad_dtype()
+            for slot, gradient in kept:
+                slot.tensor.grad = gradient.to(slot.tensor.device)
 
     def tied(self) -> list[Group]:
         """The groups that have any of its parameters, in the order of their making."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.fsdp.division import Division
+from shardwise.fsdp.grad_dtype import GradDtype
 from shardwise.tensor import DTensor, laid_out, unwrap, wrap
 from shardwise.torch_internals import TensorBase, backward_hooks_of, post_accumulate_hooks_of
 
@@ -26,12 +27,14 @@ class Held:
         "accumulated",
         "chunks",
         "division",
+        "grad_dtype",
         "is_direct",
         "name",
         "offset",
         "reduced",
         "sharded",
         "strides",
+        "sum_dtype",
         "whole",
     )
 
@@ -41,6 +44,8 @@ class Held:
         sharded: DTensor,
         division: Division,
         strides: tuple[int, ...] | None,
+        grad_dtype: GradDtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.sharded = sharded
@@ -48,6 +53,11 @@ class Held:
         self.division = division
         self.strides = strides or torch.empty(division.whole_shape, device="meta").stride()
         """Of what the module computes with."""
+        own = sharded.dtype
+        self.grad_dtype = own if grad_dtype is None else grad_dtype.dtype
+        """Of the shard's gradient; None if it may be any."""
+        self.sum_dtype = Held.sum_dtype_of(own, grad_dtype, reduce_dtype)
+        """In which gradients are accumulated that are not reduced yet; None if it may be any."""
         self.offset = 0
         """Where it begins in a row."""
         self.is_direct = False
@@ -57,9 +67,24 @@ class Held:
         self.whole: torch.Tensor
         """What the module computes with."""
         self.accumulated: torch.Tensor | None = None
-        """Gradients of the gathered parameter that are still to be reduced, in the reduce dtype."""
+        """Gradients of the gathered parameter that are still to be reduced, in `sum_dtype`."""
         self.reduced: torch.Tensor | None = None
         """Gradients of the shard that are still to be summed over the ranks that hold the same."""
+
+    @staticmethod
+    def sum_dtype_of(
+        own: torch.dtype, grad_dtype: GradDtype | None, reduce_dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """In which dtype gradients of a parameter are accumulated.
+
+        Arguments:
+            own: of the parameter.
+            grad_dtype: of its gradient, if that was set.
+            reduce_dtype: that of the policy.
+        """
+        if reduce_dtype is not None and own.is_floating_point:
+            return reduce_dtype
+        return own if grad_dtype is None else grad_dtype.dtype
 
     def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the hooks that users have registered on the shard make of its new gradient."""

@@ -7,7 +7,7 @@ is the same on every rank, and only when a reduction starts is up to each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 from shardwise.fsdp.causes import reducing
@@ -117,12 +117,12 @@ class Line:
         while self._waiting:
             self._launch(self._waiting.pop(0))
 
-    def end(self, units: Iterable[Unit], pool: Pool, is_last: bool) -> None:
+    def end(self, units: Iterable[Unit], pool: Pool, is_awaited: Callable[[Unit], bool]) -> None:
         """A backward is over.
 
         Arguments:
             units: all there are.
-            is_last: whether to wait until all shards have their gradients.
+            is_awaited: whether to wait until the shards of a unit have their gradients.
         """
         for unit in units:
             if unit.got and self._by_unit.get(unit) not in self._waiting:
@@ -132,11 +132,58 @@ class Line:
         self._owed = {unit: None for unit in (*self._owed, *self.used) if unit not in self._by_unit}
         self._backward.launch_all()
         self._habit.end()
-        if is_last:
-            for reduction in self._under_way:
-                reduction.go_on()
-            while self._under_way:
-                self._under_way.popleft().finish()
+        self.finish(is_awaited)
+
+    def reduce_owed(self, units: Iterable[Unit], habit: Habit, pool: Pool) -> None:
+        """Start to reduce what earlier backwards of these units have left, outside of backward."""
+        self._habit = habit
+        wanted = self.to_reduce(units)
+        for bucket in dict.fromkeys(unit.bucket for unit in wanted):
+            settings = bucket.units[0].groups[0].settings
+            reduction = Reduction(bucket.plan(bucket.units), settings, pool)
+            reduction.waits_for &= set(wanted)
+            self._waiting.append(reduction)
+        self.launch_all()
+        habit.end()
+        self._owed = {unit: None for unit in self._owed if unit not in wanted}
+
+    def to_reduce(self, units: Iterable[Unit]) -> list[Unit]:
+        """Those with gradients that earlier backwards have not reduced, and that are to be reduced
+        by now; in an order of all ranks. The last come first, as in backward."""
+        found = [
+            unit
+            for unit in units
+            if unit.trainable
+            and _is_synchronised(unit)
+            and (unit in self._owed or unit.has_gradients)
+        ]
+        return sorted(found, key=lambda unit: -unit.number)
+
+    def units_under_way(self, is_partial: bool = False) -> set[Unit]:
+        """Those whose gradients are being reduced.
+
+        Arguments:
+            is_partial: only those that are not being summed over the replicate axis.
+        """
+        return {
+            unit
+            for reduction in self._under_way
+            if not is_partial or reduction.is_partial
+            for unit in reduction.plan.units
+        }
+
+    def finish(self, is_awaited: Callable[[Unit], bool] = lambda unit: True) -> None:
+        """Wait until shards have the gradients that are under way.
+
+        Arguments:
+            is_awaited: whether those of a unit are to be waited for.
+        """
+        awaited = [each for each in self._under_way if any(map(is_awaited, each.plan.units))]
+        for reduction in awaited:
+            reduction.go_on()
+        for reduction in awaited:
+            self._under_way.remove(reduction)
+            reduction.finish()
 
     def _launch(self, reduction: Reduction) -> None:
         units = reduction.plan.units

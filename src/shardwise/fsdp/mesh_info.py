@@ -143,8 +143,7 @@ def shard_info(
         device_type: of the default mesh.
     """
     mesh = _checked(mesh, device_type, "fully_shard")
-    if dims is not None and not isinstance(dims, DataParallelMeshDims):
-        raise FSDPError(f"dp_mesh_dims: expected DataParallelMeshDims(...), got {dims!r}")
+    _check_dims(dims)
     if dims is not None:
         return _named_info(mesh, dims)
     if mesh.ndim == 1:
@@ -157,14 +156,29 @@ def shard_info(
     )
 
 
-def replicate_info(mesh: DeviceMesh | TorchMesh | None, device_type: str) -> DDPMeshInfo:
-    """How `replicate` lies on a mesh of one axis, by default all ranks."""
+def replicate_info(
+    mesh: DeviceMesh | TorchMesh | None, dims: DataParallelMeshDims | None, device_type: str
+) -> DataParallelMeshInfo:
+    """How `replicate` lies on a mesh of one axis, by default all ranks; or on axes with names."""
     mesh = _checked(mesh, device_type, "replicate")
+    _check_dims(dims)
+    if dims is not None:
+        if dims.shard is not None:
+            raise FSDPError(
+                f"dp_mesh_dims: expected DataParallelMeshDims(replicate=...) without shard, got "
+                f"{dims!r}; fully_shard splits parameters"
+            )
+        return _named_info(mesh, dims)
     if mesh.ndim != 1:
         raise FSDPError(
             f"mesh: expected 1 axis, got {mesh!r}; pass the data-parallel axis, such as mesh['dp']"
         )
     return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+
+
+def _check_dims(dims: DataParallelMeshDims | None) -> None:
+    if dims is not None and not isinstance(dims, DataParallelMeshDims):
+        raise FSDPError(f"dp_mesh_dims: expected DataParallelMeshDims(...), got {dims!r}")
 
 
 def _named_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:

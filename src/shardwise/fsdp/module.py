@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.checks import as_int
 from shardwise.fsdp.custom import AllGather, ReduceScatter
 from shardwise.fsdp.errors import FSDPError, check_bool
+from shardwise.fsdp.finalizing import GradientReductionHandle, finalize, set_manual
 from shardwise.fsdp.group import Group, check_group, check_list
 
 if TYPE_CHECKING:
@@ -81,11 +82,13 @@ class FSDPModule(_Base):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._fsdp_group.put_shards()
+        self._fsdp_group.note_grad_dtypes()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._fsdp_group.put_shards()
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with self._fsdp_group.without_set_grad_dtypes():
+            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ---- parameters
 
@@ -105,6 +108,16 @@ class FSDPModule(_Base):
     def reshard(self) -> None:
         """Give back the memory of the gathered parameters of this group, if there is any."""
         self._fsdp_group.reshard()
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Say whether the memory of gathered parameters stays allocated when they are given back,
+        so that their addresses are the same each time; as graphs of CUDA need it."""
+        check_bool("keep", keep)
+        self._change(recurse, keep_unsharded_storage=keep)
+        if not keep:
+            for group in self._groups(recurse):
+                for unit in group.units:
+                    unit.stop_keeping_memory()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are given back after forward, and gathered again in backward."""
@@ -139,6 +152,30 @@ class FSDPModule(_Base):
             raise FSDPError(f"comm: expected an AllGather, got {type(comm).__name__}")
         self._change(False, all_gather=comm)
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward wait for an event, once: the end of an optimizer's step in another
+        stream. Gathers always wait for the current stream, too."""
+        if not callable(getattr(event, "wait", None)):
+            raise FSDPError(f"event: expected a torch.Event, got {type(event).__name__}")
+        self._fsdp_group.ready_context().post_optim_event = event
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Nothing changes: buffers are allocated once and used again, in ordinary memory.
+        Refused beside custom communication, which allocates for itself."""
+        check_bool("enable", enable)
+        self._check_no_custom("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Nothing changes: gathers use ordinary memory. Refused beside custom communication, which
+        allocates for itself.
+
+        Arguments:
+            backend: `"NCCL"` is the only one.
+        """
+        if backend != "NCCL":
+            raise FSDPError(f"backend: expected 'NCCL', got {backend!r}")
+        self._check_no_custom("set_symm_mem_for_comm")
+
     # ---- gradients
 
     def set_requires_gradient_sync(
@@ -161,6 +198,38 @@ class FSDPModule(_Base):
         beside the next microbatch; the last one must wait."""
         check_bool("is_last_backward", is_last_backward)
         self._fsdp_group.ready_context().is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say whether a backward is over only when `finalize_backward` is called. Until then
+        gradients may not be reduced, whatever `set_is_last_backward` says.
+
+        Call it on the root, the outermost sharded module, before backward. From the begin of a
+        backward to its finalization the mode cannot change.
+        """
+        set_manual(self._fsdp_group, enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that the backwards of this root have left, and give back memory, as
+        settings are now; needs `set_manual_backward_finalization(True)`.
+
+        Call it after all backwards of an iteration, on every rank. If there are several, call
+        `set_requires_gradient_sync(False)` before them, and `(True)` before this. Before the first
+        forward nothing happens.
+
+        Arguments:
+            async_op: return at once a handle. Call its `wait()` before gradients are used, and
+                before the next forward.
+        """
+        return finalize(self._fsdp_group, async_op)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this group's gradients by `factor`, not by the number of ranks."""
@@ -230,10 +299,23 @@ class FSDPModule(_Base):
 
     def reset_iter_state(self) -> None:
         """Forget an iteration that an exception has ended, with its gradients that no shard has
-        got. The next forward does so itself if it must."""
+        got. The next forward does so itself if it must. A `GradientReductionHandle` of this root
+        cannot be waited for any more; while one of another root with the same schedule is
+        outstanding, this is refused."""
         context = self._fsdp_group.context
         if context is not None:
+            if context.outstanding is not None:
+                context.outstanding.check_owner(self._fsdp_group.root)
             context.recover()
+
+    def _check_no_custom(self, setter: str) -> None:
+        settings = self._fsdp_group.settings
+        for comm in (settings.all_gather, settings.reduce_scatter):
+            if comm is not None:
+                raise FSDPError(
+                    f"{setter}: {self._fsdp_group.name} has custom communication "
+                    f"({type(comm).__name__}), which allocates for itself"
+                )
 
     def _groups(self, recurse: bool) -> Iterable[Group]:
         if not recurse:

@@ -20,7 +20,7 @@ from shardwise.comm import Communicator, Pending
 from shardwise.errors import CollectiveError
 from shardwise.fsdp.causes import reducing
 from shardwise.fsdp.custom import ReduceScatter, process_group
-from shardwise.fsdp.errors import GatherError
+from shardwise.fsdp.errors import FSDPError, GatherError
 from shardwise.fsdp.held import Held, gradient_of, set_gradient
 from shardwise.fsdp.pool import Pool, Rows, Size
 from shardwise.fsdp.settings import Settings
@@ -53,7 +53,8 @@ class Plan:
     def __init__(self, units: Sequence[Unit], is_direct: bool) -> None:
         self.units = units
         first = units[0]
-        is_direct = is_direct and first.reduce_dtype is first.dtype
+        dtype = first.dtype if first.reduce_dtype is None else first.reduce_dtype
+        is_direct = is_direct and dtype is first.dtype and not first.follows_gradients
         self.flags = sum(len(unit.trainable) for unit in units)
         self.entries: dict[Unit, list[Entry]] = {unit: [] for unit in units}
         """Of each unit those of its trainable parameters, in their order."""
@@ -72,8 +73,9 @@ class Plan:
                 flat = self.length
         for entries in self.entries.values():
             entries.sort(key=lambda entry: entry.flag)
-        self.size: Size = (first.info.shard_mesh_size, flat, first.reduce_dtype, first.device)
-        """Of the rows, without what travels by itself."""
+        self.size: Size = (first.info.shard_mesh_size, flat, dtype, first.device)
+        """Of the rows, without what travels by itself; of a unit whose dtype follows the gradients,
+        if these have the expected one."""
         self.row: Rows | None = None
         """Of a module that is not sharded: where the last gradients were."""
         self.own_holders = 0
@@ -111,8 +113,19 @@ class Reduction:
         """The flags of parameters that have no gradient here."""
         self._pending: Pending[torch.Tensor]
         self._is_reduced = False
-        # Halves are divided where they are summed, in a wider dtype, so that no sum overflows.
-        self._average = settings.divide_factor is None and plan.size[2] in _HALF
+        self._dtype = plan.size[2]
+        if settings.fill_unused:
+            _check_unused(plan.units)
+
+    @property
+    def _average(self) -> bool:
+        """Halves are divided where they are summed, in a wider dtype, so that no sum overflows."""
+        return self.settings.divide_factor is None and self._dtype in _HALF
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether they are not summed over the replicate axis."""
+        return self.info.replicate_mesh_size > 1 and not self.settings.all_reduce
 
     def put(self, unit: Unit) -> None:
         """Copy a unit's gradients in, and let go of them; what comes a second time is added."""
@@ -129,6 +142,8 @@ class Reduction:
         with torch.no_grad(), as_local():
             rows = self._rows
             if rows is None:
+                if unit.follows_gradients:
+                    self._dtype = unit.dtype_for(gradients)
                 rows = self._rows = self._taken()
                 rows.matrix[:, : plan.flags] = 1
             flat: list[tuple[Entry, Any]] = []
@@ -154,7 +169,9 @@ class Reduction:
                     continue
                 for place in there:
                     place.zero_()
-        elif self.info.shard_mesh_size == 1 and unit.reduce_dtype is unit.dtype:
+        elif self.info.shard_mesh_size == 1 and all(
+            gradient.dtype is self._dtype for _, gradient in flat
+        ):
             first, last = flat[0][0], flat[-1][0]
             place = rows.matrix[0, first.offset : last.offset + last.held.division.size]
             torch.cat([gradient.reshape(-1) for _, gradient in flat], out=place)
@@ -188,11 +205,14 @@ class Reduction:
 
     def _taken(self) -> Rows:
         plan = self.plan
-        if plan.size[0] > 1:
-            return self._pool.take(plan.size)
+        count, length, _, device = plan.size
+        size = count, length, self._dtype, device
+        if count > 1:
+            return self._pool.take(size)
         # One row is what the gradients will be views of; it is used again if they are gone.
-        if plan.row is None or _holders(plan.row) > plan.own_holders:
-            plan.row = Rows(plan.size)
+        is_fit = plan.row is not None and plan.row.size == size
+        if plan.row is None or not is_fit or _holders(plan.row) > plan.own_holders:
+            plan.row = Rows(size)
             plan.own_holders = _holders(plan.row)
         return plan.row
 
@@ -251,7 +271,7 @@ class Reduction:
         row = self._waited()
         with torch.no_grad():
             self._add_earlier(row)
-        if self.info.replicate_mesh_size == 1 or not self.settings.all_reduce:
+        if self.info.replicate_mesh_size == 1 or self.is_partial:
             self._pending = Pending.done(row)
             return
         replicas = self.info.replicate_communicator(CHANNEL)
@@ -265,21 +285,23 @@ class Reduction:
         row = self._waited()
         used = self._used(row)
         with torch.no_grad(), as_local():
-            if self.info.replicate_mesh_size > 1 and not self.settings.all_reduce:
+            if self.is_partial:
                 self._keep_reduced(row, used)
                 return
             if not self._average:
                 row.div_(self.settings.divide_factor or self.info.size)
             if self.settings.all_reduce_hook is not None:
                 self.settings.all_reduce_hook(self._only_gradients(row))
-            shards = self.plan.units[0].arena.flat
-            row = row.to(shards.device, shards.dtype)
-            found = [
-                (entry.held, entry.held.division.own(row, entry.offset))
-                for entries in self.plan.entries.values()
-                for entry in entries
-                if used[entry.flag]
-            ]
+            device = self.plan.units[0].arena.flat.device
+            rows: dict[torch.dtype, torch.Tensor] = {}
+            found = []
+            for entries in self.plan.entries.values():
+                for held, flag, offset, _ in entries:
+                    if used[flag]:
+                        dtype = row.dtype if held.grad_dtype is None else held.grad_dtype
+                        if dtype not in rows:
+                            rows[dtype] = row.to(device, dtype)
+                        found.append((held, held.division.own(rows[dtype], offset)))
         found = [(held, held.hooked(piece)) for held, piece in found]
         totals, pieces = [], []
         with torch.no_grad(), as_local():
@@ -362,6 +384,19 @@ class Reduction:
         return Pending(finish)
 
 
+def _check_unused(units: Sequence[Unit]) -> None:
+    """Refuse zeros whose dtype ranks cannot know; all refuse, whatever gradients they have."""
+    for unit in units:
+        for index in unit.trainable:
+            held = unit.held[index]
+            if held.sum_dtype is None:
+                raise FSDPError(
+                    f"set_reduce_scatter_unused_params: {held.name} has grad_dtype None, so its "
+                    "gradient may have any dtype, and ranks that have not used it do not know "
+                    "which; set reduce_dtype of its MixedPrecisionPolicy"
+                )
+
+
 def _holders(rows: Rows) -> int:
     """How many tensors share its memory."""
     return storage_use_count(rows.memory.untyped_storage())
@@ -370,4 +405,4 @@ def _holders(rows: Rows) -> int:
 def _contiguous(gradient: torch.Tensor | None, held: Held, like: torch.Tensor) -> torch.Tensor:
     if gradient is None:
         return like.new_zeros(held.division.whole_shape)
-    return gradient.contiguous()
+    return gradient.to(like.dtype).contiguous()

@@ -19,6 +19,8 @@ class Settings:
     """None: unless backward begins with it; a number: to so many ranks."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    keep_unsharded_storage: bool = False
+    """Whether the memory of gathered parameters stays allocated when they are given back."""
     gradient_sync: bool = True
     all_reduce: bool = True
     divide_factor: float | None = None

@@ -13,11 +13,7 @@ from shardwise.fsdp.group import Group
 def context_of(group: Group) -> Context:
     """The context of a group that runs for the first time: of all groups in the outermost module
     that is sharded, and of those that they share parameters with."""
-    top, seen = group, {group}
-    while top.outer is not None and top.outer not in seen:
-        top = top.outer
-        seen.add(top)
-    groups = _named_groups(top.modules)
+    groups = _named_groups(group.root.modules)
     if group not in groups:  # its module was taken out of the outer one
         groups = _named_groups(group.modules)
     for each in groups:  # which grows on the way

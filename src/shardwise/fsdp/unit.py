@@ -8,13 +8,14 @@ them is there again when they are filled for backward; in between only their mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import nn
 
+from shardwise.fsdp.grad_dtype import promoted
 from shardwise.fsdp.held import Held, gradient_of, set_gradient
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.policies import MixedPrecisionPolicy
@@ -46,6 +47,9 @@ class Unit:
         number: its position among all units, the same on every rank.
         groups: those that compute with it: one, or several if parameters are tied.
         held: its parameters; their dtype and device are all the same.
+        policy: of these parameters.
+        reduce_dtype: what gradients are reduced in at least, if that is known; those that may have
+            any dtype may need a wider one.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Unit:
         info: DataParallelMeshInfo,
         policy: MixedPrecisionPolicy,
         device: torch.device,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.number = number
         self.groups = groups
@@ -67,8 +72,9 @@ class Unit:
         casts = policy.param_dtype is not None and own.is_floating_point
         self.dtype: torch.dtype = policy.param_dtype if casts else own  # type: ignore[assignment]
         """Of the gathered parameters, and of what travels."""
-        reduces = policy.reduce_dtype is not None and own.is_floating_point
-        self.reduce_dtype: torch.dtype = policy.reduce_dtype if reduces else self.dtype  # type: ignore[assignment]
+        self.reduce_dtype = reduce_dtype
+        self.follows_gradients = any(each.sum_dtype is None for each in held)
+        """Whether in which dtype it is reduced depends on the gradients that come."""
         self.direct = [each for each in held if self._is_direct(each)]
         for each in self.direct:
             each.is_direct = True
@@ -159,18 +165,36 @@ class Unit:
     def _make_whole(self, held: Held, memory: torch.Tensor) -> None:
         if held.division.whole_layout is not None:
             memory = wrap(memory.view_as(memory), held.division.whole_layout)
-        held.whole = nn.Parameter(memory, requires_grad=False)
+        whole: Any = nn.Parameter(memory, requires_grad=False)
+        held.whole = whole
+        if held.sum_dtype is not self.dtype:
+            whole.grad_dtype = None  # else a backward that makes wider ones would be rounded
         for name, value in vars(held.sharded).items():  # what users hang on a parameter
             if name not in ("_layout", PARAMETER_FLAG, "_whole_strides"):
                 setattr(held.whole, name, value)
 
     def allocate(self) -> None:
-        """Get the memory of the gathered parameters."""
-        self.memory.untyped_storage().resize_(self.nbytes)
+        """Get the memory of the gathered parameters, unless it was kept: resized to the size that
+        it has, it would move."""
+        storage = self.memory.untyped_storage()
+        if storage.nbytes() != self.nbytes:
+            storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Give it back."""
-        self.memory.untyped_storage().resize_(0)
+        """Give it back, unless users want to keep it."""
+        if not self.keeps_memory:
+            self.memory.untyped_storage().resize_(0)
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether the memory of the gathered parameters stays where it is."""
+        return any(group.settings.keep_unsharded_storage for group in self.groups)
+
+    def stop_keeping_memory(self) -> None:
+        """Give back what was kept and holds nothing."""
+        is_in_use = self.gather is not None or self.state is ShardedState.UNSHARDED
+        if not is_in_use and not self.is_alias:
+            self.free()
 
     @property
     def is_whole(self) -> bool:
@@ -312,14 +336,14 @@ class Unit:
     def keep_gradients(self) -> None:
         """Accumulate what is not reduced now in the dtype in which it will be."""
         self.got.clear()
-        if self.reduce_dtype is self.dtype:
-            return  # autograd accumulates it
         with torch.no_grad(), as_local():
             for index in self.trainable:
                 each = self.held[index]
+                if each.sum_dtype is None or each.sum_dtype is self.dtype:
+                    continue  # autograd accumulates it
                 gradient = gradient_of(each.whole)
                 if gradient is not None:
-                    each.accumulated = _added(each.accumulated, gradient, self.reduce_dtype)
+                    each.accumulated = _added(each.accumulated, gradient, each.sum_dtype)
                     set_gradient(each.whole, None)
 
     def take_gradients(self) -> list[torch.Tensor | None]:
@@ -335,12 +359,33 @@ class Unit:
                     if gradient is None:
                         gradient = each.accumulated
                     else:
-                        gradient = _added(each.accumulated, gradient, self.reduce_dtype)
+                        gradient = each.accumulated.add_(gradient)
                     each.accumulated = None
                 if gradient is not None and gradient.is_sparse:
                     gradient = gradient.to_dense()
                 result.append(gradient)
         return result
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it holds some that are not reduced."""
+        with as_local():
+            return any(
+                each.accumulated is not None or gradient_of(each.whole) is not None
+                for each in self.held
+            )
+
+    def dtype_for(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
+        """In which dtype to reduce gradients of the trainable ones. All ranks must come to the
+        same: those without a gradient take it to have the dtype of the gathered parameter."""
+        found = set() if self.reduce_dtype is None else {self.reduce_dtype}
+        for index, gradient in zip(self.trainable, gradients, strict=True):
+            each = self.held[index]
+            if each.sum_dtype is None:
+                found.add(self.dtype if gradient is None else gradient.dtype)
+            if each.reduced is not None:
+                found.add(each.reduced.dtype)
+        return promoted(found or {self.dtype})
 
     def forget_gradients(self) -> None:
         """Drop what was not reduced."""
