@@ -111,7 +111,7 @@ def test_only_a_root_mesh_is_aborted_and_only_one_with_ranks() -> None:
             sw.communicator(mesh)
 
     sw.simulate(run, 4)
-    with pytest.raises(MeshError, match="no process group to abort: .* is abstract"):
+    with pytest.raises(MeshError, match=r"no process group to abort: .* is abstract"):
         DeviceMesh.abstract((2, 2)).abort()
 
 

@@ -25,7 +25,7 @@ def axes_aborted_and_made_again():
     names = {group.group_name for group in mesh.get_all_groups()}
     mesh.abort()
     assert not names & {group.group_name for group in registered()}
-    for use in (x.full_tensor, mesh.get_all_groups, lambda: mesh["tp"].get_group()):
+    for use in (x.full_tensor, mesh.get_all_groups, mesh["tp"].get_group):
         with pytest.raises(MeshError, match=ABORTED):
             use()
     for each in held:
