@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
 
@@ -803,6 +804,24 @@ def reductions_without_meaning_are_refused(comm: sw.Communicator, exact: bool) -
                 assert re.search(r"use 'sum'|convert", str(caught.value))  # what to do
 
 
+def reductions_by_torchs_objects(comm: sw.Communicator, exact: bool) -> None:
+    x = value(comm.index, (comm.size,), torch.float32)
+    for name in OPS:
+        op = getattr(dist.ReduceOp, name.upper())
+        check(comm.all_reduce(x, op), comm.all_reduce(x, name))
+        check(comm.reduce_scatter(x, op=dist.ReduceOp(op)), comm.reduce_scatter(x, op=name))
+        check(comm.all_reduce(x.clone(), op, in_place=True), comm.all_reduce(x, name))
+        outs = [torch.empty(1), torch.empty(1)]
+        for out, each in zip(outs, (op, name), strict=True):
+            comm.reduce_scatter_in_place([list(x.split(1))], [out], each)
+        assert torch.equal(*outs)
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.PREMUL_SUM, "SUM", 0):
+        with pytest.raises(sw.CollectiveError, match=r"^op: expected one of sum, avg, max, min"):
+            comm.all_reduce(x, op)
+        with pytest.raises(sw.CollectiveError, match=r"^op: expected one of sum, avg, max, min"):
+            comm.reduce_scatter(x, op=op)
+
+
 class Unreadable:
     """Its pickle cannot be read."""
 
@@ -849,6 +868,7 @@ CASES: dict[str, Callable[[sw.Communicator, bool], None]] = {
         many_under_way_at_once,
         results_belong_to_the_rank_alone,
         inputs_may_require_grad,
+        reductions_by_torchs_objects,
         reductions_without_meaning_are_refused,
         an_error_of_a_result_comes_from_wait_on_every_rank,
         gather_objects_waits_for_lengths_only,

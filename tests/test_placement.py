@@ -7,11 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import placement_types as theirs
 
-from shardwise import LayoutError, Partial, Placement, Replicate, Shard, ShardwiseError
+from shardwise import (
+    DeviceMesh,
+    Layout,
+    LayoutError,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardwiseError,
+)
 from shardwise.placement import as_placement
 
 REDUCE_OPS = ["sum", "avg", "max", "min", "product"]
@@ -45,6 +55,25 @@ def test_partial_knows_its_reduction() -> None:
 
 def test_the_default_reduction_is_the_sum() -> None:
     assert Partial() == Partial("sum") == Partial(reduce_op="sum")
+
+
+@pytest.mark.parametrize("name", REDUCE_OPS)
+def test_a_reduction_may_be_named_by_torchs_object(name: str) -> None:
+    theirs_op = getattr(dist.ReduceOp, name.upper())
+    for op in (theirs_op, dist.ReduceOp(theirs_op)):
+        assert Partial(op) == Partial(name) and Partial(op).reduce_op == name
+        assert Partial(name).is_partial(op) and not Partial(name).is_partial(dist.ReduceOp.BOR)
+    mesh = DeviceMesh.abstract((2, 2), ("dp", "tp"))
+    layout = Layout(mesh, (4,), partial={"tp": theirs_op})
+    assert layout is Layout(mesh, (4,), partial={"tp": name})
+    assert layout is Layout(mesh, (4,)).relaid(partial={1: theirs_op})
+    assert layout is Layout.from_placements(mesh, (4,), [Replicate(), Partial(theirs_op)])
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.BAND, dist.ReduceOp.PREMUL_SUM, "SUM", 0, None])
+def test_a_reduction_that_is_not_computed_is_refused(op: Any) -> None:
+    with pytest.raises(LayoutError, match=r"Partial\(reduce_op\): expected one of sum, avg, max"):
+        Partial(op)
 
 
 def test_a_negative_dim_stays_as_given_until_a_tensor_is_known() -> None:

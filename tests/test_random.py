@@ -234,6 +234,11 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "zeros": lambda **how: factories.zeros(5, 7, **how),
     "arange": lambda **how: factories.arange(2, 9.5, 0.7, **how),
     "linspace": lambda **how: factories.linspace(-1, 2, 7, **how),
+    "linspace of two": lambda **how: factories.linspace(-3, 3, 2, dtype=torch.int64, **how),
+    "linspace of none": lambda **how: factories.linspace(0, 1, 0, **how),
+    "logspace": lambda **how: factories.logspace(-2, 3, 7, **how),
+    "logspace of base 2": lambda **how: factories.logspace(0, 9, 5, 2, dtype=torch.int64, **how),
+    "logspace of one": lambda **how: factories.logspace(2.5, 9, 1, base=3, **how),
     "eye": lambda **how: factories.eye(5, 7, **how),
     "ones": lambda **how: factories.ones([5, 7], dtype=torch.int32, **how),
     "full": lambda **how: factories.full((5, 7), 2.5, **how),
@@ -245,6 +250,11 @@ TORCHS = {
     "full": torch.full((5, 7), 2.5),
     "arange": torch.arange(2, 9.5, 0.7),
     "linspace": torch.linspace(-1, 2, 7),
+    "linspace of two": torch.linspace(-3, 3, 2, dtype=torch.int64),
+    "linspace of none": torch.linspace(0, 1, 0),
+    "logspace": torch.logspace(-2, 3, 7),
+    "logspace of base 2": torch.logspace(0, 9, 5, 2, dtype=torch.int64),
+    "logspace of one": torch.logspace(2.5, 9, 1, base=3),
     "eye": torch.eye(5, 7),
 }
 
@@ -295,6 +305,57 @@ def test_factories_take_what_torch_takes() -> None:
         factories.zeros(3, device_mesh=mesh, layout=torch.sparse_coo)
     with pytest.raises(sw.LayoutError, match="expected low < high, got 4 and 4"):
         factories.randint(4, 4, (2,), device_mesh=mesh)
+
+
+SPACED = {"linspace": torch.linspace, "logspace": torch.logspace}
+ENDS = {
+    torch.float64: (-1.25, 2.5),
+    torch.float16: (-1, 2),
+    torch.bfloat16: (-1.5, 2),
+    torch.int32: (0, 4),
+    torch.uint8: (0, 2),
+    torch.complex64: (1 - 1j, 2),
+    torch.complex128: (0.5, 2j),
+    None: (1j, 2),
+}
+
+
+@pytest.mark.parametrize("name", SPACED)
+@pytest.mark.parametrize("dtype", ENDS)
+def test_evenly_spaced_numbers_are_torchs_in_every_dtype(
+    name: str, dtype: torch.dtype | None
+) -> None:
+    make, ends = getattr(sw, name), ENDS[dtype]
+    expected = SPACED[name](*ends, 7, dtype=dtype)
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        for placement in (sw.Shard(0), sw.Replicate(), sw.Partial()):
+            how = {"device_mesh": mesh, "placements": [placement]}
+            made = make(*ends, 7, dtype=dtype, **how)
+            assert made.dtype == expected.dtype and torch.equal(made.full_tensor(), expected)
+
+    on_ranks(run, (3,))
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_the_ends_of_evenly_spaced_numbers_may_be_tensors_of_one_number(name: str) -> None:
+    make, expected = getattr(sw, name), SPACED[name](-1.0, 2.0, 5)
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        how = {"device_mesh": mesh, "placements": [sw.Shard(0)]}
+        start = sw.full((), -1.0, device_mesh=mesh, placements=[sw.Partial()])
+        for first, last in ((torch.tensor(-1.0), torch.tensor(2.0)), (start, 2.0)):
+            made = make(first, last, 5, requires_grad=True, **how)
+            assert made.requires_grad and made.is_leaf
+            assert torch.equal(made.full_tensor(), expected)
+        with pytest.raises(sw.LayoutError, match=rf"{name}\(end\): expected .* a 0-d tensor"):
+            make(0, torch.ones(1), 5, **how)
+        with pytest.raises(sw.LayoutError, match=rf"{name}\(steps\): .* from 0 on, got -1"):
+            make(0, 1, -1, **how)
+        with pytest.raises(sw.LayoutError, match=rf"{name}\(steps\): .* got 2.5"):
+            make(0, 1, 2.5, **how)
+
+    on_ranks(run, (2,))
 
 
 def test_shards_differ_and_so_do_successive_calls() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise import random
-from shardwise.checks import as_ints
+from shardwise.checks import as_int, as_ints
 from shardwise.drawing import Sampler, drawn
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
@@ -124,8 +124,8 @@ def arange(
 
 
 def linspace(
-    start: float,
-    end: float,
+    start: complex | torch.Tensor,
+    end: complex | torch.Tensor,
     steps: int,
     *,
     dtype: torch.dtype | None = None,
@@ -134,9 +134,43 @@ def linspace(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """So many numbers, evenly from start to end. See `arange`."""
-    made = torch.linspace(start, end, steps, dtype=dtype, device="cpu")
+    """`steps` numbers, evenly spaced from `start` to `end`, both included. See `arange`.
+
+    Arguments:
+        start: the first number; a 0-d tensor or DTensor gives its value, without gradients.
+        end: the last number, given likewise.
+
+    Example:
+        >>> sw.linspace(0, 1, 5, device_mesh=mesh, placements=[Shard(0)])
+    """
+    first, last = _number("linspace(start)", start), _number("linspace(end)", end)
+    count = _count("linspace(steps)", steps)
+    made = torch.linspace(first, last, count, dtype=dtype, device="cpu")
     how = _laid("linspace", tuple(made.shape), layout, device_mesh, placements)
+    return _kept(how, made, requires_grad)
+
+
+def logspace(
+    start: complex | torch.Tensor,
+    end: complex | torch.Tensor,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh = None,
+    placements: Placements = None,
+) -> DTensor:
+    """`steps` powers of `base`, whose exponents `linspace` gives. See `linspace`.
+
+    Example:
+        >>> sw.logspace(0, 3, 4, device_mesh=mesh, placements=[Shard(0)])  # 1, 10, 100, 1000
+    """
+    first, last = _number("logspace(start)", start), _number("logspace(end)", end)
+    count = _count("logspace(steps)", steps)
+    made = torch.logspace(first, last, count, base, dtype=dtype, device="cpu")
+    how = _laid("logspace", tuple(made.shape), layout, device_mesh, placements)
     return _kept(how, made, requires_grad)
 
 
@@ -322,6 +356,24 @@ def _pending(how: Layout, local: torch.Tensor, requires_grad: bool) -> DTensor:
         result = wrap(redistribute_local(local, how.relaid(partial={}), how), how)
     result.requires_grad = requires_grad
     return result
+
+
+def _number(argument: str, value: Any) -> Any:
+    """The value of a 0-d tensor, which may be a DTensor; a number as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim != 0:
+        raise LayoutError(
+            f"{argument}: expected a number or a 0-d tensor, got one of shape {tuple(value.shape)}"
+        )
+    return value.item()
+
+
+def _count(argument: str, value: int) -> int:
+    count = as_int(value)
+    if count is None or count < 0:
+        raise LayoutError(f"{argument}: expected a number from 0 on, got {value!r}")
+    return count
 
 
 def _as_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:

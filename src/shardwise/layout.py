@@ -29,9 +29,11 @@ from shardwise.mesh import Axis, DeviceMesh, as_mesh
 from shardwise.placement import (
     Partial,
     Placement,
+    ReduceOp,
     Replicate,
     Shard,
     as_placement,
+    as_reduce_op,
     shard_of_cut,
 )
 
@@ -98,14 +100,14 @@ class Layout:
         mesh: DeviceMesh | TorchMesh,
         shape: Sequence[int],
         shard_order: Sequence[Sequence[Axis]] | Mapping[int, Sequence[Axis]] = (),
-        partial: Mapping[Axis, str] | None = None,
+        partial: Mapping[Axis, ReduceOp] | None = None,
         cuts: Sequence[Cut | None] | Mapping[int, Cut | None] = (),
     ) -> Layout:
         mesh, shape = as_mesh(mesh), as_shape(shape)
         order = as_order(mesh, shape, shard_order)
         if partial is not None and not isinstance(partial, Mapping):
             raise LayoutError(f"partial: expected such as {{'pp': 'sum'}}, got {partial!r}")
-        pending = tuple(sorted((mesh.axis(axis), op) for axis, op in (partial or {}).items()))
+        pending = _as_pending((mesh.axis(axis), op) for axis, op in (partial or {}).items())
         return _intern(mesh, shape, order, pending, as_cuts(shape, cuts) if cuts else None)
 
     @staticmethod
@@ -174,7 +176,7 @@ class Layout:
     def relaid(
         self,
         shard_order: Iterable[Iterable[int]] | None = None,
-        partial: Mapping[int, str] | None = None,
+        partial: Mapping[int, ReduceOp] | None = None,
         cuts: tuple[Cut | None, ...] | None = None,
     ) -> Layout:
         """The same tensor on the same mesh, laid out otherwise. Axes are positions.
@@ -186,7 +188,7 @@ class Layout:
                 none where they do not.
         """
         order = self.shard_order if shard_order is None else tuple(map(tuple, shard_order))
-        pending = self.partial if partial is None else tuple(sorted(partial.items()))
+        pending = self.partial if partial is None else _as_pending(partial.items())
         if cuts is None and self.is_cut:
             each = zip(self.cuts, self.shard_order, order, strict=True)
             cuts = tuple(cut if before == after else None for cut, before, after in each)
@@ -325,6 +327,10 @@ class Layout:
 
 def _shown(mesh: DeviceMesh, axes: Sequence[int]) -> str:
     return f"({', '.join(map(mesh.axis_name, axes))})"
+
+
+def _as_pending(partial: Iterable[tuple[int, ReduceOp]]) -> tuple[tuple[int, str], ...]:
+    return tuple(sorted((axis, as_reduce_op(op, "partial")) for axis, op in partial))
 
 
 def _intern(

@@ -32,6 +32,22 @@ def record(mesh: DeviceMesh, source: DeviceMesh) -> None:
         world.current(start=False).roots[mesh] = root
 
 
+def cut_from(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """A root mesh, followed by all that the calling rank cut from it and still has."""
+    derived = list(world.current(start=False).roots)
+    return [mesh, *(each for each in derived if each is not mesh and root_of(each) is mesh)]
+
+
+def check_not_aborted(mesh: DeviceMesh) -> None:
+    """Refuse a mesh whose process groups this rank has aborted."""
+    aborted = world.current(start=False).aborted
+    if aborted and (root := root_of(mesh)) in aborted:
+        raise MeshError(
+            f"{mesh!r} was aborted, and its process groups are gone: call sw.init_device_mesh, or "
+            f"DeviceMesh, for {root!r} again, on all of its ranks"
+        )
+
+
 def understand(mesh: DeviceMesh, wanted: Axes) -> tuple[DeviceMesh, list[Axes]]:
     """A mesh that knows all these names, and the axes of it that each stands for.
 

@@ -41,6 +41,8 @@ class DeviceMesh:
         device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
         mesh: the global ranks: a tensor, array or nested list with one dimension per axis.
         mesh_dim_names: one name per axis.
+        preserve_rank_order: of torch 2.15, and without effect: ranks always stand in the process
+            group of an axis in the order of the mesh, which torch sorts by default.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
@@ -74,6 +76,7 @@ class DeviceMesh:
         mesh: torch.Tensor | Sequence[Any] | NDArray[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        preserve_rank_order: bool = False,
     ) -> DeviceMesh:
         ranks = as_ranks(mesh)
         here = world.current()
@@ -82,7 +85,7 @@ class DeviceMesh:
                 f"mesh: expected ranks 0 to {here.size - 1}, "
                 f"got {int(ranks.min())} to {int(ranks.max())}; {here.describe()}"
             )
-        return _intern(device_type, ranks, mesh_dim_names)
+        return _made(_intern(device_type, ranks, mesh_dim_names))
 
     @staticmethod
     def abstract(
@@ -213,6 +216,23 @@ class DeviceMesh:
         """The torch process groups of the caller, one per axis."""
         return [self._group((axis,)) for axis in range(self.ndim)]
 
+    def abort(self) -> None:
+        """End all communication over the mesh and the meshes cut from it; a root mesh only.
+
+        Ranks that wait for this one, and this rank's collectives under way, fail rather than wait
+        (with gloo these fail only when their peer does, or at their timeout). The process groups of
+        all axes and channels are removed from torch.distributed; the default group is one of them
+        if an axis spans all ranks, and `init_process_group` must then be called again. Whoever
+        uses the mesh afterwards is told so, until its ranks all make it again.
+        """
+        self._check_real("process group to abort")
+        if self.root is not self:
+            raise MeshError(
+                f"abort: expected a mesh that was not cut from another, got {self!r}; call "
+                f"mesh.root.abort(), which ends {self.root!r} with all that was cut from it"
+            )
+        world.current(start=False).abort(lineage.cut_from(self))
+
     # ---- other meshes from this one
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -341,10 +361,10 @@ class DeviceMesh:
 
         All its members call it, so that all of them use those groups.
         """
+        groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
         result = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-        if result.get_coordinate() is not None:
-            for group in mesh.get_all_groups():
-                world.current().adopt(group)
+        for group in groups:
+            world.current().adopt(group)
         return result
 
     def to_torch(self) -> TorchMesh:
@@ -403,6 +423,7 @@ class DeviceMesh:
 
     def _group(self, axes: tuple[int, ...]) -> ProcessGroup:
         self._check_real("process group")
+        lineage.check_not_aborted(self)
         group: ProcessGroup = world.current().process_group(self.ranks_along(axes))
         return group
 
@@ -431,7 +452,7 @@ def init_device_mesh(
             f"got {sizes} = {size}; {here.describe()}"
         )
     ranks = np.arange(size, dtype=np.int64).reshape(sizes)
-    return _intern(device_type, ranks, mesh_dim_names)
+    return _made(_intern(device_type, ranks, mesh_dim_names))
 
 
 def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
@@ -441,6 +462,12 @@ def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
     if type(mesh).__name__ == "DeviceMesh" and type(mesh).__module__.startswith("torch."):
         return DeviceMesh.from_torch(mesh)
     raise MeshError(f"mesh: expected a DeviceMesh, got {mesh!r} ({type(mesh).__name__})")
+
+
+def _made(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh that the calling rank makes; one that it had aborted gets new process groups."""
+    world.current().aborted.discard(mesh)
+    return mesh
 
 
 def unpickled(

@@ -6,11 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from shardwise.checks import as_int, as_ints
 from shardwise.cut import Cut
 from shardwise.errors import LayoutError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+_BY_TORCH_OP = {getattr(dist.ReduceOp, name.upper()): name for name in REDUCE_OPS}
+
+
+ReduceOp = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+"""A reduction, by name or as torch's object."""
 
 
 class Placement:
@@ -26,7 +34,7 @@ class Placement:
         """Whether every rank of the axis holds the same."""
         return False
 
-    def is_partial(self, reduce_op: str | None = None) -> bool:
+    def is_partial(self, reduce_op: ReduceOp | None = None) -> bool:
         """Whether the value is pending a reduction (by `reduce_op`, if given)."""
         return False
 
@@ -143,17 +151,22 @@ class Replicate(Placement):
         return "Replicate()"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Partial(Placement):
-    """Each rank of the axis holds a contribution; the value is their reduction by `reduce_op`."""
+    """Each rank of the axis holds a contribution; the value is their reduction by `reduce_op`.
+
+    Arguments:
+        reduce_op: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`, or the member of
+            `torch.distributed.ReduceOp` with that name.
+    """
 
     reduce_op: str = "sum"
 
-    def __post_init__(self) -> None:
-        check_reduce_op(self.reduce_op, "Partial(reduce_op)")
+    def __init__(self, reduce_op: ReduceOp = "sum") -> None:
+        object.__setattr__(self, "reduce_op", as_reduce_op(reduce_op, "Partial(reduce_op)"))
 
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        return reduce_op is None or reduce_op == self.reduce_op
+    def is_partial(self, reduce_op: ReduceOp | None = None) -> bool:
+        return reduce_op is None or name_of_reduce_op(reduce_op) == self.reduce_op
 
     def __repr__(self) -> str:
         return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
@@ -180,10 +193,21 @@ def as_placement(placement: Any, argument: str) -> Placement:
     raise LayoutError(f"{argument}: expected Shard, Replicate or Partial, got {_shown(placement)}")
 
 
-def check_reduce_op(op: object, argument: str) -> None:
-    """Refuse an unknown reduction, naming the argument it came in."""
-    if op not in REDUCE_OPS:
+def name_of_reduce_op(op: object) -> str | None:
+    """The name of a reduction, which torch's `ReduceOp` may stand for; None for all others."""
+    if isinstance(op, str):
+        return op if op in REDUCE_OPS else None
+    if isinstance(op, dist.ReduceOp) and not isinstance(op, dist.ReduceOp.RedOpType):
+        op = op.op  # type: ignore[attr-defined] # an object of the class; SUM and its like are members of an enumeration
+    return _BY_TORCH_OP.get(op) if isinstance(op, dist.ReduceOp.RedOpType) else None
+
+
+def as_reduce_op(op: object, argument: str) -> str:
+    """The name of a reduction; an unknown one is refused, naming the argument it came in."""
+    name = name_of_reduce_op(op)
+    if name is None:
         raise LayoutError(f"{argument}: expected one of {', '.join(REDUCE_OPS)}, got {_shown(op)}")
+    return name
 
 
 def _shown(value: Any) -> str:

@@ -306,6 +306,10 @@ new_process_group: Any = _take(
 device_for_objects: Any = _take(
     f"{_c10d}._get_object_coll_device", "the device on which a group sends bytes", "group"
 )
+forget_group: Any = _take(
+    f"{_c10d}._cleanup_process_group_global_state", "a group that was aborted"
+)
+set_default_group: Any = _take(f"{_c10d}._update_default_pg", "None after all ranks were aborted")
 register_group: Any = _take(
     "torch._C._distributed_c10d._register_process_group", "programs find groups by their names"
 )
@@ -329,6 +333,11 @@ else:
 _take("torch.distributed.ProcessGroup._allgather_base", "gathers into one buffer, without a copy")
 _take("torch.distributed.ProcessGroup._reduce_scatter_base", "the same, backwards")
 _take("torch.distributed.ProcessGroup._get_backend", "gives a group's timeout")
+
+start_coalescing: Any = _take(
+    "torch.distributed.ProcessGroup._start_coalescing", "several calls go to NCCL as one"
+)
+end_coalescing: Any = _take("torch.distributed.ProcessGroup._end_coalescing", "the same")
 
 
 def start_all_gather(group: Any, out: torch.Tensor, piece: torch.Tensor) -> Any:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from shardwise import errors
 
 if TYPE_CHECKING:
     from shardwise.comm.interface import Communicator
     from shardwise.mesh import DeviceMesh
+
+
+Way = tuple[tuple[int, ...], str]
+"""How some ranks talk: their global ranks in order, and the name of the channel."""
 
 
 class World(ABC):
@@ -44,6 +48,8 @@ class World(ABC):
         """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh."""
         self.communicators: dict[tuple[DeviceMesh, tuple[int, ...], str], Communicator] = {}
         """Those made so far, by mesh, axes and channel."""
+        self.aborted: WeakSet[DeviceMesh] = WeakSet()
+        """Root meshes that this rank aborted and has not made again."""
         self.unfinished: list[Any] = []
         """Moves of several collectives that are under way, in the order they were started."""
 
@@ -68,6 +74,32 @@ class World(ABC):
     def torch_mesh(self, mesh: DeviceMesh) -> Any:
         """The torch DeviceMesh of the same ranks, over the same process groups."""
         raise self._refusal("DeviceMesh")
+
+    def abort(self, meshes: Sequence[DeviceMesh]) -> None:
+        """End the communication over a root mesh, which comes first, and all meshes cut from it."""
+        root, *_ = meshes
+        ways = {
+            (mesh.ranks_along([axis]), "")
+            for mesh in meshes
+            if mesh.get_coordinate() is not None
+            for axis in range(mesh.ndim)
+        }
+        along_one_axis = frozenset(ways)
+        # Without the lock: another thread may hold it while it waits for a rank that is gone.
+        for key, found in list(self.communicators.items()):
+            if key[0] in meshes:
+                found.has_ended = True
+                ways.add((found.ranks, key[2]))
+                self.communicators.pop(key, None)
+        self.aborted.add(root)
+        self._end(ways, along_one_axis)
+
+    def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:  # noqa: B027 - see below
+        """Fail the collectives of all ranks that talk in these ways; without ranks, do nothing.
+
+        Arguments:
+            along_one_axis: those of `ways` that an axis of a mesh stands for.
+        """
 
     def _refusal(self, what: str) -> errors.MeshError:
         return errors.MeshError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardwise import world
+from shardwise import lineage, world
 from shardwise.checks import as_int
 from shardwise.comm.abstract import AbstractCommunicator
 from shardwise.comm.alone import AloneCommunicator
@@ -98,6 +98,7 @@ def carries_values(mesh: DeviceMesh) -> bool:
 def _made(
     here: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
 ) -> Communicator:
+    lineage.check_not_aborted(mesh)
     ranks = mesh.ranks_along(positions)
     if max(ranks) >= here.size:  # the mesh was made in another world
         raise MeshError(

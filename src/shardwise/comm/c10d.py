@@ -76,12 +76,17 @@ class C10dCommunicator(Communicator):
 
     @property
     def is_usable(self) -> bool:
-        """Whether its process group still exists."""
-        return living(self._group_reference) is not None
+        """Whether its process group still exists, and its mesh was not aborted."""
+        return not self.has_ended and living(self._group_reference) is not None
 
     @property
     def _group(self) -> dist.ProcessGroup:
         group = living(self._group_reference)
+        if self.has_ended:
+            raise CollectiveError(
+                f"the mesh that ranks {shown(self.ranks)} talked over was aborted; make it again, "
+                "on all of its ranks, and ask sw.communicator for a new one"
+            )
         if group is None:
             raise CollectiveError(
                 f"the process group of ranks {shown(self.ranks)} was destroyed; if the default "

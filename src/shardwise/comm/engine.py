@@ -33,6 +33,8 @@ class Engine(ABC):
         self.index = index
         self.axes = axes
         self.size = len(ranks)
+        self.has_ended = False
+        """Whether this rank has aborted the mesh it was made for."""
 
     def __repr__(self) -> str:
         over = f" over {'.'.join(self.axes)}" if self.axes else ""
@@ -41,8 +43,8 @@ class Engine(ABC):
 
     @property
     def is_usable(self) -> bool:
-        """False once what it talks through has been destroyed."""
-        return True
+        """False once what it talks through has been destroyed, or its mesh aborted."""
+        return not self.has_ended
 
     # ---- telling the trace
 

@@ -7,7 +7,8 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -23,11 +24,15 @@ from shardwise.errors import CollectiveError, MeshError
 from shardwise.mesh import DeviceMesh
 from shardwise.torch_internals import (
     default_group,
+    end_coalescing,
+    forget_group,
     new_process_group,
+    set_default_group,
+    start_coalescing,
     timeout_of,
     world_of_torch,
 )
-from shardwise.world import World
+from shardwise.world import Way, World
 
 
 class C10dWorld(World):
@@ -90,9 +95,40 @@ class C10dWorld(World):
             return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
         return TorchMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
+    def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:
+        """Abort the groups and remove them from torch.
+
+        The default group is left alone if it only carried collectives over several axes: the
+        program needs it for other things, and torch spares it too.
+        """
+        whole = tuple(range(self.size)), ""
+        keys = ways if whole in along_one_axis else ways - {whole}
+        groups = [group for key in keys if (group := self._known(key)) is not None]
+        _abort(groups)
+        if world_of_torch.default_pg in groups:
+            _note_left(self)
+        _release(groups)
+
     def _known(self, key: tuple[tuple[int, ...], str]) -> dist.ProcessGroup | None:
         reference = self._groups.get(key)
         return None if reference is None else living(reference)
+
+
+class LeftWorld(World):
+    """The ranks of a default process group that this rank has aborted."""
+
+    def describe(self) -> str:
+        """What to do."""
+        return (
+            "this rank has aborted the default process group, with a mesh of which an axis spans "
+            "all ranks; call torch.distributed.init_process_group again, then make the mesh again"
+        )
+
+    def communicator(
+        self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
+    ) -> NoReturn:
+        """There is none."""
+        raise MeshError(f"ranks {shown(ranks)} cannot talk: {self.describe()}")
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, C10dWorld] = WeakKeyDictionary()
@@ -100,17 +136,21 @@ _alone = AloneWorld()
 _making = threading.Lock()
 _latest: tuple[Any, Any] = (lambda: None, lambda: None)
 """References to the default group that was last seen, and to its world."""
+_left: LeftWorld | None = None
+"""What there is in place of a default group that was aborted, until there is another."""
 
 
 def process_world(start: bool) -> World:
     """The world of this process; joins the ranks that torchrun started if it may."""
-    global _latest
+    global _latest, _left
     if not dist.is_available():
         return _alone
     default = world_of_torch.default_pg
     if default is not None and _latest[0]() is default:  # asked for several times per collective
         return _latest[1]()  # type: ignore[no-any-return]
     if not dist.is_initialized():
+        if _left is not None:
+            return _left
         if not (
             start and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
         ):
@@ -123,6 +163,7 @@ def process_world(start: bool) -> World:
     if found is None:
         with _making:
             found = _worlds.setdefault(default, C10dWorld(default))
+        _left = None
     _latest = ref(default), ref(found)
     return found
 
@@ -175,3 +216,42 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
     world_of_torch.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort some groups, together where the backend can, and let torch forget them."""
+    if not groups:
+        return
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:  # NCCL: communicators that are aborted one by one may wait for each other
+        start_coalescing(groups[0], device)
+        together = True
+    except RuntimeError:
+        together = False
+    for group in groups:
+        group.abort()
+    if together:
+        end_coalescing(groups[0], device)
+    for group in groups:
+        forget_group(group)
+        for tagged in world_of_torch.tags_to_pg.values():  # torch keeps those of new_group twice
+            if group in tagged:
+                tagged.remove(group)
+
+
+def _release(groups: list[dist.ProcessGroup]) -> None:
+    """Empty a list of aborted groups on another thread, which is left to hold them alone.
+
+    gloo closes its connections, which tells the peers, when nobody holds a group any more. It first
+    waits for this rank's collectives under way, and the caller must not.
+    """
+    kept = list(groups)
+    groups.clear()
+    threading.Thread(target=kept.clear, name="shardwise abort", daemon=True).start()
+
+
+def _note_left(here: C10dWorld) -> None:
+    """Let torch start a new default group, and remember that this rank has none."""
+    global _left
+    _left = LeftWorld(here.rank, here.size)
+    set_default_group(None)

@@ -14,8 +14,9 @@ from shardwise.comm.arguments import as_piece_lists, as_tensors, check_tensor, d
 from shardwise.comm.buffers import size_in_bytes
 from shardwise.comm.engine import Engine
 from shardwise.comm.pending import Pending
-from shardwise.comm.reduction import check_reduction, is_summed_in_place, reduce_into
+from shardwise.comm.reduction import as_reduction, is_summed_in_place, reduce_into
 from shardwise.errors import CollectiveError
+from shardwise.placement import ReduceOp
 
 
 class InPlace(Engine):
@@ -84,7 +85,7 @@ class InPlace(Engine):
         self,
         xs: Sequence[Sequence[torch.Tensor]],
         outs: Sequence[torch.Tensor],
-        op: str = "sum",
+        op: ReduceOp = "sum",
     ) -> None:
         """Each rank gets the reductions of several tensors, each where it belongs: that of all
         ranks' `xs[j][i]` becomes rank i's `outs[j]`, of the same shape.
@@ -97,19 +98,19 @@ class InPlace(Engine):
         self,
         xs: Sequence[Sequence[torch.Tensor]],
         outs: Sequence[torch.Tensor],
-        op: str = "sum",
+        op: ReduceOp = "sum",
     ) -> Pending[None]:
         """`reduce_scatter_in_place`, under way; until it is over nobody may look at `outs`."""
         places = as_tensors("reduce_scatter_in_place(outs)", outs)
         sent = as_piece_lists("reduce_scatter_in_place(xs)", xs, places, self.index, self.size)
-        check_reduction(op, places[0].dtype)
+        name = as_reduction(op, places[0].dtype)
         others = [peer for peer in range(self.size) if peer != self.index]
         received = sum(map(size_in_bytes, places)) * len(others)
         return self._traced(
             "reduce_scatter",
             sent[0][0],
             received,
-            lambda: self._start_sums(sent, places, op, others),
+            lambda: self._start_sums(sent, places, name, others),
         )
 
     def _start_sums(

@@ -34,8 +34,9 @@ from shardwise.comm.arguments import (
 from shardwise.comm.buffers import row_in_bytes, size_in_bytes
 from shardwise.comm.in_place import InPlace
 from shardwise.comm.pending import Pending
-from shardwise.comm.reduction import check_reduction
+from shardwise.comm.reduction import as_reduction
 from shardwise.errors import CollectiveError
+from shardwise.placement import ReduceOp
 
 
 class Communicator(InPlace):
@@ -44,11 +45,12 @@ class Communicator(InPlace):
     # ---- reductions
 
     def all_reduce(
-        self, x: torch.Tensor, op: str = "sum", *, in_place: bool = False
+        self, x: torch.Tensor, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> torch.Tensor:
         """Every rank gets the reduction of all ranks' `x` (equal shapes).
 
-        `op` is sum, avg, max, min or product. On bool, sum means any and product means all.
+        `op` is sum, avg, max, min or product, or torch's `ReduceOp` of that name. On bool, sum
+        means any and product means all.
 
         Arguments:
             in_place: write the result over `x`, and return that.
@@ -56,19 +58,23 @@ class Communicator(InPlace):
         return self.all_reduce_async(x, op, in_place=in_place).wait()
 
     def all_reduce_async(
-        self, x: torch.Tensor, op: str = "sum", *, in_place: bool = False
+        self, x: torch.Tensor, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Pending[torch.Tensor]:
         """`all_reduce`, under way."""
         check_tensor("all_reduce(x)", x)
-        check_reduction(op, x.dtype)
+        name = as_reduction(op, x.dtype)
         start = self._start_all_reduce_in_place if in_place else self._start_all_reduce
         if not trace.listeners:
-            return start(x, op)
+            return start(x, name)
         received = 2 * size_in_bytes(x) * (self.size - 1) // self.size
-        return self._traced("all_reduce", x, received, lambda: start(x, op))
+        return self._traced("all_reduce", x, received, lambda: start(x, name))
 
     def reduce_scatter(
-        self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum"
+        self,
+        x: torch.Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        op: ReduceOp = "sum",
     ) -> torch.Tensor:
         """Each rank gets its piece, along `dim`, of the reduction of all ranks' `x`.
 
@@ -78,11 +84,15 @@ class Communicator(InPlace):
         return self.reduce_scatter_async(x, dim, sizes, op).wait()
 
     def reduce_scatter_async(
-        self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum"
+        self,
+        x: torch.Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        op: ReduceOp = "sum",
     ) -> Pending[torch.Tensor]:
         """`reduce_scatter`, under way."""
         check_tensor("reduce_scatter(x)", x)
-        check_reduction(op, x.dtype)
+        name = as_reduction(op, x.dtype)
         dim = as_dim(x, dim)
         if sizes is None:
             if x.shape[dim] % self.size:
@@ -102,7 +112,7 @@ class Communicator(InPlace):
             "reduce_scatter",
             x,
             own * (self.size - 1),
-            lambda: self._start_reduce_scatter(x, dim, lengths, op),
+            lambda: self._start_reduce_scatter(x, dim, lengths, name),
         )
 
     # ---- moves

@@ -13,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -24,12 +25,27 @@ from shardwise.comm.arguments import listed
 from shardwise.comm.cause import Cause, current
 from shardwise.errors import CollectiveError, MismatchError
 from shardwise.torch_internals import version_of
+from shardwise.world import Way
 
 _PACKAGE = __name__.partition(".")[0]
 
 
 class Stopped(BaseException):
     """Ends a rank because another has failed. Not an Exception: user code must not catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that meet: on one channel, and since they last aborted their mesh."""
+
+    ranks: tuple[int, ...]
+    channel: str
+    generation: int
+    """How often the rank that speaks of it has left these ranks before."""
+
+
+Place = tuple[Group, tuple[int, int] | None]
+"""Where some ranks meet: all of a group, or its sender and its receiver."""
 
 
 @dataclass(slots=True)
@@ -123,8 +139,10 @@ class MeetingPlace:
         self._turn = 0
         self._drawing = 0
         """Whose random state torch has now."""
-        self._meetings: dict[Hashable, Meeting] = {}
-        self._counts: dict[tuple[int, Hashable], int] = {}
+        self._meetings: dict[tuple[Place, int], Meeting] = {}
+        self._counts: dict[tuple[int, Place], int] = {}
+        self._generations: Counter[tuple[int, Way]] = Counter()
+        """How often a rank has left some ranks."""
         self._first_crossing = ""
         """The first meeting that ranks came to from different lines: legal, but seldom meant."""
         _running.add(self)
@@ -150,15 +168,14 @@ class MeetingPlace:
 
     # ---- collectives
 
-    def join(
-        self, place: Hashable, members: tuple[int, ...], call: Call, combine: Combine
-    ) -> Meeting:
+    def join(self, place: Place, members: tuple[int, ...], call: Call, combine: Combine) -> Meeting:
         """Come to the next meeting of `members` at `place`; does not wait.
 
         The last to come computes all results, so that nobody's input is read after it goes on.
         """
         with self.lock:
             self._check_running()
+            self._check_nobody_left(place[0], call)
             turn = self._counts.get((call.rank, place), 0)
             self._counts[call.rank, place] = turn + 1
             meeting = self._meetings.setdefault((place, turn), Meeting(members))
@@ -194,6 +211,23 @@ class MeetingPlace:
                 self._sleep(rank)
             return meeting.result(rank)
 
+    def generation(self, rank: int, way: Way) -> int:
+        """How often a rank has left some ranks, which it may have met again since."""
+        return self._generations[rank, way] if self._generations else 0
+
+    def leave_groups(self, rank: int, ways: Set[Way]) -> None:
+        """Fail the meetings that wait for somebody, and all to which other ranks still come."""
+        with self.lock:
+            self._check_running()
+            for way in ways:
+                left = Group(*way, self._generations[rank, way])
+                self._generations[rank, way] += 1
+                for (place, turn), meeting in list(self._meetings.items()):
+                    if place[0] == left:
+                        del self._meetings[place, turn]
+                        meeting.error = self._abortion(rank, *meeting.calls.values())
+                        self._wake_members(meeting)
+
     def unmet(self) -> str:
         """What was started and never completed, in words; nothing if all is well."""
         return "\n".join(
@@ -221,6 +255,22 @@ class MeetingPlace:
             meeting.error, meeting.error_trace = error, error.__traceback__
         else:
             meeting.results = dict(zip(meeting.members, results, strict=True))
+        self._wake_members(meeting)
+
+    def _check_nobody_left(self, group: Group, call: Call) -> None:
+        way = group.ranks, group.channel
+        for rank in group.ranks if self._generations else ():
+            if self._generations[rank, way] > group.generation:
+                raise self._abortion(rank, call)
+
+    def _abortion(self, rank: int, *calls: Call) -> CollectiveError:
+        waiting = "\n".join(f"  rank {call.rank}: {call}" for call in calls)
+        return CollectiveError(
+            f"rank {rank} has aborted the mesh, so this cannot complete:\n{waiting}\nAbort it on "
+            "all of its ranks, and make it again"
+        )
+
+    def _wake_members(self, meeting: Meeting) -> None:
         for rank in meeting.members:
             if self._ranks[rank].waits_in is meeting:
                 self._ranks[rank].waits_in = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.errors import CollectiveError
-from shardwise.placement import REDUCE_OPS
+from shardwise.placement import REDUCE_OPS, ReduceOp, name_of_reduce_op
 
 BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """On bool, "sum" means any and "product" means all."""
@@ -41,10 +41,18 @@ _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def check_reduction(op: str, dtype: torch.dtype) -> None:
-    """Refuse an unknown reduction, and one that has no exact meaning for the dtype."""
-    if op not in REDUCE_OPS:
+def as_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
+    """The name of a reduction; an unknown one is refused, and one without an exact meaning for the
+    dtype."""
+    name = name_of_reduce_op(op)
+    if name is None:
         raise CollectiveError(f"op: expected one of {', '.join(REDUCE_OPS)}, got {op!r}")
+    check_reduction(name, dtype)
+    return name
+
+
+def check_reduction(op: str, dtype: torch.dtype) -> None:
+    """Refuse a reduction that has no exact meaning for the dtype."""
     if dtype not in _REDUCED:
         wider = torch.complex64 if dtype.is_complex else torch.float32
         raise CollectiveError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from shardwise.comm.alone import AloneCommunicator
 from shardwise.comm.arguments import Shape, dtype_and_shape
 from shardwise.comm.buffers import copied
 from shardwise.comm.interface import Communicator
-from shardwise.comm.meeting import Call, Combine, MeetingPlace, user_line
+from shardwise.comm.meeting import Call, Combine, Group, MeetingPlace, user_line
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import reduce_contributions
 from shardwise.errors import MismatchError
-from shardwise.world import World
+from shardwise.world import Way, World
 
 
 class ThreadsCommunicator(Communicator):
@@ -31,7 +31,14 @@ class ThreadsCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, index, axes)
         self._place = place
-        self._channel = channel
+        self._group = Group(ranks, channel, place.generation(ranks[index], (ranks, channel)))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this rank did not abort its mesh, or another mesh of the same ranks."""
+        way = self._group.ranks, self._group.channel
+        now = self._place.generation(self._rank, way)
+        return not self.has_ended and self._group.generation == now
 
     def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -168,7 +175,7 @@ class ThreadsCommunicator(Communicator):
         combine: Combine,
     ) -> Pending[Any]:
         call = Call(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
-        meeting = self._place.join((self.ranks, self._channel), self.ranks, call, combine)
+        meeting = self._place.join((self._group, None), self.ranks, call, combine)
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
     def _meet_peer(
@@ -183,7 +190,7 @@ class ThreadsCommunicator(Communicator):
         members = (self.ranks[source], self.ranks[destination])
         agreed = {"from": members[0], "to": members[1], "shape": tuple(x.shape), "dtype": x.dtype}
         call = Call(self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line())
-        place = ("pair", self.ranks, self._channel, source, destination)
+        place = self._group, (source, destination)
         meeting = self._place.join(place, members, call, lambda given: [None, copied(given[0])])
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
@@ -209,6 +216,10 @@ class ThreadsWorld(World):
             return AloneCommunicator(ranks, 0, axes)
         index = ranks.index(self.rank)
         return ThreadsCommunicator(self._place, ranks, index, axes, channel)
+
+    def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:
+        """Leave all meetings of these ranks, the coming ones too."""
+        self._place.leave_groups(self.rank, ways)
 
 
 def _described(x: torch.Tensor | None) -> str:

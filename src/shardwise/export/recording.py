@@ -6,7 +6,7 @@ The world of a rank that need not exist: programs can be made for every rank of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,6 +51,12 @@ class RecordingWorld(World):
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         return RecordingCommunicator(ranks, ranks.index(self.rank), axes, self._name_of(ranks))
+
+    def abort(self, meshes: Sequence[DeviceMesh]) -> NoReturn:
+        """Refuse: a program has no call that would do it."""
+        raise ExportError(
+            f"abort: a program for {meshes[0]!r} is being made; abort the mesh where it is run"
+        )
 
 
 def as_recorded(mesh: DeviceMesh) -> tuple[DeviceMesh, RecordingWorld]:

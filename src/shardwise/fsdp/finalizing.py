@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardwise.fsdp.errors import StateError, check_bool
+from shardwise.torch_internals import current_graph_task
 
 if TYPE_CHECKING:
     from shardwise.fsdp.context import Context
@@ -67,7 +66,7 @@ def set_manual(group: Group, enabled: bool) -> None:
             raise _not_root(_SET, group)
         group.is_manual = False  # it was set before there was a module around it
         return
-    if enabled != group.is_manual and torch._C._current_graph_task_id() != -1:
+    if enabled != group.is_manual and current_graph_task() != -1:
         raise StateError(f"{_SET}: the mode cannot change during a backward; call it before")
     if group.is_manual_now is not None and enabled != group.is_manual_now:
         raise StateError(
