@@ -15,13 +15,16 @@ ONLY ?=
 # share what is started for them, until another has nothing else left.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
+# Comments that ignore an error of types are for the annotations of one version of torch.
+MYPY_FLAGS := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),,--no-warn-unused-ignores)
+
 TORCHES := $(sort $(patsubst constraints/%.txt,%,$(wildcard constraints/[0-9]*.txt)))
 ifeq ($(filter $(TORCH),$(TORCHES)),)
 $(error TORCH=$(TORCH): there is no $(CONSTRAINTS); expected one of: $(TORCHES))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench sweep exports clean
+.PHONY: help demo test lint bench sweep exports compatibility clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -38,7 +41,7 @@ test: $(STAMP) ## Run the tests (ARGS="-k name" is passed to pytest; "-n 0" for 
 lint: $(STAMP) ## Check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy $(MYPY_FLAGS)
 
 bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ONLY)
@@ -49,6 +52,9 @@ sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage
 
 exports: $(STAMP) ## Try torch's own transformation of exported programs, and write it into docs/export.md
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m export_table --page
+
+compatibility: ## Run everything with each version of torch, and write docs/compatibility.md (ONLY="2.15.0" chooses)
+	@$(PYTHON) tests/compatibility.py $(ONLY)
 
 clean: ## Remove the environments of all versions of torch, caches and build products
 	rm -rf .venv .venv-[0-9]* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """Run every benchmark of this directory, or the named ones, each in a process of its own."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in known]:
         print(f"no such benchmark: {', '.join(unknown)} (there are: {', '.join(known)})")
         return 2
+    print(f"compared with torch {importlib.metadata.version('torch')}", flush=True)
     failed = []
     for name in names or known:
         print(f"== {name}", flush=True)

@@ -56,7 +56,7 @@ def _symbol(program: torch.export.ExportedProgram, expression: Any, size: torch.
     limits = program.range_constraints.get(expression)
     lower = max(2, int(limits.lower)) if limits is not None else 2
     upper = _MOST if limits is None or limits.upper > _MOST else int(limits.upper)
-    environment = size.node.shape_env
+    environment: Any = size.node.shape_env
     example = int(environment.backed_var_to_val.get(expression, lower))
     return Symbol(expression, str(expression), min(max(example, lower), upper), lower, upper)
 
