@@ -196,7 +196,7 @@ def name_of_reduce_op(op: object) -> str | None:
     """The name of a reduction, which torch's `ReduceOp` may stand for; None for all others."""
     if isinstance(op, str):
         return op if op in REDUCE_OPS else None
-    member = getattr(op, "op", op)  # SUM and its like are members of an enumeration
+    member: Any = getattr(op, "op", op)  # SUM and its like are members of an enumeration
     if type(member).__name__ != "RedOpType":
         return None
     name = str(member.name).lower()
