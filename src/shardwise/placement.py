@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.checks import as_int, as_ints
 from shardwise.cut import Cut
 from shardwise.errors import LayoutError
 
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp as TorchReduceOp
+
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
-_BY_TORCH_OP = {getattr(dist.ReduceOp, name.upper()): name for name in REDUCE_OPS}
 
-
-ReduceOp = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+ReduceOp: TypeAlias = "str | TorchReduceOp | TorchReduceOp.RedOpType"
 """A reduction, by name or as torch's object."""
 
 
@@ -197,9 +196,11 @@ def name_of_reduce_op(op: object) -> str | None:
     """The name of a reduction, which torch's `ReduceOp` may stand for; None for all others."""
     if isinstance(op, str):
         return op if op in REDUCE_OPS else None
-    if isinstance(op, dist.ReduceOp) and not isinstance(op, dist.ReduceOp.RedOpType):
-        op = op.op  # type: ignore[attr-defined] # an object of the class; SUM and its like are members of an enumeration
-    return _BY_TORCH_OP.get(op) if isinstance(op, dist.ReduceOp.RedOpType) else None
+    member: Any = getattr(op, "op", op)  # SUM and its like are members of an enumeration
+    if type(member).__name__ != "RedOpType":
+        return None
+    name = str(member.name).lower()
+    return name if name in REDUCE_OPS else None
 
 
 def as_reduce_op(op: object, argument: str) -> str:
