@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from op_db.entries import entries
 from op_db.expected import FAMILIES, REFUSED
 from op_db.outcomes import NOTHING, Row
@@ -25,14 +27,15 @@ def store(row: Row) -> None:
 
 
 def stored() -> list[Row]:
-    """What was found of every operator; raises if some were not tried."""
+    """What was found of every operator, also by sweeps with other versions of torch; raises if some
+    of the installed version were not tried."""
     missing = [name for name in entries() if not (ROWS / f"{name}.json").exists()]
     if missing:
         raise SystemExit(
             f"op_db: {len(missing)} operators have not been tried ({', '.join(missing[:5])}, ...): "
             "run `make sweep`"
         )
-    return [Row(**json.loads((ROWS / f"{name}.json").read_text("utf-8"))) for name in entries()]
+    return [Row(**json.loads(path.read_text("utf-8"))) for path in ROWS.glob("*.json")]
 
 
 def written(rows: Sequence[Row]) -> str:
@@ -57,11 +60,12 @@ view, are compared with the same call in one process.
 | wrong | {wrong} |
 | nothing to split: no tensors among the arguments, or not for CPUs | {nothing} |
 
-torch's DTensor in the same run, with the same harness: it passes all cases of {always} of {tried}
-operators, and {passed} of {their_cases} cases. It is asked for less: only some of the cases, all of
-the function itself with one dtype, and neither views nor random numbers are compared. With tensors
-whole or evenly split over one axis, and values alone, it passes {simple} of {simple_tried}
-operators.
+The DTensor of torch {version} in the same run, with the same harness: it passes all cases of
+{always} of {tried} operators, and {passed} of {their_cases} cases. It is asked for less: only some
+of the cases, all of the function itself with one dtype, and neither views nor random numbers are
+compared. With tensors whole or evenly split over one axis, and values alone, it passes {simple} of
+{simple_tried} operators. Operators that only some of the supported versions of torch have are listed
+too (`cholesky` and `qr` until 2.13, `linalg.polar` and `linalg.matrix_sqrth` since 2.14).
 """
 
 _ALL = """
@@ -81,6 +85,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
     tried = [row for row in rows if row.theirs]
     simple = [row.theirs_when_even for row in rows if row.theirs_when_even]
     yield _HEAD.format(
+        version=torch.__version__.partition("+")[0],
         operators=len(rows),
         cases=sum(sum(row.counts.values()) for row in rows),
         rule=count["rule"],

@@ -42,8 +42,13 @@ def outcomes(
     attempt = _Attempt(call, expected)
     found: list[str] = []
     for case in cases:
-        known = found and found[-1] == LONG
-        found.append(LONG if known else attempt.outcome(mesh_shape, case, seconds))
+        if found and found[-1] == LONG:
+            found.append(LONG)
+            continue
+        outcome = attempt.outcome(mesh_shape, case, seconds)
+        if outcome not in (PASS, LONG):  # on a busy machine some failures are of the moment
+            outcome = attempt.outcome(mesh_shape, case, seconds)
+        found.append(outcome)
     return found
 
 
