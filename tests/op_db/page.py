@@ -64,8 +64,8 @@ The DTensor of torch {version} in the same run, with the same harness: it passes
 {always} of {tried} operators, and {passed} of {their_cases} cases. It is asked for less: only some
 of the cases, all of the function itself with one dtype, and neither views nor random numbers are
 compared. With tensors whole or evenly split over one axis, and values alone, it passes {simple} of
-{simple_tried} operators. Operators that only some of the supported versions of torch have are listed
-too (`cholesky` and `qr` until 2.13, `linalg.polar` and `linalg.matrix_sqrth` since 2.14).
+{simple_tried} operators. Operators that only some of the supported versions of torch have are
+listed too (`cholesky` and `qr` until 2.13, `linalg.polar` and `linalg.matrix_sqrth` since 2.14).
 """
 
 _ALL = """
