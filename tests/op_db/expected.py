@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from op_db.entries import entries
 from op_db.outcomes import NOTHING, Row
+from shardwise.testing import warn_of_unstable
 
 _RESIZED = "the shape of a DTensor is that of its layout, and is not changed in place"
 _DENSE = "a DTensor is dense, and so is what is beside it"
@@ -107,7 +108,8 @@ def _has_tensors(name: str) -> bool:
 
 
 def check(row: Row) -> None:
-    """Complain of what must not be."""
+    """Complain of what must not be, and warn of what was not compared."""
+    warn_of_unstable(row.name, row.unstable)
     shown = "\n".join([f"{row.name}: {row.outcome} {row.counts}", *row.texts])
     assert row.outcome != "wrong", shown
     assert row.outcome != "refused" or row.name in REFUSED, f"refused, for no known reason: {shown}"
