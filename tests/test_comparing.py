@@ -160,9 +160,7 @@ def test_what_torch_does_not_reproduce_is_named_and_the_rest_compared():
         return x.exp() if type(x) is torch.Tensor else x.sin()
 
     with pytest.raises(RuleError, match="result 1 is wrong"):
-        check_rule(
-            Unstable(wrong), [Sample(numbers(4))], mesh_shapes=[(2,)], allow_missing=True
-        )
+        check_rule(Unstable(wrong), [Sample(numbers(4))], mesh_shapes=[(2,)], allow_missing=True)
 
 
 def test_shapes_and_dtypes_of_what_torch_does_not_reproduce_are_compared():

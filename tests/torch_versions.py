@@ -35,8 +35,6 @@ def torch_bugs(
     """Programs that torch gets wrong, as parameters of a test, each up to the version in which it
     is mended."""
     return [
-        pytest.param(
-            each, id=each.__name__, marks=torch_bug(reason, fixed_in=fixed_in.get(each))
-        )
+        pytest.param(each, id=each.__name__, marks=torch_bug(reason, fixed_in=fixed_in.get(each)))
         for each in programs
     ]

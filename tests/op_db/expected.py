@@ -22,6 +22,15 @@ REFUSED = {
 }
 """Operators that are refused in some case: why."""
 
+SOME_VERSIONS = {
+    "cholesky": (None, "2.14"),
+    "qr": (None, "2.14"),
+    "linalg.matrix_sqrth": ("2.14", None),
+    "linalg.polar": ("2.14", None),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": ("2.14", None),
+}
+"""Operators that op_db has since a version of torch, and until another; of those supported here."""
+
 FAMILIES = {
     "indexing": ["__getitem__", "index_select", "take", "take_along_dim", "gather", "index_fill"],
     "index_put": ["index_put", "index_add", "index_copy", "put"],

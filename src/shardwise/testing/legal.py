@@ -98,9 +98,7 @@ def _joins(first: torch.Tensor, second: torch.Tensor, whole: torch.Tensor) -> bo
     first, second, whole = widened(first), widened(second), widened(whole)
 
     def same(made: torch.Tensor) -> bool:
-        return made.shape == whole.shape and not value_difference(
-            made, whole, rtol=1e-5, atol=1e-8
-        )
+        return made.shape == whole.shape and not value_difference(made, whole, rtol=1e-5, atol=1e-8)
 
     if first.dim() != whole.dim() or second.dim() != whole.dim():
         return False
