@@ -443,7 +443,9 @@ def program(name: str, decomposed: bool = False) -> torch.export.ExportedProgram
         with warnings.catch_warnings():
             # torch itself erases a node twice for a buffer that is written and returned, since
             # 2.14; the program is right.
-            warnings.filterwarnings("ignore", r"erase_node\(\w+\) on an already erased", UserWarning)
+            warnings.filterwarnings(
+                "ignore", r"erase_node\(\w+\) on an already erased", UserWarning
+            )
             return program(name).run_decompositions()
     return CASES[name].exported(CASES[name].made())
 

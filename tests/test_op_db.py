@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from op_db import ours
+from op_db import ours, page
 from op_db.cases import How, cases, shown, single_splits, ways
 from op_db.entries import Call, entries
-from op_db.expected import check
+from op_db.expected import SOME_VERSIONS, check
 from op_db.outcomes import PART, Effort, Row, row_of
-from op_db.page import PAGE, written
+from op_db.page import PAGE, listed, outcome_of, written
 from op_db.reference import difference, leaves, memory, on_plain, reference, unambiguous
+from torch_versions import since
 
 from shardwise.comm import communicator
 from shardwise.dispatch.entry import DispatchError
@@ -398,17 +399,42 @@ def test_the_page_says_all_that_was_found():
     assert "| `arange` | nothing to split |  |  |" in text
 
 
-def test_the_page_in_docs_has_every_operator_and_nothing_wrong():
-    text = PAGE.read_text("utf-8")
-    listed = {
-        line.split("`")[1]: line.split(" | ")[1]
-        for line in text.splitlines()[20:]
-        if " | " in line and line.startswith("| `")
+def test_the_page_keeps_what_it_says_of_operators_of_other_versions(monkeypatch):
+    versions = {"old": (None, "2.14"), "new": ("2.14", None), "both": ("2.14", "2.15")}
+    monkeypatch.setattr(page, "SOME_VERSIONS", versions)
+    before = written([Row("add", {"rule": 1}), Row("old", {"rule": 2}, splits=["[2] of 8 B: 0"])])
+    assert "| `old` | rule | [2] of 8 B: 0 |  | before 2.14 |" in before
+    text = written([Row("add", {"fallback": 1}), Row("new", {"rule": 1}), Row("both")], before)
+    assert {name: outcome_of(line) for name, line in listed(text).items()} == {
+        "add": "fallback",
+        "new": "rule",
+        "both": "nothing to split",
+        "old": "rule",
     }
-    outcomes = Counter(listed[name] for name in entries())
+    assert "| `new` | rule |  |  | since 2.14 |" in text
+    assert "since 2.14 before 2.15 |" in text
+
+
+def test_the_page_names_what_torch_does_not_reproduce():
+    row = Row("add", {"rule": 1}, unstable=["result 0 of (function) (float64[4])"])
+    text = written([row])
+    assert "| add | result 0 of (function) (float64[4]) |" in text
+    assert listed(text).keys() == {"add"}
+
+
+def test_operators_that_only_some_versions_have_are_known():
+    for name, (first, end) in SOME_VERSIONS.items():
+        is_there = (first is None or since(first)) and not (end is not None and since(end))
+        assert (name in entries()) == is_there, name
+
+
+def test_the_page_in_docs_has_every_operator_and_nothing_wrong():
+    found = {name: outcome_of(line) for name, line in listed(PAGE.read_text("utf-8")).items()}
+    assert found.keys() == entries().keys() | SOME_VERSIONS.keys()
+    outcomes = Counter(found.values())
     assert outcomes["wrong"] == 0
     assert outcomes["refused"] <= 10
-    assert outcomes["rule"] >= 0.75 * len(entries())
+    assert outcomes["rule"] >= 0.75 * len(found)
 
 
 def test_an_operator_of_which_nothing_was_tried_is_complained_of():

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write docs/op-coverage.md, no more")
     options = parser.parse_args()
     if options.page:
-        PAGE.write_text(written(stored()), "utf-8")
+        PAGE.write_text(written(stored(), PAGE.read_text("utf-8")), "utf-8")
         print(f"wrote {PAGE.relative_to(ROOT)}")
         return
     unknown = [name for name in options.names if name not in entries()]

@@ -126,6 +126,7 @@ class _Attempt:
                 [whole_of(each) if isinstance(each, torch.Tensor) else each for each in results],
                 expected.results,
                 expected.is_filled,
+                expected.unstable,
             )
             or self.of_views(results, inputs)
         )
@@ -136,7 +137,7 @@ class _Attempt:
         if not outputs:
             return "wrong gradient: the result requires none"
         loss_of(outputs).backward()
-        return _of_gradients([each for each in inputs if each.requires_grad], expected.gradients)
+        return _of_gradients([each for each in inputs if each.requires_grad], expected)
 
     def of_views(self, results: Sequence[Any], inputs: Sequence[DTensor]) -> str:
         """A view of an input where torch returns one, or a copy that cannot be written to."""
@@ -162,12 +163,14 @@ def _of_types(results: Sequence[Any]) -> str:
     return ""
 
 
-def _of_gradients(inputs: Sequence[DTensor], expected: Sequence[torch.Tensor | None]) -> str:
+def _of_gradients(inputs: Sequence[DTensor], expected: Reference) -> str:
     """What is wrong with the gradients. One that is missing is zero."""
-    for at, (leaf, want) in enumerate(zip(inputs, expected, strict=True)):
+    assert expected.gradients is not None
+    for at, (leaf, want) in enumerate(zip(inputs, expected.gradients, strict=True)):
         zeros = torch.zeros(leaf.shape, dtype=leaf.dtype)
         got = zeros if leaf.grad is None else leaf.grad.full_tensor()
-        problem = difference([got], [zeros if want is None else want])
+        is_stable = at not in expected.unstable_gradients
+        problem = difference([got], [zeros if want is None else want], is_stable)
         if problem:
             return f"wrong gradient of input {at}: {problem}"
     return ""

@@ -59,6 +59,8 @@ class Row:
     """The forms that were tried."""
     refused: list[str] = field(default_factory=list)
     """Those of them that were refused in some case."""
+    unstable: list[str] = field(default_factory=list)
+    """Results and gradients of which no values were compared, as torch does not reproduce them."""
     theirs: dict[str, int] = field(default_factory=dict)
     """Of some of these cases with torch's DTensor, how many came out so: "pass", or the problem."""
     theirs_when_even: str = ""
@@ -128,7 +130,9 @@ def row_of(name: str, effort: Effort, beside_torch: bool = False) -> Row:
         for attempt in attempts(entry, effort):
             call, form = attempt.call, attempt.call.form
             if call not in expected:
-                expected[call] = reference(call)
+                expected[call] = known = reference(call)
+                for what in known.unstable_names() if known is not None else ():
+                    row.unstable.append(f"{what} of ({form}) {call.sample}")
             known = expected[call]
             if known is None:
                 continue

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from op_db.entries import entries
-from op_db.expected import FAMILIES, REFUSED
+from op_db.expected import FAMILIES, REFUSED, SOME_VERSIONS
 from op_db.outcomes import NOTHING, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,30 +27,47 @@ def store(row: Row) -> None:
 
 
 def stored() -> list[Row]:
-    """What was found of every operator, also by sweeps with other versions of torch; raises if some
-    of the installed version were not tried."""
+    """What was found of every operator; raises if some were not tried."""
     missing = [name for name in entries() if not (ROWS / f"{name}.json").exists()]
     if missing:
         raise SystemExit(
             f"op_db: {len(missing)} operators have not been tried ({', '.join(missing[:5])}, ...): "
             "run `make sweep`"
         )
-    return [Row(**json.loads(path.read_text("utf-8"))) for path in ROWS.glob("*.json")]
+    paths = [ROWS / f"{name}.json" for name in entries()]
+    return [Row(**json.loads(path.read_text("utf-8"))) for path in paths]
 
 
-def written(rows: Sequence[Row]) -> str:
-    """The page."""
-    return "\n".join(_lines(sorted(rows, key=lambda row: row.name.lower()))) + "\n"
+def written(rows: Sequence[Row], before: str = "") -> str:
+    """The page.
+
+    Arguments:
+        before: the page as it was. What it says of operators that only other versions of torch have
+            is kept.
+    """
+    return "\n".join(_lines(sorted(rows, key=lambda row: row.name.lower()), before)) + "\n"
+
+
+def listed(text: str) -> dict[str, str]:
+    """The lines of a page that are of one operator each, by its name."""
+    _, _, tables = text.partition("\n## All\n")
+    lines = (line for line in tables.splitlines() if line.startswith("| `"))
+    return {line.split("`")[1].replace("\\|", "|"): line for line in lines}
+
+
+def outcome_of(line: str) -> str:
+    """What came of the operator of such a line."""
+    return line.split(" | ")[1]
 
 
 _HEAD = """\
 # Operators
 
-Made by `make sweep`; not to be edited. Every entry of `op_db`, PyTorch's own list of operators with
-samples of their arguments, is run on DTensors on meshes of 2, 3 and 2 x 2 ranks, with its tensors
-split along each dim (evenly or not), whole, and as pending sums; as a function, a method, in place
-and with `out=` where there are such. Values, dtypes, shapes, gradients, and whether a result is a
-view, are compared with the same call in one process.
+Made by `make sweep`, with torch {version}; not to be edited. Every entry of `op_db`, PyTorch's own
+list of operators with samples of their arguments, is run on DTensors on meshes of 2, 3 and 2 x 2
+ranks, with its tensors split along each dim (evenly or not), whole, and as pending sums; as a
+function, a method, in place and with `out=` where there are such. Values, dtypes, shapes,
+gradients, and whether a result is a view, are compared with the same call in one process.
 
 | {operators} operators, {cases} cases | |
 |---|---|
@@ -64,8 +81,7 @@ The DTensor of torch {version} in the same run, with the same harness: it passes
 {always} of {tried} operators, and {passed} of {their_cases} cases. It is asked for less: only some
 of the cases, all of the function itself with one dtype, and neither views nor random numbers are
 compared. With tensors whole or evenly split over one axis, and values alone, it passes {simple} of
-{simple_tried} operators. Operators that only some of the supported versions of torch have are
-listed too (`cholesky` and `qr` until 2.13, `linalg.polar` and `linalg.matrix_sqrth` since 2.14).
+{simple_tried} operators.
 """
 
 _ALL = """
@@ -80,7 +96,18 @@ of some of the cases torch's DTensor passes, and what is most often wrong with t
 """
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
+_SOME = """
+## Only in some versions of torch
+
+Operators that `op_db` has since a version of torch, or had until one, by the last run of `make
+sweep` with such a version.
+
+| operator | outcome | splits | torch | versions |
+|---|---|---|---|---|
+"""
+
+
+def _lines(rows: Sequence[Row], before: str) -> Iterator[str]:
     count = Counter(row.outcome for row in rows)
     tried = [row for row in rows if row.theirs]
     simple = [row.theirs_when_even for row in rows if row.theirs_when_even]
@@ -108,9 +135,31 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
     for family, names in FAMILIES.items():
         yield f"| {family} | {', '.join(f'`{name}`' for name in names)} |"
     yield _ALL.rstrip("\n")
-    for row in rows:
-        cells = (f"`{row.name}`", row.outcome, "; ".join(row.splits), _theirs(row))
-        yield f"| {' | '.join(map(_escaped, cells))} |"
+    tables = {row.name: _line(row) for row in rows}
+    yield from (line for name, line in tables.items() if name not in SOME_VERSIONS)
+    yield _SOME.rstrip("\n")
+    kept = listed(before)
+    for name, versions in sorted(SOME_VERSIONS.items(), key=lambda each: each[0].lower()):
+        if name in tables:
+            yield f"{tables[name]} {_between(*versions)} |"
+        elif name in kept:
+            yield kept[name]
+    unstable = [row for row in rows if row.unstable]
+    if unstable:
+        yield "\n## Not reproduced by torch itself: no values were compared\n"
+        yield "| what | of |\n|---|---|"
+        for row in unstable:
+            yield f"| {row.name} | {_escaped('; '.join(row.unstable))} |"
+
+
+def _line(row: Row) -> str:
+    cells = (f"`{row.name}`", row.outcome, "; ".join(row.splits), _theirs(row))
+    return f"| {' | '.join(map(_escaped, cells))} |"
+
+
+def _between(first: str | None, end: str | None) -> str:
+    """The versions of torch that have an operator, in words."""
+    return " ".join([f"since {first}"] * bool(first) + [f"before {end}"] * bool(end))
 
 
 def _theirs(row: Row) -> str:

@@ -122,19 +122,17 @@ class _Attempt:
         made = _whole(self.call.on(inputs))
         results = list(leaves(unambiguous(self.call, plain, made)))
         comparable = expected.is_filled and not expected.is_random
-        problem = difference(results, expected.results, comparable)
+        problem = difference(results, expected.results, comparable, expected.unstable)
         if problem or expected.gradients is None or not comparable:
             return problem
         try:
             graded = [each for each in inputs if each.requires_grad]
-            problem = self.problem_of_gradients(made, graded, expected.gradients)
+            problem = self.problem_of_gradients(made, graded)
         except Exception as error:
             raise _BackwardError from error
         return problem and _BACKWARD + problem
 
-    def problem_of_gradients(
-        self, made: Any, inputs: Sequence[DTensor], expected: Sequence[torch.Tensor | None]
-    ) -> str:
+    def problem_of_gradients(self, made: Any, inputs: Sequence[DTensor]) -> str:
         """The same, of the gradients. One that is missing is zero."""
         outputs = [each for each in tensors_in(self.call.graded(made)) if each.requires_grad]
         if not outputs:
@@ -143,8 +141,9 @@ class _Attempt:
         zeros = [torch.zeros(each.shape, dtype=each.dtype) for each in inputs]
         got = [zero if each.grad is None else _whole(each.grad)
                for each, zero in zip(inputs, zeros, strict=True)]  # fmt: skip
+        expected = self.expected.gradients or []
         want = [zero if each is None else each for each, zero in zip(expected, zeros, strict=True)]
-        return difference(got, want)
+        return difference(got, want, unstable=self.expected.unstable_gradients)
 
 
 def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, how: How) -> DTensor:

@@ -5,6 +5,7 @@ process, on every layout of its inputs.
 """
 
 from shardwise.testing.checking import Report, check_rule
+from shardwise.testing.comparing import UnstableWarning, value_difference, warn_of_unstable, widened
 from shardwise.testing.layouts import (
     contribution,
     distributed,
@@ -20,6 +21,7 @@ __all__ = [
     "Reference",
     "Report",
     "Sample",
+    "UnstableWarning",
     "check_rule",
     "contribution",
     "distributed",
@@ -27,5 +29,8 @@ __all__ = [
     "loss_of",
     "missing_splits",
     "piece",
+    "value_difference",
+    "warn_of_unstable",
     "whole_of",
+    "widened",
 ]

@@ -24,6 +24,7 @@ from shardwise.rules.registry import RuleError
 from shardwise.sim import simulate
 from shardwise.tensor import DTensor
 from shardwise.testing.combinations import combinations
+from shardwise.testing.comparing import warn_of_unstable
 from shardwise.testing.layouts import distributed, layouts_of, whole_of
 from shardwise.testing.legal import missing_splits
 from shardwise.testing.reference import Reference, Tolerance, difference, loss_of, reference_of
@@ -42,6 +43,9 @@ class Report:
     """Where values, dtypes, shapes or gradients differ, or an error was raised."""
     missing: list[str] = field(default_factory=list)
     """Splits that are legal but communicate."""
+    unstable: list[str] = field(default_factory=list)
+    """Results and gradients that torch itself does not reproduce when it is called twice: of these
+    shapes and dtypes were compared, and no values."""
 
     def __str__(self) -> str:
         lines = [f"{self.cases} cases, {len(self.wrong)} wrong, {len(self.fallbacks)} fall back"]
@@ -49,6 +53,7 @@ class Report:
             ("wrong", self.wrong),
             ("falls back", self.fallbacks),
             ("legal, but communicates", self.missing),
+            ("not compared, as torch does not reproduce it", self.unstable),
         ):
             lines += [f"  {title}: {each}" for each in found[:12]]
             if len(found) > 12:
@@ -83,7 +88,8 @@ def check_rule(
             operator is called with pieces of its inputs, which a few operators do not survive.
 
     Returns:
-        What was tried. Anything wrong is raised as a `RuleError` with the same report.
+        What was tried. Anything wrong is raised as a `RuleError` with the same report. Values that
+        torch itself does not reproduce are not compared: an `UnstableWarning` names them.
 
     Example:
         >>> check_rule(torch.mm, [Sample(torch.randn(5, 4), torch.randn(4, 3))])
@@ -92,7 +98,12 @@ def check_rule(
     policy = "replicate" if allow_fallback else "error"
     tolerance = Tolerance(rtol, atol)
     for sample in samples:
-        reference = reference_of(fn, sample, gradients)
+        reference = reference_of(fn, sample, gradients, tolerance)
+        for kind, at in (
+            *(("result", at) for at in sorted(reference.unstable)),
+            *(("gradient of input", at) for at in sorted(reference.unstable_gradients)),
+        ):
+            report.unstable.append(f"{sample}: {kind} {at}")
         for mesh_shape in mesh_shapes:
             check = _Check(fn, sample, reference, tolerance, mesh_shape, policy)
             check.run(report, most, seed)
@@ -100,6 +111,7 @@ def check_rule(
             report.missing += missing_splits(fn, sample)
     if report.wrong or (report.fallbacks and not allow_fallback) or report.missing:
         raise RuleError(f"check_rule({getattr(fn, '__name__', fn)}): {report}")
+    warn_of_unstable(f"check_rule({getattr(fn, '__name__', fn)})", report.unstable)
     return report
 
 
@@ -152,12 +164,15 @@ class _Check:
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
             trace = traceback.extract_tb(error.__traceback__)[-1]
             return f"raised {type(error).__name__}: {error} ({trace.filename}:{trace.lineno})"
-        problem = difference(outputs, self.reference.outputs, "result", self.tolerance)
-        if problem or self.reference.gradients is None:
+        reference = self.reference
+        problem = difference(
+            outputs, reference.outputs, "result", self.tolerance, reference.unstable
+        )
+        if problem or reference.gradients is None:
             return problem
         loss_of(outputs).backward()  # type: ignore[no-untyped-call]
         leaves = [each for each in inputs if each.requires_grad]
-        return self.problem_of_gradients(leaves, self.reference.gradients)
+        return self.problem_of_gradients(leaves, reference.gradients)
 
     def problem_of_gradients(
         self, leaves: Sequence[DTensor], expected: Sequence[torch.Tensor | None]
@@ -171,7 +186,9 @@ class _Check:
                 got = torch.zeros_like(want)
             else:
                 continue
-            problem = difference([got], [want], f"gradient of input {at}", self.tolerance)
+            unstable = frozenset({0}) if at in self.reference.unstable_gradients else frozenset()
+            name = f"gradient of input {at}"
+            problem = difference([got], [want], name, self.tolerance, unstable)
             if problem:
                 return problem
         return ""

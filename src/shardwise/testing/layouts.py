@@ -16,7 +16,8 @@ from shardwise.tensor import DTensor, wrap
 def layouts_of(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:
     """Every layout a tensor can have on a mesh (of nested shards, two orders)."""
     per_axis: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()))]
-    if tensor.is_floating_point() or tensor.is_complex():
+    is_added = tensor.itemsize > 1  # float8 is not
+    if is_added and (tensor.is_floating_point() or tensor.is_complex()):
         per_axis.append(Partial())
     found = [
         Layout.from_placements(mesh, tensor.shape, placements)

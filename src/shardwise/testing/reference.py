@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.rules.calls import tensors_in
+from shardwise.testing.comparing import value_difference
 from shardwise.testing.sample import Sample
 
 
@@ -17,10 +18,26 @@ class Reference(NamedTuple):
     outputs: list[torch.Tensor]
     gradients: list[torch.Tensor | None] | None
     """Of the inputs that require grad; None if they are not compared."""
+    unstable: frozenset[int] = frozenset()
+    """The outputs, by position, that torch itself gives other values when it is called again: their
+    shapes and dtypes are compared, and no more."""
+    unstable_gradients: frozenset[int] = frozenset()
+    """The same, of the gradients."""
 
 
-def reference_of(fn: Callable[..., Any], sample: Sample, gradients: bool) -> Reference:
-    """The results and gradients in one process."""
+def reference_of(
+    fn: Callable[..., Any], sample: Sample, gradients: bool, tolerance: Tolerance
+) -> Reference:
+    """Return the results and gradients in one process, and which of them torch reproduces."""
+    first = _called(fn, sample, gradients)
+    again = _called(fn, sample, gradients)
+    return first._replace(
+        unstable=_differing(again.outputs, first.outputs, tolerance),
+        unstable_gradients=_differing(again.gradients or [], first.gradients or [], tolerance),
+    )
+
+
+def _called(fn: Callable[..., Any], sample: Sample, gradients: bool) -> Reference:
     tensors = [each.detach().clone().requires_grad_(each.requires_grad)
                for each in sample.tensors()]  # fmt: skip
     args, kwargs = sample.filled(tensors)
@@ -31,6 +48,18 @@ def reference_of(fn: Callable[..., Any], sample: Sample, gradients: bool) -> Ref
         return Reference(found, None)
     grads = torch.autograd.grad(loss_of(outputs), leaves, allow_unused=True)
     return Reference(found, list(grads))
+
+
+def _differing(
+    again: Sequence[torch.Tensor | None],
+    first: Sequence[torch.Tensor | None],
+    tolerance: Tolerance,
+) -> frozenset[int]:
+    return frozenset(
+        at
+        for at, (have, want) in enumerate(zip(again, first, strict=True))
+        if have is not None and want is not None and difference([have], [want], "", tolerance)
+    )
 
 
 def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -57,8 +86,13 @@ def difference(
     want: Sequence[torch.Tensor],
     what: str,
     tolerance: Tolerance,
+    unstable: frozenset[int] = frozenset(),
 ) -> str:
-    """The first thing in which tensors are not what they should be, or nothing."""
+    """Return the first thing in which tensors are not what they should be, or "".
+
+    Arguments:
+        unstable: the positions of tensors whose values are not compared.
+    """
     if len(got) != len(want):
         return f"{len(got)} tensors in the {what}, expected {len(want)}"
     for at, (have, expected) in enumerate(zip(got, want, strict=True)):
@@ -67,14 +101,14 @@ def difference(
                 f"{what} {at} is {have.dtype}{list(have.shape)}, "
                 f"expected {expected.dtype}{list(expected.shape)}"
             )
+        if have.layout != expected.layout:
+            return f"{what} {at} is {have.layout}, expected {expected.layout}"
+        if at in unstable:
+            continue
         loose = 1.0 if expected.dtype in (torch.float64, torch.complex128) else 3e3
-        if not torch.allclose(
-            have.detach(),
-            expected.detach(),
-            rtol=tolerance.rtol * loose,
-            atol=tolerance.atol * loose,
-            equal_nan=True,
-        ):
-            off = (have.detach() - expected.detach()).abs().max() if have.dtype != torch.bool else 1
-            return f"{what} {at} is off by up to {float(off):.3g}"
+        apart = value_difference(
+            have, expected, rtol=tolerance.rtol * loose, atol=tolerance.atol * loose
+        )
+        if apart:
+            return f"{what} {at} is wrong: {apart}"
     return ""
