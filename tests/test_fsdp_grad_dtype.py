@@ -354,6 +354,36 @@ def test_what_was_set_survives_conversions_and_copies():
     on_ranks(run)
 
 
+def test_what_was_set_survives_copies_without_gradients():
+    def run(mesh):
+        model = Weights()
+        model.first.grad_dtype = HALF
+        fully_shard(model, mesh=mesh)
+        other = copy.deepcopy(model)
+        other(torch.ones(3)).backward()
+        assert other.first.grad.dtype is HALF and other.second.grad.dtype is SINGLE
+
+    on_ranks(run)
+
+
+def test_what_was_set_survives_conversions_that_make_new_parameters():
+    def run(mesh):
+        model = Weights()
+        model.first.grad_dtype = HALF
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(3)).backward()
+        before = model.first
+        model.double()
+        assert model.first is not before and model.first.grad_dtype is HALF
+        assert model.first.grad.dtype is HALF and full(model.first.grad).tolist() == [1.0] * 3
+
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        on_ranks(run)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_parameter_from_a_state_dict_inherits_what_was_set(has_run):
     def run(mesh):

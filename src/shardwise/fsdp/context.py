@@ -29,7 +29,7 @@ from shardwise.fsdp.finalizing import (
     check_roots,
     note_begun,
 )
-from shardwise.fsdp.gathering import Gather, KeptGather
+from shardwise.fsdp.gathering import Gather, KeptGather, kept_mesh
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.habit import Habit, Habits, agree
 from shardwise.fsdp.line import Line
@@ -37,7 +37,6 @@ from shardwise.fsdp.order import Order
 from shardwise.fsdp.pool import Pool
 from shardwise.fsdp.states import ShardedState, TrainingState, moved_on
 from shardwise.fsdp.unit import Unit
-from shardwise.mesh import DeviceMesh
 from shardwise.torch_internals import as_local, current_graph_task, engine, own_parameters
 
 _UNSHARDED = ShardedState.UNSHARDED
@@ -204,7 +203,7 @@ class Context:
             if wanted is True or not torch.is_grad_enabled():
                 unit.reshard()
             else:
-                mesh, index = _kept_mesh(unit, wanted)
+                mesh, index = kept_mesh(unit, wanted)
                 unit.keep(index, mesh.size())
 
     def end_forward(self) -> None:
@@ -231,7 +230,7 @@ class Context:
             if unit.state is _UNSHARDED or unit.gather is not None or unit.is_alias:
                 continue
             if unit.state is ShardedState.SHARDED_POST_FORWARD:
-                mesh, _ = _kept_mesh(unit, unit.kept_count)
+                mesh, _ = kept_mesh(unit, unit.kept_count)
                 KeptGather(unit, communicator(mesh, (0,), channel="gather"))
                 continue
             run = unit.bucket.run_around(unit, self._had)
@@ -432,15 +431,6 @@ class _End:
         if context is not None and context._task == self._task:
             for group in context.groups:
                 group.put_shards()
-
-
-def _kept_mesh(unit: Unit, count: int) -> tuple[DeviceMesh, int]:
-    """The ranks that a unit is split over after forward, and this rank's position there."""
-    ranks = unit.info.shard_ranks
-    index = unit.info.shard_mesh_rank
-    first = index // count * count
-    device = unit.info.mesh.device_type
-    return DeviceMesh(device, ranks[first : first + count]), index - first
 
 
 def _is_nested() -> bool:

@@ -15,6 +15,7 @@ from shardwise.fsdp.custom import AllGather, process_group
 from shardwise.fsdp.errors import ADVICE, GatherError
 from shardwise.fsdp.pool import Pool, Rows, Size, size_in_bytes
 from shardwise.fsdp.unit import Unit
+from shardwise.mesh import DeviceMesh
 
 CHANNEL = "gather"
 LARGE = 1 << 20
@@ -165,6 +166,15 @@ class KeptGather:
         self.pending.wait()
         unit.free()
         unit.gather = None
+
+
+def kept_mesh(unit: Unit, count: int) -> tuple[DeviceMesh, int]:
+    """The ranks that a unit is split over after forward, and this rank's position there."""
+    ranks = unit.info.shard_ranks
+    index = unit.info.shard_mesh_rank
+    first = index // count * count
+    device = unit.info.mesh.device_type
+    return DeviceMesh(device, ranks[first : first + count]), index - first
 
 
 def gathered_size(units: Sequence[Unit], is_direct: bool) -> Size:
