@@ -46,13 +46,12 @@ def our_names(trees: list[ast.Module]) -> set[str]:
             found.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)  # of __slots__
     return found - TORCHS
 
 
 def private_names(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]:
     """(line, name) of the private names of torch that a source uses."""
+    known = ours | PYTHONS | OVERRIDDEN
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
@@ -60,12 +59,15 @@ def private_names(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]
                 if full.split(".")[0] == "torch" and any(map(is_private, full.split("."))):
                     yield node.lineno, full
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            known = ours | PYTHONS | OVERRIDDEN
             if node.attr not in known and not is_aten(node):
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             name = node.args[1]
-            if isinstance(name, ast.Constant) and name.value in TORCHS:
+            if (
+                isinstance(name, ast.Constant)
+                and is_private(name.value)
+                and name.value not in known
+            ):
                 yield node.lineno, f"{ast.unparse(node.args[0])}.{name.value}"
 
 

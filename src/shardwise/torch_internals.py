@@ -118,6 +118,15 @@ HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes to copy to a tensor that takes another's place."""
 PARAMETER_FLAG = "_is_param"
 """The attribute by which `isinstance(x, nn.Parameter)` knows a subclass's parameters."""
+
+
+def has_own_grad_dtype(parameter: Any) -> bool:
+    """Tell whether a `grad_dtype` was set. Before torch 2.15 one that is the parameter's own dtype
+    cannot be told from none."""
+    is_set = getattr(parameter, "_has_grad_dtype_override", None)
+    return parameter.grad_dtype is not parameter.dtype if is_set is None else bool(is_set)
+
+
 make_wrapper_subclass: Any = _take(
     "torch.Tensor._make_wrapper_subclass", "a tensor with a size and no memory"
 )

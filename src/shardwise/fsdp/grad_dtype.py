@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shardwise.torch_internals import has_own_grad_dtype
+
 
 @dataclass(frozen=True)
 class GradDtype:
@@ -21,11 +23,7 @@ class GradDtype:
     @staticmethod
     def set_on(parameter: Any) -> GradDtype | None:
         """What was set on a parameter, if anything."""
-        # Before torch 2.15 nobody can tell whether the parameter's own dtype was set.
-        is_set = getattr(parameter, "_has_grad_dtype_override", None)
-        if is_set is None:
-            is_set = parameter.grad_dtype is not parameter.dtype
-        return GradDtype(parameter.grad_dtype) if is_set else None
+        return GradDtype(parameter.grad_dtype) if has_own_grad_dtype(parameter) else None
 
     def put_on(self, parameter: Any) -> None:
         """Set it on a parameter, unless that has it."""
