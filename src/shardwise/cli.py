@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import signal
@@ -26,6 +27,9 @@ from shardwise import (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale without UTF-8 has no bars and boxes
+            stream.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))

@@ -1,6 +1,8 @@
 """The command `shardwise`."""
 
+import io
 import re
+import sys
 
 import pytest
 
@@ -31,3 +33,13 @@ def test_the_version_is_the_packages(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"shardwise {sw.__version__}\n"
+
+
+def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch, tmp_path):
+    import shardwise.demo
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    monkeypatch.setattr(shardwise.demo, "run", lambda options: print("bar: ██", flush=True) is None)
+    assert cli.main(["demo", "--output", str(tmp_path)]) == 0
+    assert written.getvalue() == b"bar: ??\n"
