@@ -62,11 +62,11 @@ def outcome_of(line: str) -> str:
 _HEAD = """\
 # Operators
 
-Made by `make sweep`, with torch {version}; not to be edited. Every entry of `op_db`, PyTorch's own list
-of operators with samples of their arguments, is run on DTensors on meshes of 2, 3 and 2 x 2 ranks, with its tensors
-split along each dim (evenly or not), whole, and as pending sums; as a function, a method, in place
-and with `out=` where there are such. Values, dtypes, shapes, gradients, and whether a result is a
-view, are compared with the same call in one process.
+Made by `make sweep`, with torch {version}; not to be edited. Every entry of `op_db`, PyTorch's own
+list of operators with samples of their arguments, is run on DTensors on meshes of 2, 3 and 2 x 2
+ranks, with its tensors split along each dim (evenly or not), whole, and as pending sums; as a
+function, a method, in place and with `out=` where there are such. Values, dtypes, shapes,
+gradients, and whether a result is a view, are compared with the same call in one process.
 
 | {operators} operators, {cases} cases | |
 |---|---|
