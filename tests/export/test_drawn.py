@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import Shard
 from shardwise.export import ExportError, shard_program, shard_step
+from shardwise.export.draws import Draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -59,6 +60,8 @@ DROPOUTS = [
     lambda x: F.rrelu(x, training=True),  # draws as much as there is below 0
     lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True),
     no_grad,
+    lambda x: F.dropout(x[None].transpose(1, 3), 0.3),  # dims of size 1 have no order
+    lambda x: F.dropout(x[:, None].permute(3, 1, 2, 0), 0.3),
 ]
 NUMBERS = [
     torch.rand_like,
@@ -99,6 +102,14 @@ def check(original, shape, placements):
 @pytest.mark.parametrize("functions", [DROPOUTS, NUMBERS], ids=["dropout", "numbers"])
 def test_programs_draw_what_one_process_does(functions):
     check(torch.export.export(Module(*functions), (X,)), (2,), [Shard(0)])
+
+
+def test_dims_of_size_1_do_not_change_what_is_drawn():
+    rows = Draw("one", (6, 4), (0, 1))
+    assert rows.numbers == Draw("other", (1, 6, 1, 4), (2, 0, 1, 3)).numbers
+    assert rows.numbers != Draw("columns", (1, 6, 4), (0, 2, 1)).numbers
+    assert rows.numbers != Draw("with gaps", (6, 4), None).numbers
+    assert rows.numbers != Draw("turned", (4, 6), (0, 1)).numbers
 
 
 def test_decomposed_programs_draw_what_one_process_does():

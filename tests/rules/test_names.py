@@ -46,7 +46,8 @@ SAME = {
 }
 """Functions of one short name that share a rule, for they are one operator, with one signature."""
 
-NOT_IN_ATEN = """__dlpack_device__ __invert__ _is_view _typed_storage apply_ bfloat16 bool byte cdouble cfloat
+NOT_IN_ATEN = """
+    __dlpack_device__ __invert__ _is_view _typed_storage apply_ bfloat16 bool byte cdouble cfloat
     char cross_entropy data_ptr dim_order double float gaussian_nll_loss half int is_shared
     logsigmoid long map2_ map_ new new_tensor share_memory_ short softsign storage storage_type
     tanhshrink tolist type unique untyped_storage"""
