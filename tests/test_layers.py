@@ -34,6 +34,7 @@ LAYERS: list[set[str]] = [
         "tensor",
         "copies",
         "local_shards",
+        "local_types",
         "stored",
         "dispatch",
         "rules",

@@ -14,6 +14,7 @@ from shardwise.comm import communicator
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.local_shards import check_dense
+from shardwise.local_types import LocalTypes
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.optimizers import note_replaced
 from shardwise.placement import Partial, Placement, Replicate
@@ -192,6 +193,7 @@ def local_map(
     device_mesh: DeviceMesh | TorchMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Any:
     """A function of DTensors, made of one of local tensors.
 
@@ -206,6 +208,10 @@ def local_map(
             input is not, as each rank's gradient is a contribution there.
         device_mesh: where the results lie; by default the first DTensor's mesh.
         redistribute_inputs: whether inputs that lie otherwise are moved, rather than refused.
+        spmd_types: whether the package `spmd_types` checks what `func` does: that it never takes a
+            contribution for a value, and that results are what `out_placements` says. Whole inputs
+            then have gradients `Partial()`, unless `in_grad_placements` says `Replicate()`. See
+            `shardwise.local_types`.
     """
     if func is None:
         return functools.partial(
@@ -215,6 +221,7 @@ def local_map(
             in_grad_placements=in_grad_placements,
             device_mesh=device_mesh,
             redistribute_inputs=redistribute_inputs,
+            spmd_types=spmd_types,
         )
 
     @functools.wraps(func)
@@ -225,9 +232,15 @@ def local_map(
             return func(*args, **kwargs)
         mesh = found[0]._layout.mesh if device_mesh is None else as_mesh(device_mesh)
         flat = _placed(flat, in_placements, redistribute_inputs)
-        local = _local_inputs(flat, in_grad_placements)
-        result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        return _global_outputs(result, out_placements, mesh)
+        if not spmd_types:
+            local = _local_inputs(flat, in_grad_placements)
+            result = func(*pytree.tree_unflatten(local, structure), **kwargs)
+            return _global_outputs(result, out_placements, mesh)
+        types = LocalTypes(mesh)
+        local = _typed_inputs(flat, in_placements, in_grad_placements, types)
+        with types.checking():
+            result = func(*pytree.tree_unflatten(local, structure), **kwargs)
+        return _global_outputs(result, out_placements, mesh, types)
 
     return mapped
 
@@ -293,7 +306,39 @@ def _local_inputs(flat: list[Any], in_grad_placements: Any) -> list[Any]:
     return result
 
 
-def _global_outputs(result: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
+def _typed_inputs(
+    flat: list[Any], in_placements: Any, in_grad_placements: Any, types: LocalTypes
+) -> list[Any]:
+    """The local tensors of the inputs, with the types of how they and their gradients lie."""
+    count = len(flat)
+    nothing = [None] * count
+    wanted = nothing if in_placements is None else list(in_placements)
+    grads = nothing
+    if in_grad_placements is not None:
+        grads = _per_argument(in_grad_placements, count, "in_grad_placements")
+    result = []
+    for at, (arg, placements, gradients) in enumerate(zip(flat, wanted, grads, strict=True)):
+        argument = f"in_placements[{at}]"
+        if isinstance(arg, DTensor):
+            if arg._layout.mesh is not types.mesh:
+                raise LayoutError(
+                    f"{argument}: expected a DTensor on {types.mesh!r}, as spmd_types=True checks "
+                    f"one mesh; got one on {arg._layout.mesh!r}"
+                )
+            placements = arg.placements
+        if placements is not None and isinstance(arg, torch.Tensor):
+            if gradients is None:
+                gradients = types.input_gradients(argument, placements)
+            if isinstance(arg, DTensor):
+                arg = arg.to_local(grad_placements=gradients)
+            types.annotate(argument, arg, placements, gradients)
+        result.append(arg)
+    return result
+
+
+def _global_outputs(
+    result: Any, out_placements: Any, mesh: DeviceMesh, types: LocalTypes | None = None
+) -> Any:
     flat, structure = pytree.tree_flatten(result)
     several = isinstance(out_placements, tuple)
     wanted = list(out_placements) if several else [out_placements]
@@ -312,6 +357,10 @@ def _global_outputs(result: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
         elif isinstance(value, DTensor):
             raise LayoutError(f"func: expected a local tensor as result {at}, got a DTensor")
         else:
-            value = DTensor.from_local(value, mesh, placements)
+            back = None
+            if types is not None:
+                placements = placements or [Replicate()] * mesh.ndim
+                back = types.output_gradients(f"out_placements[{at}]", value, placements)
+            value = DTensor.from_local(value, mesh, placements, grad_placements=back)
         made.append(value)
     return pytree.tree_unflatten(made, structure)

@@ -441,7 +441,16 @@ class DTensor(torch.Tensor):
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
         """What this rank writes to a checkpoint: its piece."""
         boxes = stored.boxes_of(self._layout)
-        return stored.write_items(name, boxes, self._layout.shape, unwrap(self).detach())
+        local = unwrap(self).detach()
+        return stored.write_items(name, boxes, self._layout.shape, local, local.stride())
+
+    global_shape = stored.ProtocolField(stored.global_shape)
+    global_offsets = stored.ProtocolField(stored.global_offsets)
+    local_offsets = stored.ProtocolField(stored.local_offsets)
+    local_sizes = stored.ProtocolField(stored.local_sizes)
+
+    def _stored_parts(self) -> list[tuple[Box, Box]]:
+        return stored.parts_of(self._layout)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Where a checkpoint is read to, or written from."""

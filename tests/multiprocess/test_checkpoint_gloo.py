@@ -34,6 +34,36 @@ def pieces_stored_and_loaded(path):
         assert torch.equal(target.full_tensor(), WHOLE)
 
 
+def without_memory(path):
+    mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+    saved = sw.distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)])
+    dcp.save({"weight": saved}, checkpoint_id=path)
+    with torch.device("meta"):
+        target = sw.empty(7, 5, device_mesh=mesh, placements=[Shard(1), Replicate()])
+    state = {"weight": target}
+    dcp.load(state, checkpoint_id=path)
+    assert target.is_meta and torch.equal(state["weight"].full_tensor(), WHOLE)
+    assert state["weight"].placements == target.placements
+
+
+def on_some_of_the_ranks(path):
+    part = sw.DeviceMesh("cpu", [2, 1])
+    saved = sw.distribute_tensor(WHOLE, part, [Shard(0)])
+    dcp.save({"weight": saved}, checkpoint_id=path)
+    target = sw.distribute_tensor(torch.zeros(7, 5), part, [Shard(1)])
+    dcp.load({"weight": target}, checkpoint_id=path)
+    if part.get_coordinate() is not None:
+        assert torch.equal(target.full_tensor(), WHOLE)
+
+
+def test_a_tensor_without_memory_gets_some_and_is_loaded(workers4, tmp_path):
+    workers4.run(without_memory, str(tmp_path))
+
+
+def test_a_tensor_on_some_of_the_ranks_is_stored_and_loaded_by_them(workers4, tmp_path):
+    workers4.run(on_some_of_the_ranks, str(tmp_path))
+
+
 def test_pieces_of_a_dim_are_stored_where_they_are_in_the_whole(workers4, tmp_path):
     workers4.run(pieces_stored_and_loaded, str(tmp_path))
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.checks import as_ints
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded.shard import Shard
@@ -20,6 +21,7 @@ class ShardedTensorBase(torch.Tensor):
     Arguments:
         sharding_spec: how it is cut.
         size: the global size, as numbers or one sequence of them.
+        strides: those of the whole tensor, which it then has; contiguous ones by default.
     """
 
     _sharding_spec: ShardingSpec
@@ -35,6 +37,7 @@ class ShardedTensorBase(torch.Tensor):
         requires_grad: bool = False,
         pin_memory: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
+        strides: Sequence[int] | None = None,
         **_: Any,
     ) -> Any:
         as_spec(sharding_spec, "sharding_spec")
@@ -45,7 +48,12 @@ class ShardedTensorBase(torch.Tensor):
                 f"memory_format: expected torch.contiguous_format, got {memory_format}"
             )
         properties = TensorProperties(
-            dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
+            dtype or torch.get_default_dtype(),
+            layout,
+            requires_grad,
+            memory_format,
+            pin_memory,
+            None if strides is None else tuple(strides),
         )
         metadata = metadata_of(sharding_spec, as_size(size, "size"), properties)
         return bare(cls, sharding_spec, metadata, [])
@@ -100,8 +108,18 @@ def bare(
 ) -> Kind:
     """A tensor object of the metadata's size that holds these shards."""
     properties = metadata.tensor_properties
+    strides = properties.strides
+    if strides is not None and (as_ints(strides) is None or len(strides) != len(metadata.size)):
+        raise ShardedTensorError(
+            f"strides: expected {len(metadata.size)} numbers, one per dim of "
+            f"{tuple(metadata.size)}, or None; got {strides!r}"
+        )
     made: Any = make_wrapper_subclass(
-        cls, metadata.size, dtype=properties.dtype, requires_grad=properties.requires_grad
+        cls,
+        metadata.size,
+        strides=strides,
+        dtype=properties.dtype,
+        requires_grad=properties.requires_grad,
     )
     made._sharding_spec, made._metadata, made._local_shards = spec, metadata, shards
     return made  # type: ignore[no-any-return]

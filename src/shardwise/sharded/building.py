@@ -131,7 +131,7 @@ def _brought(local_shards: Any, global_size: Any, group: Group) -> _Brought:
                 )
             shard.check()
             told.shards.append(shard.metadata)
-            told.properties.append(TensorProperties.create_from_tensor(shard.tensor))
+            told.properties.append(TensorProperties.common_to(shard.tensor))
     except Exception as error:  # whatever it is, nobody waits
         told.problem = Problem.of(error)
     return told
@@ -222,7 +222,7 @@ def from_local_tensor(
         as_spec(sharding_spec, "sharding_spec")
         if not isinstance(local_tensor, torch.Tensor):
             raise ShardedTensorError(f"local_tensor: expected a tensor, got {local_tensor!r}")
-        properties = TensorProperties.create_from_tensor(local_tensor)
+        properties = TensorProperties.common_to(local_tensor)
         metadata = metadata_of(sharding_spec, as_size(global_size, "global_size"), properties)
         checked_spec(metadata, sharding_spec)
         held = Held.of(metadata.shards_metadata, group)
@@ -278,7 +278,7 @@ def _check_against(
                 f"local_shards[{at}].metadata: expected {wanted}, as in the global metadata; "
                 f"got {shard.metadata}"
             )
-        actual = TensorProperties.create_from_tensor(shard.tensor)
+        actual = TensorProperties.common_to(shard.tensor)
         for name, common, own in _differences(metadata.tensor_properties, actual):
             raise ShardedTensorError(
                 f"local_shards[{at}].tensor: expected {name} {common}, as in the metadata's "

@@ -131,23 +131,36 @@ _MEMORY_FORMATS = {
 
 @dataclass
 class TensorProperties:
-    """What all shards of a tensor have in common."""
+    """What all shards of a tensor have in common.
+
+    Arguments:
+        strides: those of the whole tensor, if it had any before it was cut; None stands for
+            contiguous ones. Of torch 2.15, and here with all versions.
+    """
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
     requires_grad: bool = False
     memory_format: torch.memory_format = torch.contiguous_format
     pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """The properties of one piece, or of the whole."""
+        """The properties of one piece, or of the whole, whose strides they then have."""
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
             requires_grad=tensor.requires_grad,
             pin_memory=tensor.is_pinned(),
+            strides=tuple(tensor.stride()),
         )
+
+    @staticmethod
+    def common_to(tensor: torch.Tensor) -> TensorProperties:
+        """The properties that all pieces share with one of them, or with the whole: all but the
+        strides, as pieces are cut and copied."""
+        return replace(TensorProperties.create_from_tensor(tensor), strides=None)
 
     def __getstate__(self) -> tuple[Any, ...]:
         encoded = _MEMORY_FORMATS.get(self.memory_format)
@@ -156,10 +169,12 @@ class TensorProperties:
                 f"memory_format: expected one of {', '.join(map(str, _MEMORY_FORMATS))} to "
                 f"pickle, got {self.memory_format}"
             )
-        return self.dtype, self.layout, self.requires_grad, encoded.value, self.pin_memory
+        state = self.dtype, self.layout, self.requires_grad, encoded.value, self.pin_memory
+        return *state, self.strides
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state
+        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state[:5]
+        self.strides = state[5] if len(state) > 5 else None  # as older pickles have none
         formats = {each.value: memory_format for memory_format, each in _MEMORY_FORMATS.items()}
         self.memory_format = formats[encoded]
 

@@ -81,7 +81,7 @@ def _agreed_cut(
             "tensor.dtype": str(tensor.dtype),
             "tensor.requires_grad": tensor.requires_grad,
         }
-        properties = TensorProperties.create_from_tensor(tensor)
+        properties = TensorProperties.common_to(tensor)
         properties.pin_memory = False
         metadata = metadata_of(spec, tensor.shape, properties)
         group.owners(metadata.shards_metadata)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise import stored
+from shardwise.box import Box
 from shardwise.layout_text import short_dtype
 from shardwise.mesh import DeviceMesh
 from shardwise.sharded import converting, moving, remote, saving
@@ -294,7 +295,18 @@ class ShardedTensor(Copying):
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
         """What this rank writes to a checkpoint: its shards."""
         boxes = self._held.by(self._group.rank)
-        return stored.write_items(name, boxes, self.shape, self._like())
+        strides = self._metadata.tensor_properties.strides
+        return stored.write_items(name, boxes, self.shape, self._like(), strides)
+
+    global_shape = stored.ProtocolField(stored.global_shape)
+    global_offsets = stored.ProtocolField(stored.global_offsets)
+    local_offsets = stored.ProtocolField(stored.local_offsets)
+    local_sizes = stored.ProtocolField(stored.local_sizes)
+
+    def _stored_parts(self) -> list[tuple[Box, Box]]:
+        """Each shard is a tensor of its own."""
+        boxes = self._held.by(self._group.rank)
+        return [(box, Box((0,) * len(box.shape), box.shape)) for box in boxes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Where a checkpoint is read to, or written from."""
