@@ -1,8 +1,8 @@
-import importlib.util
 import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from types import SimpleNamespace
 
 import pytest
@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _missing(item: pytest.Item) -> str | None:
     for mark in item.iter_markers("needs"):
-        if importlib.util.find_spec(mark.args[0]) is None:
+        # Not importlib.util.find_spec: setuptools has a finder of its own, which warns.
+        if PathFinder.find_spec(mark.args[0]) is None:
             return str(mark.args[0])
     return None
 
