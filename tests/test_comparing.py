@@ -224,6 +224,30 @@ def test_the_sweep_passes_over_what_torch_does_not_reproduce_and_nothing_else():
     assert outcome(Unstable(torch.exp), replace(known, unstable=frozenset()))[0] == "wrong"
 
 
+RANDOM = ["nn.functional.dropout", "nn.functional.rrelu", "nn.functional.alpha_dropout"]
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_results_and_gradients_of_random_operators_are_compared(name):
+    """Drawn anew they differ, and with the same seed they do not."""
+    calls = entries()[name].samples(torch.float64, 3)
+    known = [reference(each) for each in calls]
+    assert any(each.is_random and each.gradients for each in known)
+    assert not [each.unstable_names() for each in known if each.unstable_names()]
+
+
+def test_a_wrong_gradient_of_a_random_operator_is_seen():
+    def function(x):
+        made = x * torch.rand_like(x)
+        return made if type(x) is torch.Tensor else 2 * made - made.detach()
+
+    x = numbers(4).requires_grad_()
+    right = reference(call(lambda x: x * torch.rand_like(x), x))
+    assert right is not None and right.is_random and not right.unstable_names()
+    (found,) = ours.outcomes(call(function, x), (2,), [((Shard(0),),)], right)
+    assert found.kind == "wrong" and "wrong gradient of input 0" in found.text
+
+
 def test_an_operator_of_which_values_were_not_compared_is_named():
     row = Row("sin", {"rule": 1}, unstable=["result 0 of (function) (float64[4])"])
     with pytest.warns(UnstableWarning, match=r"^sin: torch itself .*result 0 of \(function\)"):

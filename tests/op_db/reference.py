@@ -54,7 +54,9 @@ def reference(call: Call) -> Reference | None:
     except Exception:
         return None
     is_filled = not call.entry.name.startswith(UNFILLED)
+    # Of torch's own two calls: random numbers of DTensors, which replace its below, are others.
     unstable = _differing(again, results) if is_filled else frozenset()
+    of_gradients = _differing(gradients_again or [], gradients or [])
     is_random = is_filled and (
         call.entry.sets_seed
         or any(difference(other, results, unstable=unstable) for other in others)
@@ -68,7 +70,6 @@ def reference(call: Call) -> Reference | None:
         results, gradients = simulate(lambda: _on_one_rank(call), 1)[0]
         problem = difference(results, plain, values=False)
         assert not problem, f"{call.entry.name} {call.sample} on one rank: {problem}"
-    of_gradients = _differing(gradients_again or [], gradients or [])
     return Reference(results, gradients, views, is_random, is_filled, unstable, of_gradients)
 
 
