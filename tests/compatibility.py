@@ -44,6 +44,51 @@ DIFFERENCES: list[Difference] = [
         "torch annotates more of its functions since 2.14, so that 14 of the `type: ignore` "
         "comments that its annotations in 2.13 need have nothing to ignore.",
     ),
+    Difference(
+        "2.14 and newer",
+        "`torch.linalg.polar` and `torch.linalg.matrix_sqrth` have rules; `torch.cholesky` and "
+        "`torch.qr` are in `op_db` before 2.14 only.",
+        "torch added the first two and took the operators of the others out of aten. Rules of "
+        "torch.linalg go by qualified name: none is taken for a namesake (`torch.polar`).",
+    ),
+    Difference(
+        "2.13",
+        "Second derivatives of `cdist` and `pdist` raise, as in one process.",
+        "torch has them since 2.14.",
+    ),
+    Difference(
+        "2.13",
+        "Of torch's DTensor three more defects are shown: cross-entropy with weights or ignored "
+        "targets is wrong on a split batch, and redistribution to Partial is refused.",
+        "torch mended them in 2.14. All other defects that the tests show are in 2.15 too.",
+    ),
+    Difference(
+        "2.14 and newer",
+        "`torch.autograd.Function.apply`, which shardwise guards, is a method of C.",
+        "The guard takes it as a descriptor of the class, so that both kinds work.",
+    ),
+    Difference(
+        "2.14 and newer",
+        "`program.run_decompositions()` of torch may warn of a node that it erases twice.",
+        "It is about a buffer that is written and returned; the program is right.",
+    ),
+    Difference(
+        "2.15",
+        "An exported program with attention of three dims and dropout draws a mask of four dims.",
+        "torch's operator adds a dim of size 1. The numbers drawn are the same as in one process.",
+    ),
+    Difference(
+        "before 2.15",
+        "`finalize_backward`, `set_keep_unsharded_storage`, `param_dtype_override_fn`, `logspace`, "
+        "`DeviceMesh.abort` and `reduce_dtype=None` have the meaning of 2.15 in shardwise; tests "
+        "compare them with one process instead of with torch.",
+        "torch has these names, and this meaning, since 2.15.",
+    ),
+    Difference(
+        "before 2.15",
+        "A `grad_dtype` that is set to the parameter's own dtype counts as not set.",
+        "torch cannot tell the two apart.",
+    ),
 ]
 """Add what differs here: the page shows it in this order."""
 
