@@ -32,11 +32,8 @@ def test_without_the_package_the_error_says_what_to_do(monkeypatch: pytest.Monke
     sw.simulate(run, 2)
 
 
+@pytest.mark.needs("spmd_types")
 class TestWithThePackage:
-    @pytest.fixture(autouse=True)
-    def package(self) -> Any:
-        return pytest.importorskip("spmd_types", reason="pip install spmd_types")
-
     def test_a_product_of_split_factors_is_a_contribution(self) -> None:
         def run() -> None:
             mesh = mesh_of_two()

@@ -35,7 +35,7 @@ def product_and_sum(names):
         sw.local_map(torch.mm, [Shard(0), Replicate()], how, spmd_types=True)(a, b)
 
 
+@pytest.mark.needs("spmd_types")
 @pytest.mark.parametrize("names", [("dp", "tp"), None], ids=str)
 def test_a_function_with_collectives_is_checked(workers4, names):
-    pytest.importorskip("spmd_types", reason="pip install spmd_types")
     workers4.run(product_and_sum, names)
