@@ -64,6 +64,7 @@ class SlowCommunicator(ThreadsCommunicator):
     def __init__(self, clock, place, ranks, index, axes, channel):
         super().__init__(place, ranks, index, axes, channel)
         self._clock = clock
+        self._channel = channel
 
     def _meet(self, *args):
         pending = super()._meet(*args)
