@@ -208,8 +208,11 @@ def compare(ours, plain, dtype):
     for mine, theirs in zip(ours[0], plain[0], strict=True):
         assert abs(mine - theirs) <= tolerance * abs(theirs), (mine, theirs)
     for kind in (1, 2):
+        # A gradient that cancels out, as that of the keys' bias in attention, is the rounding of
+        # others: how much that is depends on the CPU.
+        floor = max(1e-3, *(1e-2 * each.double().abs().max().item() for each in plain[kind]))
         for mine, theirs in zip(ours[kind], plain[kind], strict=True):
             assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
-            scale = max(theirs.double().abs().max().item(), 1e-3)
+            scale = max(theirs.double().abs().max().item(), floor)
             error = (mine.double() - theirs.double()).abs().max().item()
             assert error <= tolerance * scale, (kind, error, scale)
