@@ -86,7 +86,8 @@ DIFFERENCES: list[Difference] = [
     ),
     Difference(
         "before 2.15",
-        "A `grad_dtype` that is set to the parameter's own dtype counts as not set.",
+        "A `grad_dtype` that is set to the parameter's own dtype counts as not set: if another was "
+        "set before, `model.to()` brings that back.",
         "torch cannot tell the two apart.",
     ),
 ]

@@ -145,3 +145,18 @@ def test_missing_and_changed_internals_are_one_import_error_before_torch_is_chan
     assert "torch._C._storage_Use_Count: torch._C._storage_Use_Count does not exist" in run.stdout
     assert re.search(r"_new_process_group_helper: has no parameter .*store.*", run.stdout)
     assert f"tested with, {TESTED} " in run.stdout
+
+
+WITHOUT_RPC = """
+import sys, torch
+del torch._C._rpc_init
+for name in [name for name in sys.modules if name.startswith("torch.distributed.rpc")]:
+    del sys.modules[name]
+import shardwise, shardwise.sharded
+"""
+
+
+def test_a_torch_without_rpc_will_do() -> None:
+    command = [sys.executable, "-c", WITHOUT_RPC]
+    run = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert run.returncode == 0, run.stderr

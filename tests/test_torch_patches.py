@@ -41,8 +41,19 @@ def changed_places() -> dict[str, Any]:
         "foreach": tuple(map(tuple, torch_internals.foreach_types)),
         "hooks": tuple(_global_optimizer_pre_hooks.values()),
         "after": tuple(_global_optimizer_post_hooks.values()),
-        **{kind.__name__: kind.step for kind in optimizers.POINTWISE},
+        **{kind.__name__: vars(kind).get("step") for kind in optimizers.POINTWISE},
     }
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is a wrapper of shardwise, whatever name it took over."""
+    return bool(function.__code__.co_filename == optimizers.__file__)
+
+
+def test_no_step_is_wrapped_twice() -> None:
+    for kind in optimizers.POINTWISE:
+        ours = inspect.unwrap(kind.step, stop=is_ours)
+        assert is_ours(ours) and not is_ours(inspect.unwrap(ours.__wrapped__, stop=is_ours))
 
 
 def test_installing_again_changes_nothing() -> None:
@@ -58,6 +69,8 @@ def test_uninstall_takes_every_change_back_and_install_makes_it_again() -> None:
     assert not torch_patches.is_installed()
     assert [name for name in ours if ours[name] == without[name]] == []
     assert all("shardwise" not in str(inspect.getmodule(value)) for value in without.values())
+    steps = [inspect.unwrap(kind.step, stop=is_ours) for kind in optimizers.POINTWISE]
+    assert not any(map(is_ours, steps))
     torch_patches.uninstall()
     assert changed_places() == without
     torch_patches.install()
@@ -116,6 +129,23 @@ def test_modules_are_named_only_while_somebody_listens() -> None:
         torch_patches.install()
         assert nn.Module.__call__ is not call
     assert nn.Module.__call__ is call
+
+
+def test_a_module_call_that_others_have_wrapped_meanwhile_stays() -> None:
+    call, heard = nn.Module.__call__, []
+
+    def theirs(module: nn.Module, *args: Any) -> Any:
+        heard.append(module)
+        return call(module, *args)
+
+    nn.Module.__call__ = theirs
+    try:
+        with sw.listen(lambda event: None):
+            nn.Identity()(torch.ones(1))
+        assert len(heard) == 1
+        assert nn.Module.__call__ is theirs
+    finally:
+        nn.Module.__call__ = call
 
 
 # An optimizer that is made before shardwise is imported is watched as all others are.

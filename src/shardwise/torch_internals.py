@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed.rpc
 from torch import fx, nn, optim
 
 from shardwise.torch_version import TESTED
@@ -326,10 +327,13 @@ register_group: Any = _take(
 resolve_group: Any = _take(
     "torch._C._distributed_c10d._resolve_process_group", "the group of a name"
 )
-current_rpc_agent: Any = _take("torch.distributed.rpc._get_current_rpc_agent", "RPC's workers")
-is_rpc_running: Any = _take(
-    "torch.distributed.rpc._is_current_rpc_agent_set", "whether RPC was started"
-)
+current_rpc_agent: Any = None
+is_rpc_running: Any = None
+if torch.distributed.rpc.is_available():  # not in every build of torch
+    current_rpc_agent = _take("torch.distributed.rpc._get_current_rpc_agent", "RPC's workers")
+    is_rpc_running = _take(
+        "torch.distributed.rpc._is_current_rpc_agent_set", "whether RPC was started"
+    )
 
 if TYPE_CHECKING:
     import torch.distributed.remote_device

@@ -223,30 +223,38 @@ def _watch_optimizer_steps() -> Undo:
 
 
 def _step_on_shards() -> Undo:
+    # All are read before any is changed: AdamW inherits its step from Adam.
+    steps: dict[Any, Any] = {kind: kind.step for kind in optimizers.POINTWISE}
     undos = []
-    for kind in optimizers.POINTWISE:
-        step: Any = kind.step
+    for kind, step in steps.items():
+        ours: Any
         if getattr(step, "hooked", False):  # one was made before shardwise was imported
-            step = optim.Optimizer.profile_hook_step(optimizers.on_shards(step.__wrapped__))
-            step.hooked = True
+            ours = _hooked(optimizers.on_shards(step.__wrapped__))
         else:
-            step = optimizers.on_shards(step)
-        undos.append(_restored_step(kind, step, kind.step))
-        kind.step = step  # type: ignore[method-assign]
+            ours = optimizers.on_shards(step)
+        undos.append(_restored_step(kind, ours, step, "step" in vars(kind)))
+        kind.step = ours
     return _all(undos)
 
 
-def _restored_step(kind: type[optim.Optimizer], ours: Any, before: Any) -> Undo:
+def _restored_step(kind: Any, ours: Any, before: Any, is_own: bool) -> Undo:
     def undo() -> None:
-        now: Any = kind.step
-        if now is ours:
-            kind.step = before  # type: ignore[method-assign]
+        now = kind.step
+        if now is ours and is_own:
+            kind.step = before
+        elif now is ours:
+            del kind.step
         elif getattr(now, "__wrapped__", None) is ours:  # torch wrapped it for its hooks meanwhile
-            hooked: Any = optim.Optimizer.profile_hook_step(before)
-            hooked.hooked = True
-            kind.step = hooked  # type: ignore[method-assign]
+            kind.step = before if getattr(before, "hooked", False) else _hooked(before)
 
     return undo
+
+
+def _hooked(step: Any) -> Any:
+    """Wrap a step as torch does when an optimizer is made: it calls the hooks."""
+    wrapped: Any = optim.Optimizer.profile_hook_step(step)
+    wrapped.hooked = True
+    return wrapped
 
 
 def _lay_out_loaded_state() -> Undo:
@@ -273,7 +281,13 @@ def _name_running_modules() -> Undo:
             return call(module, *args, **kwargs)
 
     def watch(is_watched: bool) -> None:
-        nn.Module.__call__ = named_call if is_watched else call  # type: ignore[method-assign]
+        nonlocal call
+        now: Any = nn.Module.__call__
+        if is_watched and now is not named_call:
+            call = now  # somebody may have wrapped it since
+            nn.Module.__call__ = named_call  # type: ignore[method-assign]
+        elif not is_watched and now is named_call:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
 
     trace.watch_modules_with(watch)
 
