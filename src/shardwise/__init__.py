@@ -147,6 +147,7 @@ __all__ = [
     "randperm",
     "redistribute_local",
     "register_rule",
+    "sharded",
     "simulate",
     "testing",
     "zeros",
