@@ -120,8 +120,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from shardwise import demo
-    from shardwise.demo.options import checked
+    try:
+        from shardwise import demo
+        from shardwise.demo.options import checked
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in ("rich", "safetensors"):
+            raise
+        raise ShardwiseError(
+            f"the demo needs the package {package}, which is not installed: "
+            'pip install "shardwise[demo]"'
+        ) from None
 
     given = {name: value for name, value in vars(options).items() if name != "run"}
     try:

@@ -21,10 +21,12 @@ from shardwise.sim import simulate
 from shardwise.tensor import DTensor
 from shardwise.worker import usable_cores
 
-REQUIRED = ("numpy", "rich", "safetensors")
+REQUIRED = ("numpy",)
 OPTIONAL = {
     "cloudpickle": "launch of lambdas, closures and functions of notebooks",
     "matplotlib": "the plot of the demo",
+    "rich": "the demo",
+    "safetensors": "the demo",
     "transformers": "models of Hugging Face",
 }
 """Packages that shardwise can do without, and what needs them."""

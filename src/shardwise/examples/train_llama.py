@@ -1,7 +1,7 @@
 """Train a Llama-style language model on a mesh of data and tensor parallelism: start from here.
 
-python examples/train_llama.py --mesh 2x2                      # four processes of this host
-torchrun --nproc-per-node 4 examples/train_llama.py --mesh 2x2   # under torchrun, on any hosts
+python -m shardwise.examples.train_llama --mesh 2x2                    # four processes of this host
+torchrun --nproc-per-node 4 -m shardwise.examples.train_llama --mesh 2x2   # any hosts
 """
 
 from __future__ import annotations
