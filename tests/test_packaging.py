@@ -1,5 +1,6 @@
 """The wheel and the sdist have everything in them, and the wheel works without the checkout."""
 
+import ast
 import email
 import email.message
 import os
@@ -134,6 +135,23 @@ def test_the_metadata_name_the_versions_that_are_supported(wheel):
     assert set(torch.removeprefix("torch").split(",")) == {">=2.13", "<2.16"}
     assert set(required) == {torch, "numpy"}
     assert set(metadata.get_all("Provides-Extra")) == {"demo", "hf", "pickle", "dev"}
+
+
+def test_only_the_demo_and_launch_import_packages_that_are_not_required():
+    found = {}
+    for path in (ROOT / "src" / "shardwise").rglob("*.py"):
+        names = []
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                names += [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.append(str(node.module))
+        packages = {name.partition(".")[0] for name in names}
+        for package in packages - sys.stdlib_module_names - {"shardwise", "torch", "numpy"}:
+            found.setdefault(package, set()).add(path)
+    assert set(found) == {"cloudpickle", "rich", "safetensors"}
+    assert {path.name for path in found.pop("cloudpickle")} == {"pickling.py"}
+    assert {path.parent.name for paths in found.values() for path in paths} == {"demo"}
 
 
 def test_the_metadata_say_what_it_is(wheel):
