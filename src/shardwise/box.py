@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 Range = tuple[int, int]
-"""Indices from the first up to the second, without it."""
+"""A half-open range of indices: (start, stop)."""
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The `index`-th of `parts` chunks of `[start, stop)`, as `torch.chunk` cuts it.
+    """Return the `index`-th of `parts` chunks of `[start, stop)`, by the rule of `torch.chunk`.
 
-    Chunks have the length of the quotient, rounded up; the last ones may be short or empty.
+    Each chunk has the length divided by `parts`, rounded up; the last ones may be short or empty.
     """
     step = -((start - stop) // parts)
     first = min(start + index * step, stop)
@@ -22,7 +22,7 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """The lengths of all chunks of a dim of `size`: `chunk_sizes(5, 4) == (2, 2, 1, 0)`."""
+    """Return the lengths of all chunks of a dim: `chunk_sizes(5, 4) == (2, 2, 1, 0)`."""
     bounds = (chunk(0, size, parts, index) for index in range(parts))
     return tuple(stop - start for start, stop in bounds)
 
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index a global tensor with to get this piece of it."""
+        """The index that takes this box out of a global tensor."""
         return tuple(map(slice, self.start, self.stop))
 
     @property
@@ -49,13 +49,13 @@ class Box(NamedTuple):
         return any(start >= stop for start, stop in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box:
-        """The indices in both; possibly empty, never negative in length."""
+        """Return the indices that both boxes hold; an empty box has no negative lengths."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, tuple(map(max, start, stop)))
 
     def within(self, outer: Box) -> Box:
-        """The same indices counted from the corner of `outer`."""
+        """Return the same indices, counted from the first corner of `outer`."""
         return Box(
             tuple(a - b for a, b in zip(self.start, outer.start, strict=True)),
             tuple(a - b for a, b in zip(self.stop, outer.start, strict=True)),

@@ -1,4 +1,7 @@
-"""Checks of what users pass for meshes: each returns the canonical form, or refuses by name."""
+"""Checks of arguments for meshes.
+
+Each function returns the canonical form of an argument, or raises an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def as_int(value: Any) -> int | None:
-    """A plain int for an int of any type, such as numpy's; None for all else, bools included."""
+    """Return a plain int for an integer of any type, such as numpy's; None for all else and
+    bools."""
     if type(value) is int:
         return value
     if isinstance(value, bool):
@@ -28,7 +32,7 @@ def as_int(value: Any) -> int | None:
 
 
 def as_ints(values: Any) -> tuple[int, ...] | None:
-    """Plain ints for a sequence of ints of any type; None for all else."""
+    """Return plain ints for a sequence of integers of any type; None for all else."""
     if not isinstance(values, Sequence):
         return None
     ints = tuple(value for value in map(as_int, values) if value is not None)
@@ -36,7 +40,7 @@ def as_ints(values: Any) -> tuple[int, ...] | None:
 
 
 def check_names(names: tuple[str, ...] | None, ndim: int) -> None:
-    """The names of the axes of a mesh, if it has any."""
+    """Check the axis names of a mesh; None means that the axes have no names."""
     if names is None:
         return
     if not all(isinstance(name, str) and name.isascii() and name.isidentifier() for name in names):
@@ -48,7 +52,7 @@ def check_names(names: tuple[str, ...] | None, ndim: int) -> None:
 
 
 def as_device_type(device_type: str) -> str:
-    """A device type without an index."""
+    """Return a device type such as "cpu"; a device with an index is refused."""
     try:
         device = torch.device(device_type)
     except (RuntimeError, TypeError) as error:
@@ -59,7 +63,7 @@ def as_device_type(device_type: str) -> str:
 
 
 def as_mesh_shape(shape: Sequence[int], argument: str) -> tuple[int, ...]:
-    """The sizes of the axes of a mesh."""
+    """Return the sizes of the axes of a mesh."""
     sizes = as_ints(shape)
     if not sizes or min(sizes) < 1:
         raise MeshError(f"{argument}: expected positive sizes, one per axis; got {shape!r}")
@@ -67,7 +71,7 @@ def as_mesh_shape(shape: Sequence[int], argument: str) -> tuple[int, ...]:
 
 
 def as_ranks(mesh: torch.Tensor | Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
-    """A grid of different ranks."""
+    """Return a grid of ranks as an array in which each rank occurs once."""
     try:
         array = mesh.detach().cpu().numpy() if isinstance(mesh, torch.Tensor) else np.asarray(mesh)
     except ValueError:  # rows of different lengths

@@ -1,8 +1,9 @@
-"""Dims cut in pieces: each piece is split over the axes on its own, and in whole units.
+"""Dims that are cut in pieces: the axes split each piece on its own, and never inside a unit.
 
-A fused weight such as [queries + keys + values, features] is split so that every rank has its share
-of each piece. The pieces keep their places in the global tensor; a rank's shard is its shares, one
-after the other. Boundaries come from `box.chunk`, which here counts units.
+Example: a fused weight [queries + keys + values, features] has three pieces in dim 0, and every
+    rank holds its share of each of them. The pieces keep their places in the global tensor; the
+    shard of a rank is its shares, one after the other. `box.chunk` computes all boundaries, counted
+    in units.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import torch
 from shardwise.box import Range, chunk
 
 Cut = tuple[tuple[int, int], ...]
-"""The pieces of a dim, in order: the length of each, and the length of its units."""
+"""The pieces of a dim, in order: (length of the piece, length of its units)."""
 
 
 def shares(cut: Cut, counts: Sequence[int], place: Sequence[int]) -> list[Range]:
-    """What is held of each piece at a place.
+    """Return the range of each piece that one rank holds.
 
     Arguments:
         cut: the pieces.
-        counts: into how many chunks the axes split them, outer to inner.
-        place: which of the chunks, outer to inner.
+        counts: the sizes of the axes that split the dim, outer to inner.
+        place: the rank's position along each of these axes.
     """
     found = []
     offset = 0
@@ -40,7 +41,7 @@ def shares(cut: Cut, counts: Sequence[int], place: Sequence[int]) -> list[Range]
 
 
 def joined(ranges: Sequence[Range]) -> list[Range]:
-    """Ascending ranges without empty ones, those that touch made one; one empty if all are."""
+    """Drop empty ranges and merge ranges that touch; if all are empty, return one empty range."""
     found: list[Range] = []
     for start, stop in ranges:
         if found and found[-1][1] == start:
@@ -51,24 +52,27 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def count_below(ranges: Sequence[Range], index: int) -> int:
-    """How many of the indices in these ranges are below one."""
+    """Count the indices of these ranges that are less than `index`."""
     return sum(min(stop, max(start, index)) - start for start, stop in ranges)
 
 
 def taken(tensor: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
-    """These ranges of a dim, one after the other: a view if there is but one."""
+    """Return these ranges of a dim, concatenated; a view if there is only one."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def all_shares(cut: Cut, counts: Sequence[int]) -> list[list[Range]]:
-    """What is held of each piece at every place, the last of `counts` fastest."""
+    """Return the shares of every rank, with the position along the last axis varying fastest."""
     return [shares(cut, counts, place) for place in product(*map(range, counts))]
 
 
 @lru_cache(maxsize=4096)
 def canonical(size: int, counts: tuple[int, ...], cut: Cut | None) -> Cut | None:
-    """The one cut of all that have the same boundaries; None if they are an ordinary dim's."""
+    """Return one representative of all cuts with the same boundaries.
+
+    None means that the boundaries are those of a dim that is not cut.
+    """
     parts = math.prod(counts)
     if cut is None or parts == 1:
         return None
@@ -99,13 +103,13 @@ def _smallest_unit(piece: tuple[int, int], counts: tuple[int, ...]) -> tuple[int
 
 
 def within(cut: Cut, counts: Sequence[int], place: Sequence[int]) -> Cut:
-    """How a rank's share is cut in turn by the axes inside: its part of each piece."""
+    """Return the cut of one rank's shard, which inner axes split further."""
     held = shares(cut, counts, place)
     return tuple((stop - start, unit) for (start, stop), (_, unit) in zip(held, cut, strict=True))
 
 
 def between(cut: Cut, start: int, stop: int) -> Cut | None:
-    """The pieces that make up the indices from `start` to `stop`; None if these tear a piece."""
+    """Return the pieces between two indices; None if one of the indices lies inside a piece."""
     offset, found = 0, []
     for length, unit in cut:
         if start <= offset and offset + length <= stop:
@@ -117,8 +121,10 @@ def between(cut: Cut, start: int, stop: int) -> Cut | None:
 
 
 def rescaled(cut: Cut, size: int, counts: tuple[int, ...]) -> Cut | None:
-    """The cut of a dim of another size, at the same places up to scale; None if that is at no
-    whole index."""
+    """Scale a cut to a dim of another size.
+
+    None if some boundary would not be an integer.
+    """
     total = sum(length for length, _ in cut)
     if total == size or not total:
         return cut if total == size else None
@@ -143,8 +149,8 @@ def _rescaled_piece(
     if any(bound * numerator % denominator for bound in (length, *bounds)):
         return None
     length = length * numerator // denominator
-    if unit * numerator % denominator == 0:  # as many units as before
-        return length, max(unit * numerator // denominator, 1)  # of length 0: a unit is at least 1
+    if unit * numerator % denominator == 0:  # the number of units stays
+        return length, max(unit * numerator // denominator, 1)  # a piece of length 0 has units of 1
     wanted = [bound * numerator // denominator for bound in bounds]
     common = math.gcd(length, *wanted)
     for each in range(max(common, 1), 0, -1):
@@ -156,19 +162,20 @@ def _rescaled_piece(
 
 
 def repeated(cut: Cut, count: int) -> Cut | None:
-    """The first of `count` equal parts of a cut, if it is made of such."""
+    """Return the first of `count` equal parts of a cut; None if the cut does not consist of
+    them."""
     if not count or len(cut) % count or cut != cut[: len(cut) // count] * count:
         return None
     return cut[: len(cut) // count]
 
 
 def shown(cut: Cut) -> str:
-    """Such as `(24/8+12/4)`: lengths, and units that are longer than 1."""
+    """Return the text of a cut, such as `(24/8+12/4)`: lengths, and units longer than 1."""
     texts = (str(length) if unit == 1 else f"{length}/{unit}" for length, unit in cut)
     return f"({'+'.join(texts)})"
 
 
 def parsed(text: str) -> Cut:
-    """What `shown` gave, of digits."""
+    """Parse the text that `format_cut` returns."""
     pieces = (piece.partition("/") for piece in text.strip("()").split("+"))
     return tuple((int(length), int(unit or 1)) for length, _, unit in pieces)

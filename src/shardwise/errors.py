@@ -1,7 +1,7 @@
-"""The exceptions of shardwise: one base, a few meaningful children. And one warning.
+"""The exceptions of shardwise, all derived from `ShardwiseError`, and one warning.
 
-Every message says what was expected, what came and what to do. The rank it happened on is added
-here, so that no caller has to remember it.
+Every message says what was expected, what came and what to do. The base class adds the rank on
+which the error was raised, so callers do not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 whereabouts: Callable[[], str] = str
-"""Says which rank this is, or nothing. `shardwise.world` fills it in."""
+"""Return which rank this is as text, or "" outside a distributed program. `world` sets it."""
 
 
 class ShardwiseError(Exception):
@@ -20,17 +20,18 @@ class ShardwiseError(Exception):
     """Whether the message ends with the rank it was raised on."""
 
     def __init__(self, message: str) -> None:
-        here = whereabouts() if self.names_rank else ""
-        told = not here or message.endswith(f"[{here}]")  # by the error that this one is about
-        super().__init__(message if told else f"{message} [{here}]")
+        rank = whereabouts() if self.names_rank else ""
+        # An error that quotes another one may end with the rank already.
+        is_named = not rank or message.endswith(f"[{rank}]")
+        super().__init__(message if is_named else f"{message} [{rank}]")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not by calling the class again: the rank in the message is where it was raised first.
+        # Calling the class again would add the rank that unpickles the error to the message.
         return _rebuilt, (type(self), self.args, vars(self))
 
 
 class MeshError(ShardwiseError, ValueError):
-    """A device mesh that cannot be, or a question it cannot answer."""
+    """A device mesh that cannot be made, or a mesh that does not have what was asked for."""
 
 
 class LayoutError(ShardwiseError, ValueError):
@@ -38,15 +39,15 @@ class LayoutError(ShardwiseError, ValueError):
 
 
 class DispatchError(ShardwiseError, RuntimeError):
-    """A call that has no meaning on distributed tensors, or would change a layout in place."""
+    """A call that is not defined for DTensors, or that would change a layout in place."""
 
 
 class CollectiveError(ShardwiseError, RuntimeError):
-    """A collective with unfit arguments, or one that failed under way."""
+    """A collective with wrong arguments, or one that failed while it ran."""
 
 
 class MismatchError(CollectiveError):
-    """Ranks that do not meet in the same collective. The message names them all."""
+    """Ranks that call different collectives. The message names all of them."""
 
     names_rank = False
 
@@ -56,7 +57,7 @@ class LaunchError(ShardwiseError, RuntimeError):
 
 
 class RankError(LaunchError):
-    """A rank failed. `rank` says which; its traceback is in the message."""
+    """The failure of one rank: `rank` is its number, and the message has its traceback."""
 
     names_rank = False
 

@@ -1,10 +1,10 @@
-"""Layout: how one global tensor lies on one mesh.
+"""Layout: the distribution of one global tensor over one mesh.
 
-A layout is the mesh, the global shape, for every dim the *ordered* axes that split it (outer to
-inner) and perhaps the pieces that they split each on its own (`shardwise.cut`), and the axes whose
-contributions are still to be reduced. It is frozen and interned: equal layouts are one object, so
-comparing and hashing cost nothing, and a layout can be the key of a cache. All its answers are
-arithmetic on one coordinate; none looks at another rank.
+A layout has the mesh, the global shape, for every dim the *ordered* axes that split it (outer to
+inner) and optionally the pieces that are split one by one (`shardwise.cut`), and the axes with a
+pending reduction. It is immutable and interned: equal layouts are one object, so comparing and
+hashing are free, and a layout can be a key of a cache. Every method computes on one coordinate of
+the mesh; none communicates.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from shardwise import cut as cuts_of
-from shardwise import layout_text
+from shardwise import layout_input
 from shardwise.box import Box, Range, chunk
 from shardwise.cut import Cut
 from shardwise.errors import LayoutError
-from shardwise.layout_checks import as_cuts, as_dim, as_order, as_shape
+from shardwise.layout_input import as_cuts, as_dim, as_order, as_shape
 from shardwise.mesh import Axis, DeviceMesh, as_mesh
 from shardwise.placement import (
     Partial,
@@ -56,16 +56,16 @@ _FIELDS = (
 
 
 class Layout:
-    """How one global tensor lies on one mesh.
+    """The distribution of one global tensor over one mesh.
 
     Arguments:
-        mesh: the ranks it lies on.
+        mesh: the ranks that hold the tensor.
         shape: the global shape.
         shard_order: for each dim, the axes that split it, outer to inner. May be a mapping that
             names only the dims that are split.
-        partial: the reduction that is pending, for each axis that has one.
-        cuts: for each dim the pieces that are split each on its own, as (length, unit), or None.
-            May be a mapping that names only the dims that are cut.
+        partial: the pending reduction of each axis that has one.
+        cuts: for each dim the pieces that are split one by one, as (length, unit), or None. May be
+            a mapping that names only the dims that are cut.
 
     Example:
         >>> mesh = DeviceMesh.abstract((2, 4), ("dp", "tp"))
@@ -85,9 +85,9 @@ class Layout:
     partial: tuple[tuple[int, str], ...]
     """The positions of the axes with a pending reduction, ascending, each with its op."""
     cuts: tuple[Cut | None, ...]
-    """For each dim its pieces, as (length, unit); None for an ordinary one."""
+    """For each dim its pieces, as (length, unit); None for a dim that is not cut."""
     placements: tuple[Placement, ...]
-    """The same seen per axis, as torch does. It does not tell the order of nested shards."""
+    """The placement of each axis, as in torch. The order of axes that split one dim is lost."""
     size: torch.Size
     """The global shape, as torch's own type."""
     numel: int
@@ -117,12 +117,12 @@ class Layout:
         placements: Sequence[Placement],
         shard_order: Sequence[Sequence[Axis]] | Mapping[int, Sequence[Axis]] | None = None,
     ) -> Layout:
-        """The layout with these placements, one per axis of the mesh.
+        """Return the layout with these placements, one per axis of the mesh.
 
         Arguments:
-            placements: ours or torch's own.
+            placements: of shardwise or of torch.
             shard_order: for each dim that several axes split, those axes outer to inner.
-                By default in the order of the mesh, as torch has it.
+                By default in the order of the mesh, as in torch.
         """
         mesh, shape = as_mesh(mesh), as_shape(shape)
         if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
@@ -156,14 +156,15 @@ class Layout:
             if axes and sorted(axes) != wanted:
                 raise LayoutError(
                     f"shard_order[{dim}]: expected the axes that placements {tuple(placements)} "
-                    f"split dim {dim} over, {_shown(mesh, wanted)}; got {_shown(mesh, axes)}"
+                    f"split dim {dim} over, {_format_axes(mesh, wanted)}; "
+                    f"got {_format_axes(mesh, axes)}"
                 )
             split[dim] = list(axes or wanted)
         return Layout(mesh, shape, split, partial, cuts)
 
     @staticmethod
     def parse(text: str, mesh: DeviceMesh | TorchMesh) -> Layout:
-        """The layout that `repr` shows as `text`: `Layout.parse(repr(x), x.mesh) is x`.
+        """Return the layout that `repr` writes as `text`: `Layout.parse(repr(x), x.mesh) is x`.
 
         Example:
             >>> mesh = DeviceMesh.abstract((2, 2, 2), ("dp", "tp", "pp"))
@@ -171,7 +172,7 @@ class Layout:
             (2, 128)
         """
         mesh = as_mesh(mesh)
-        return Layout(mesh, *layout_text.parsed(text, mesh))
+        return Layout(mesh, *layout_input.parse_layout(text, mesh))
 
     def relaid(
         self,
@@ -179,13 +180,13 @@ class Layout:
         partial: Mapping[int, ReduceOp] | None = None,
         cuts: tuple[Cut | None, ...] | None = None,
     ) -> Layout:
-        """The same tensor on the same mesh, laid out otherwise. Axes are positions.
+        """Return another layout of the same tensor on the same mesh. Axes are positions.
 
         Arguments:
-            shard_order: for each dim the axes that split it; by default as it is.
-            partial: the reductions that are pending; by default as they are.
-            cuts: for each dim its pieces; by default as they are where the axes of a dim stay, and
-                none where they do not.
+            shard_order: for each dim the axes that split it; by default unchanged.
+            partial: the pending reductions; by default unchanged.
+            cuts: for each dim its pieces; by default unchanged for dims whose axes stay the same,
+                and None for the others.
         """
         order = self.shard_order if shard_order is None else tuple(map(tuple, shard_order))
         pending = self.partial if partial is None else _as_pending(partial.items())
@@ -197,7 +198,7 @@ class Layout:
     # ---- what a rank holds
 
     def box(self, coordinate: Sequence[int] | None = None) -> Box:
-        """The indices of the global tensor held at `coordinate` (default: this rank)."""
+        """Return the indices of the global tensor held at `coordinate` (default: this rank)."""
         place = self._place(coordinate)
         start, stop = [], []
         for dim, (size, axes) in enumerate(zip(self.shape, self.shard_order, strict=True)):
@@ -212,10 +213,10 @@ class Layout:
         return Box(tuple(start), tuple(stop))
 
     def ranges(self, dim: int, coordinate: Sequence[int] | None = None) -> list[Range]:
-        """The indices along one dim held at `coordinate` (default: this rank), in their order.
+        """Return the indices along one dim held at `coordinate` (default: this rank), ascending.
 
-        One range for an ordinary dim; of one that is cut in pieces those of the pieces, without
-        empty ones, and made one where they touch.
+        A dim that is not cut gives one range. A dim that is cut gives one range per piece; empty
+        ranges are dropped, and ranges that touch are merged.
         """
         place = self._place(coordinate)
         axes, cut = self.shard_order[dim], self.cuts[dim]
@@ -224,9 +225,10 @@ class Layout:
         return cuts_of.joined(cuts_of.shares(pieces, counts, [place[axis] for axis in axes]))
 
     def range(self, dim: int, coordinate: Sequence[int] | None = None) -> Range:
-        """The indices along one dim, that is not cut in several pieces, held at `coordinate`."""
+        """Return the one range of a dim held at `coordinate`; refused for a dim of several
+        pieces."""
         cut = self.cuts[dim]
-        if cut is not None and len(cut) > 1:  # on every rank, though some may hold but one range
+        if cut is not None and len(cut) > 1:  # refused on all ranks, whether they hold one or not
             raise LayoutError(
                 f"dim {dim} of {self!r}: a rank may hold several ranges of it, here "
                 f"{self.ranges(dim, coordinate)}, and one is needed; use layout.boxes(), or "
@@ -235,10 +237,10 @@ class Layout:
         return self.ranges(dim, coordinate)[0]
 
     def boxes(self, coordinate: Sequence[int] | None = None) -> list[tuple[Box, Box]]:
-        """What is held at `coordinate` (default: this rank): each box of indices of the global
-        tensor, and where it lies in the local one.
+        """Return the boxes held at `coordinate` (default: this rank).
 
-        One, if perhaps empty, unless a dim is cut in pieces.
+        Each is a pair: the box in the global tensor, and its place in the local one. There is one,
+        possibly empty, unless a dim is cut in pieces.
         """
         if not self.is_cut:
             box = self.box(coordinate)
@@ -258,7 +260,7 @@ class Layout:
         return found
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The shape of the piece held at `coordinate` (default: this rank)."""
+        """Return the shape of the shard held at `coordinate` (default: this rank)."""
         if not self.is_cut:
             return self.box(coordinate).shape
         place = self._place(coordinate)
@@ -269,8 +271,10 @@ class Layout:
     def piece_of(
         self, whole: torch.Tensor, coordinate: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """The piece of a whole tensor held at `coordinate` (default: this rank): a view of it, or
-        a copy if that is of several boxes."""
+        """Take the shard held at `coordinate` (default: this rank) out of a whole tensor.
+
+        The result is a view, or a copy if the shard consists of several boxes.
+        """
         if not self.is_cut:
             return whole[self.box(coordinate).slices]
         for dim in range(self.ndim):
@@ -290,10 +294,12 @@ class Layout:
     # ---- as a value
 
     def __repr__(self) -> str:
-        return layout_text.shown(self.mesh, self.shape, self.shard_order, self.partial, self.cuts)
+        return layout_input.format_layout(
+            self.mesh, self.shape, self.shard_order, self.partial, self.cuts
+        )
 
     def __eq__(self, other: object) -> bool:
-        # Code that asks whether a tensor is dense compares its layout with this one.
+        # Code that asks whether a tensor is dense compares its layout with torch.strided.
         return self is other or other is torch.strided
 
     __hash__ = object.__hash__
@@ -325,7 +331,7 @@ class Layout:
         return tuple(map(int, coordinate))
 
 
-def _shown(mesh: DeviceMesh, axes: Sequence[int]) -> str:
+def _format_axes(mesh: DeviceMesh, axes: Sequence[int]) -> str:
     return f"({', '.join(map(mesh.axis_name, axes))})"
 
 
@@ -340,7 +346,7 @@ def _intern(
     partial: tuple[tuple[int, str], ...],
     cuts: tuple[Cut | None, ...] | None = None,
 ) -> Layout:
-    """The one layout with these properties."""
+    """Return the interned layout with these properties."""
     cuts = _whole_cuts(len(shape)) if cuts is None else _canonical(mesh, shape, order, cuts)
     key = (mesh, shape, order, partial, cuts)
     with _interning:
@@ -367,7 +373,7 @@ def _canonical(
     order: tuple[tuple[int, ...], ...],
     cuts: tuple[Cut | None, ...],
 ) -> tuple[Cut | None, ...]:
-    """None for dims that are not split, or whose shards are an ordinary dim's."""
+    """Replace cuts that do not change any boundary by None."""
     return tuple(
         cuts_of.canonical(size, tuple(mesh.shape[axis] for axis in axes), cut)
         for size, axes, cut in zip(shape, order, cuts, strict=True)

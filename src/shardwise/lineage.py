@@ -1,7 +1,7 @@
-"""What a mesh was cut from, and the names that flattened axes were given.
+"""The parent of each sub-mesh, and the names of flattened axes.
 
-torch finds a flattened axis by its name on the mesh it was cut from (`root["dp_cp"]`). Meshes are
-values and remember nothing, so the calling rank's world does.
+As in torch, `root["dp_cp"]` finds an axis that was flattened on a sub-mesh of `root`. Meshes are
+immutable values, so the calling rank's `World` records parents and flattened names.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ Axes = tuple[str, ...]
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that it was cut from in the end, or itself."""
-    *_, root = _lineage(mesh)
+    """Return the mesh at the end of the chain of parents; a mesh without a parent is its own
+    root."""
+    *_, root = _parents(mesh)
     return root
 
 
-def record(mesh: DeviceMesh, source: DeviceMesh) -> None:
-    """Note what a mesh was cut from. Roots have no root, so there is never a cycle of them."""
+def record_root(mesh: DeviceMesh, source: DeviceMesh) -> None:
+    """Record the root of a sub-mesh. A root has no parent, so there are no cycles."""
     root = root_of(source)
     if mesh is not root:
         world.current(start=False).roots[mesh] = root
 
 
-def cut_from(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """A root mesh, followed by all that the calling rank cut from it and still has."""
+def sub_meshes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """Return a root mesh, followed by its sub-meshes that the calling rank made and still holds."""
     derived = list(world.current(start=False).roots)
     return [mesh, *(each for each in derived if each is not mesh and root_of(each) is mesh)]
 
@@ -48,18 +49,19 @@ def check_not_aborted(mesh: DeviceMesh) -> None:
         )
 
 
-def understand(mesh: DeviceMesh, wanted: Axes) -> tuple[DeviceMesh, list[Axes]]:
-    """A mesh that knows all these names, and the axes of it that each stands for.
+def resolve_names(mesh: DeviceMesh, wanted: Axes) -> tuple[DeviceMesh, list[Axes]]:
+    """Find the mesh that knows all the wanted names, and the axes behind each name.
 
-    It is `mesh` or one it was cut from, of which only the flattened names count.
+    The mesh is `mesh` itself or one of its parents. Of a parent only the names of flattened axes
+    count.
     """
     own = mesh.mesh_dim_names or ()
     flattened: list[str] = []
-    for source in _lineage(mesh):
+    for source in _parents(mesh):
         known = {
             name: axes
             for name, axes in _names(source).items()
-            if (_stands_for(mesh, name, source, axes) if name in own else axes != (name,))
+            if (_has_ranks_of(mesh, name, source, axes) if name in own else axes != (name,))
         }
         if all(isinstance(name, str) and name in known for name in wanted):
             return source, [known[name] for name in wanted]
@@ -69,14 +71,21 @@ def understand(mesh: DeviceMesh, wanted: Axes) -> tuple[DeviceMesh, list[Axes]]:
     raise MeshError(f"axis: expected one of {mesh.axes_shown()}{also}, got {unknown!r}")
 
 
-def remember(mesh: DeviceMesh, name: str, merged: Axes, flat: DeviceMesh) -> None:
-    """Let `root[name]` find an axis of `flat` that axes of `mesh` were merged into."""
+def record_flattened(mesh: DeviceMesh, name: str, merged: Axes, flat: DeviceMesh) -> None:
+    """Record the name of a flattened axis, so that `root[name]` finds it.
+
+    Arguments:
+        mesh: the mesh whose axes were flattened.
+        name: the name of the flattened axis.
+        merged: the axes of `mesh` that it is made of.
+        flat: the mesh that has the flattened axis.
+    """
     root = root_of(mesh)
     known = _names(root)
     if flat.get_coordinate() is None or not known.keys() >= {*merged}:
         return
     axes = tuple(chain.from_iterable(known[each] for each in merged))
-    if len({*axes}) < len(axes) or not _stands_for(flat, name, root, axes):
+    if len({*axes}) < len(axes) or not _has_ranks_of(flat, name, root, axes):
         return
     if known.setdefault(name, axes) != axes:
         raise MeshError(
@@ -86,8 +95,8 @@ def remember(mesh: DeviceMesh, name: str, merged: Axes, flat: DeviceMesh) -> Non
         world.current(start=False).flattened.setdefault(root, {})[name] = axes
 
 
-def _lineage(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """The mesh, the one it was cut from, and so on up to the root."""
+def _parents(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """Yield the mesh, its parent, and so on up to the root."""
     roots = world.current(start=False).roots
     found: DeviceMesh | None = mesh
     while found is not None:
@@ -96,14 +105,15 @@ def _lineage(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 
 
 def _names(mesh: DeviceMesh) -> dict[str, Axes]:
-    """The axes behind each name: the axes themselves, and what was flattened."""
+    """Return the axes behind each name: one for an axis of the mesh, several for a flattened
+    one."""
     axes = {name: (name,) for name in mesh.mesh_dim_names or ()}
     return axes | world.current(start=False).flattened.get(mesh, {})
 
 
-def _stands_for(mesh: DeviceMesh, axis: str, root: DeviceMesh, axes: Axes) -> bool:
-    """Whether an axis is these ones of a mesh it was cut from.
+def _has_ranks_of(mesh: DeviceMesh, axis: str, root: DeviceMesh, axes: Axes) -> bool:
+    """Return whether an axis of a sub-mesh has the same ranks as these axes of a parent.
 
-    Names do not tell: `unflatten` may give the name of an axis of the root to another.
+    Names alone do not tell: `unflatten` may give a new axis the name of an axis of the root.
     """
     return mesh.ranks_along([axis]) == root.ranks_along(axes)

@@ -1,9 +1,8 @@
-"""DeviceMesh: the ranks of a program, arranged in a grid with named axes.
+"""DeviceMesh: the ranks of a program in a grid with named axes.
 
-A mesh is a value: immutable, interned (equal meshes are one object) and free to make. Nothing is
-communicated by making one; process groups appear when a collective first needs them. Only the
-questions "which rank am I?", "which process group is this?" and "what was this cut from?" look at
-the calling rank's world.
+A mesh is a value: immutable, interned (equal meshes are one object) and cheap to make. Making one
+communicates nothing; process groups are made when a collective first needs them. Only the methods
+that depend on the calling rank, its process groups or the parents of a mesh use the rank's world.
 """
 
 from __future__ import annotations
@@ -18,31 +17,30 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from shardwise import lineage, mesh_text, world
-from shardwise.checks import as_device_type, as_int, as_mesh_shape, as_ranks, check_names
+from shardwise import lineage, world
+from shardwise.checks import as_device_type, as_mesh_shape, as_ranks, check_names
 from shardwise.errors import MeshError
+from shardwise.rank_grid import Axis as Axis
+from shardwise.rank_grid import RankGrid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-Axis = int | str
-"""An axis of a mesh, by position or by name."""
-
 _interned: WeakValueDictionary[tuple[Any, ...], DeviceMesh] = WeakValueDictionary()
 _interning = threading.Lock()
 
 
-class DeviceMesh:
+class DeviceMesh(RankGrid):
     """Ranks in a grid.
 
     Arguments:
         device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
         mesh: the global ranks: a tensor, array or nested list with one dimension per axis.
         mesh_dim_names: one name per axis.
-        preserve_rank_order: of torch 2.15, and without effect: ranks always stand in the process
-            group of an axis in the order of the mesh, which torch sorts by default.
+        preserve_rank_order: accepted as in torch 2.15, without effect: the process group of an axis
+            always has its ranks in the order of the mesh (torch sorts them by default).
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
@@ -53,22 +51,14 @@ class DeviceMesh:
     __slots__ = (
         "__weakref__",
         "_coordinates",
-        "_counts_from",
-        "_ranks",
         "device_type",
         "is_abstract",
-        "mesh_dim_names",
-        "shape",
     )
 
     device_type: str
-    mesh_dim_names: tuple[str, ...] | None
-    shape: tuple[int, ...]
     is_abstract: bool
-    _ranks: NDArray[np.int64]
-    _counts_from: int | None
-    """The first rank, if all the others follow it one by one."""
     _coordinates: dict[int, tuple[int, ...] | None]
+    """The coordinates of the ranks that asked: threads of a simulation share the mesh."""
 
     def __new__(
         cls,
@@ -85,27 +75,22 @@ class DeviceMesh:
                 f"mesh: expected ranks 0 to {here.size - 1}, "
                 f"got {int(ranks.min())} to {int(ranks.max())}; {here.describe()}"
             )
-        return _made(_intern(device_type, ranks, mesh_dim_names))
+        return _mark_made(_intern(device_type, ranks, mesh_dim_names))
 
     @staticmethod
     def abstract(
         shape: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu"
     ) -> DeviceMesh:
-        """A mesh with no ranks behind it: enough to lay out, plan, cost and dry-run.
+        """Return a mesh without ranks: enough to lay out, plan, estimate costs and dry-run.
 
-        Asked for "its" rank, it answers 0; `shardwise.communicator(mesh, axes, rank=r)` looks at
-        it with the eyes of another.
+        `get_rank()` of it is 0; `shardwise.communicator(mesh, axes, rank=r)` takes the view of
+        another rank.
         """
         sizes = as_mesh_shape(shape, "shape")
         ranks = np.arange(math.prod(sizes), dtype=np.int64).reshape(sizes)
         return _intern(device_type, ranks, names, is_abstract=True)
 
-    # ---- what it is
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
+    # ---- properties
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -114,116 +99,55 @@ class DeviceMesh:
 
     @property
     def root(self) -> DeviceMesh:
-        """The mesh that the calling rank cut this one from, or itself."""
+        """The mesh that the calling rank took this sub-mesh from, or the mesh itself."""
         return lineage.root_of(self)
 
-    def size(self, mesh_dim: Axis | None = None) -> int:
-        """The number of ranks, of the whole mesh or along one axis."""
-        return math.prod(self.shape) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
-
-    def axis(self, axis: Axis) -> int:
-        """The position of an axis given by name or position."""
-        if isinstance(axis, str):
-            if self.mesh_dim_names is not None and axis in self.mesh_dim_names:
-                return self.mesh_dim_names.index(axis)
-        elif (position := as_int(axis)) is not None and -self.ndim <= position < self.ndim:
-            return position % self.ndim
-        raise MeshError(f"axis: expected one of {self.axes_shown()}, got {axis!r}")
-
-    def axis_name(self, axis: int) -> str:
-        """The name of an axis; its position in digits if the mesh has no names."""
-        return str(axis) if self.mesh_dim_names is None else self.mesh_dim_names[axis]
-
-    def has(self, coordinate: Sequence[int]) -> bool:
-        """Whether this is a coordinate of the mesh: one position per axis, counted from 0."""
-        # Planners ask this for each peer, so it is a loop and tries the quick test, tuple, first.
-        if not isinstance(coordinate, tuple | Sequence) or len(coordinate) != len(self.shape):
-            return False
-        for place, size in zip(coordinate, self.shape, strict=True):
-            index = as_int(place)
-            if index is None or not 0 <= index < size:
-                return False
-        return True
-
-    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Where a global rank stands in the mesh, or None if it is not in it."""
-        if self._counts_from is not None:
-            index = rank - self._counts_from
-            inside = 0 <= index < self._ranks.size
-            return tuple(map(int, np.unravel_index(index, self.shape))) if inside else None
-        found = np.argwhere(self._ranks == rank)
-        return tuple(map(int, found[0])) if len(found) else None
-
-    def rank_at(self, coordinate: Sequence[int]) -> int:
-        """The global rank that stands at a coordinate."""
-        self._check(coordinate)
-        return int(self._ranks[tuple(coordinate)])
+    # ---- the calling rank
 
     def ranks_along(
         self, axes: Sequence[Axis], coordinate: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """The ranks that differ from `coordinate` (default: this rank) only along `axes`.
+        """Return the ranks that differ from `coordinate` (default: this rank) only along `axes`.
 
-        They are ordered with the first of `axes` varying slowest.
+        The position along the first of `axes` varies slowest.
         """
-        positions = [self.axis(axis) for axis in axes]
-        if len(set(positions)) != len(positions):
-            raise MeshError(f"axes: expected each axis once, got {tuple(axes)}")
-        if coordinate is None:
-            coordinate = self._own_coordinate()
-        else:
-            self._check(coordinate)
-        index = tuple(
-            slice(None) if axis in positions else place for axis, place in enumerate(coordinate)
-        )
-        block = self._ranks[index]
-        ascending = sorted(positions)
-        order = [ascending.index(axis) for axis in positions]
-        return tuple(map(int, block.transpose(order).flat))
-
-    def axes_shown(self) -> str:
-        """The names and sizes of the axes, for messages: `(dp=2, tp=4)`."""
-        names = self.mesh_dim_names or range(self.ndim)
-        pairs = zip(names, self.shape, strict=True)
-        return f"({', '.join(f'{name}={size}' for name, size in pairs)})"
-
-    # ---- the calling rank
+        return self._ranks_from(axes, self._own_coordinate() if coordinate is None else coordinate)
 
     def get_rank(self) -> int:
-        """The global rank of the caller (0 on an abstract mesh)."""
+        """Return the global rank of the caller (0 on an abstract mesh)."""
         return 0 if self.is_abstract else world.current().rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Where the caller stands, or None if it is not in the mesh."""
+        """Return the coordinate of the caller, or None if it is not in the mesh."""
         rank = self.get_rank()
         if rank not in self._coordinates:
             self._coordinates[rank] = self.coordinate_of(rank)
         return self._coordinates[rank]
 
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
-        """The caller's position along one axis (which a 1-d mesh need not name)."""
+        """Return the caller's position along one axis; optional for a 1-d mesh."""
         return self._own_coordinate()[self._one_axis(mesh_dim, "get_local_rank")]
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
-        """The torch process group of the caller along one axis (which a 1-d mesh need not name).
+        """Return the caller's torch process group along one axis; optional for a 1-d mesh.
 
-        Made on demand by its members only; all of them must ask.
+        The group is made on demand: all its members must call this, and no other rank.
         """
         axis = self._one_axis(mesh_dim, "get_group")
         return self._group((axis,))
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The torch process groups of the caller, one per axis."""
+        """Return the torch process groups of the caller, one per axis."""
         return [self._group((axis,)) for axis in range(self.ndim)]
 
     def abort(self) -> None:
-        """End all communication over the mesh and the meshes cut from it; a root mesh only.
+        """End all communication over a root mesh and its sub-meshes.
 
-        Ranks that wait for this one, and this rank's collectives under way, fail rather than wait
-        (with gloo these fail only when their peer does, or at their timeout). The process groups of
-        all axes and channels are removed from torch.distributed; the default group is one of them
-        if an axis spans all ranks, and `init_process_group` must then be called again. Whoever
-        uses the mesh afterwards is told so, until its ranks all make it again.
+        Collectives of this rank that are under way fail, and so do ranks that wait for this one
+        (with gloo, only when their peer is gone or at their timeout). The process groups of all
+        axes and channels are removed from torch.distributed. If an axis spans all ranks, the
+        default group is removed too, and `init_process_group` must be called again. Later use of
+        the mesh is an error until all its ranks make the mesh again.
         """
         self._check_real("process group to abort")
         if self.root is not self:
@@ -231,21 +155,21 @@ class DeviceMesh:
                 f"abort: expected a mesh that was not cut from another, got {self!r}; call "
                 f"mesh.root.abort(), which ends {self.root!r} with all that was cut from it"
             )
-        world.current(start=False).abort(lineage.cut_from(self))
+        world.current(start=False).abort(lineage.sub_meshes_of(self))
 
     # ---- other meshes from this one
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """The sub-mesh along the named axes that contains the caller.
+        """Return the sub-mesh along the named axes that contains the caller.
 
-        Names given to `flatten` earlier are understood too, alone and among others.
+        Names that `flatten` gave to merged axes work too.
         """
         wanted = tuple(names) if isinstance(names, tuple | list) else (names,)
         if self.mesh_dim_names is None:
             raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
         if wanted == self.mesh_dim_names:
             return self
-        mesh, merged = lineage.understand(self, wanted)
+        mesh, merged = lineage.resolve_names(self, wanted)
         axes = tuple(chain.from_iterable(merged))
         if not axes or len(set(axes)) != len(axes):
             raise MeshError(f"mesh[{wanted}]: expected each axis name once, got {axes}")
@@ -254,7 +178,7 @@ class DeviceMesh:
         return mesh._derive(ranks.reshape(sizes), wanted)
 
     def along(self, axes: Sequence[int], coordinate: Sequence[int]) -> DeviceMesh:
-        """The sub-mesh along axes, given by position, that contains a coordinate."""
+        """Return the sub-mesh along axes, given by position, that contains a coordinate."""
         ranks = np.array(self.ranks_along(axes, coordinate), dtype=np.int64)
         named = self.mesh_dim_names is not None
         names = [self.axis_name(axis) for axis in axes] if named else None
@@ -265,8 +189,9 @@ class DeviceMesh:
         """Merge several adjacent axes (default: all) into one, the first varying slowest.
 
         Arguments:
-            axes: which to merge, in the order of the mesh.
-            name: the merged axis (default: their names joined by `_`). `root[name]` finds it again.
+            axes: the axes to merge, in the order of the mesh.
+            name: the name of the merged axis (default: the names joined by `_`); `root[name]`
+                finds it again.
         """
         merged = [self.axis(axis) for axis in axes] or list(range(self.ndim))
         if any(after != before + 1 for before, after in pairwise(merged)):
@@ -284,13 +209,13 @@ class DeviceMesh:
             return self._derive(self._ranks.reshape(shape), None)
         name = name or "_".join(names[first:end])
         flat = self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
-        lineage.remember(self, name, names[first:end], flat)
+        lineage.record_flattened(self, name, names[first:end], flat)
         return flat
 
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """Cut one axis into several of the given sizes, the first varying slowest."""
+        """Split one axis into several of the given sizes, the first varying slowest."""
         position = self.axis(axis)
         sizes = as_mesh_shape(sizes, "unflatten(sizes)")
         if math.prod(sizes) != self.shape[position]:
@@ -309,13 +234,13 @@ class DeviceMesh:
         )
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """torch's name for `flatten` of all axes."""
+        """Do as `flatten` of all axes, under the name that torch uses."""
         return self.flatten(name=mesh_dim_name)
 
     def _unflatten(
         self, dim: Axis, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
     ) -> DeviceMesh:
-        """torch's name for `unflatten`."""
+        """Do as `unflatten`, under the name that torch uses."""
         return self.unflatten(dim, mesh_sizes, mesh_dim_names)
 
     # ---- torch's meshes and groups
@@ -328,7 +253,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh over process groups that exist already, one group per axis; all members call it.
+        """Return a mesh over existing process groups, one per axis; all members must call this.
 
         Arguments:
             mesh: the global ranks; needed for more than one group.
@@ -357,9 +282,9 @@ class DeviceMesh:
 
     @staticmethod
     def from_torch(mesh: TorchMesh) -> DeviceMesh:
-        """The same mesh as a shardwise value, over the process groups that torch made for it.
+        """Return the shardwise mesh for a mesh of torch, over torch's process groups.
 
-        All its members call it, so that all of them use those groups.
+        All members must call this, so that all of them use these groups.
         """
         groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
         result = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
@@ -368,7 +293,7 @@ class DeviceMesh:
         return result
 
     def to_torch(self) -> TorchMesh:
-        """The same mesh as torch's, over the same process groups; every member must call it."""
+        """Return torch's mesh of the same ranks and process groups; all members must call this."""
         self._check_real("torch DeviceMesh")
         result: TorchMesh = world.current().torch_mesh(self)
         return result
@@ -376,13 +301,13 @@ class DeviceMesh:
     # ---- as a value
 
     def __repr__(self) -> str:
-        return mesh_text.shown(self)
+        return _format_mesh(self)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: a DeviceMesh cannot be changed; make another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # of nothing but lists and numbers, which torch.load(weights_only=True) allows
+        # Only lists, numbers and strings: torch.load(weights_only=True) allows these.
         ranks = self._ranks.tolist()
         return unpickled, (self.device_type, ranks, self.mesh_dim_names, self.is_abstract)
 
@@ -392,17 +317,13 @@ class DeviceMesh:
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self
 
-    # ---- inside
+    # ---- helpers
 
     def _derive(self, ranks: NDArray[np.int64], names: Sequence[str] | None) -> DeviceMesh:
-        """A mesh cut from this one."""
+        """Return a sub-mesh and record its parent."""
         result = _intern(self.device_type, ranks, names, self.is_abstract)
-        lineage.record(result, self)
+        lineage.record_root(result, self)
         return result
-
-    def _check(self, coordinate: Sequence[int]) -> None:
-        if not self.has(coordinate):
-            raise MeshError(f"coordinate: expected one within {self.shape}, got {coordinate!r}")
 
     def _own_coordinate(self) -> tuple[int, ...]:
         coordinate = self.get_coordinate()
@@ -431,7 +352,7 @@ class DeviceMesh:
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
-    """A mesh of all ranks of the world, in order.
+    """Return a mesh of all ranks of the world, in order.
 
     Under torchrun this joins the ranks if nothing has done so before.
 
@@ -452,11 +373,11 @@ def init_device_mesh(
             f"got {sizes} = {size}; {here.describe()}"
         )
     ranks = np.arange(size, dtype=np.int64).reshape(sizes)
-    return _made(_intern(device_type, ranks, mesh_dim_names))
+    return _mark_made(_intern(device_type, ranks, mesh_dim_names))
 
 
 def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
-    """What every function that takes a mesh calls first: torch's meshes are welcome too."""
+    """Return the shardwise mesh for a mesh of shardwise or torch; refuse anything else."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     if type(mesh).__name__ == "DeviceMesh" and type(mesh).__module__.startswith("torch."):
@@ -464,8 +385,8 @@ def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
     raise MeshError(f"mesh: expected a DeviceMesh, got {mesh!r} ({type(mesh).__name__})")
 
 
-def _made(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh that the calling rank makes; one that it had aborted gets new process groups."""
+def _mark_made(mesh: DeviceMesh) -> DeviceMesh:
+    """Mark a mesh as made by the calling rank: after an abort it gets new process groups."""
     world.current().aborted.discard(mesh)
     return mesh
 
@@ -473,7 +394,7 @@ def _made(mesh: DeviceMesh) -> DeviceMesh:
 def unpickled(
     device_type: str, ranks: Any, names: tuple[str, ...] | None, is_abstract: bool
 ) -> DeviceMesh:
-    """A mesh from its pickle."""
+    """Return a mesh from its pickled fields."""
     return _intern(device_type, np.array(ranks, dtype=np.int64), names, is_abstract)
 
 
@@ -483,7 +404,7 @@ def _intern(
     names: Sequence[str] | None,
     is_abstract: bool = False,
 ) -> DeviceMesh:
-    """The one mesh with these properties. Checks all that does not depend on the world."""
+    """Return the interned mesh with these properties; check what does not depend on the world."""
     if isinstance(names, str):
         raise MeshError(f"mesh_dim_names: expected a tuple such as ('dp', 'tp'), got {names!r}")
     named = None if names is None else tuple(names)
@@ -507,3 +428,27 @@ def _intern(
                 object.__setattr__(found, field, value)
             _interned[key] = found
     return found
+
+
+_MOST_RANKS = 64
+
+
+def _format_mesh(mesh: DeviceMesh) -> str:
+    """Return the call that makes the mesh on this rank, or a text in `<...>` if there is none."""
+    device, names = mesh.device_type, mesh.mesh_dim_names
+    third = "" if names is None else f", {names}"
+    named = "" if names is None else f", mesh_dim_names={names}"
+    ranks = mesh.mesh.tolist() if mesh.size() <= _MOST_RANKS else "..."
+    counts = mesh._counts_from == 0
+    if not mesh.is_abstract:
+        if counts and mesh.size() == world.current(start=False).size:
+            return f"init_device_mesh({device!r}, {mesh.shape}{third})"
+        return f"DeviceMesh({device!r}, {ranks}{named})"
+    if counts:
+        typed = "" if device == "cpu" else f", device_type={device!r}"
+        return f"DeviceMesh.abstract({mesh.shape}{third}{typed})"
+    root, own = mesh.root, names or ()
+    axes = root.mesh_dim_names or ()
+    if root is not mesh and all(name in axes for name in own) and root[own] is mesh:
+        return f"{root!r}[{', '.join(map(repr, own))}]"
+    return f"<abstract DeviceMesh({device!r}, {ranks}{named})>"

@@ -1,4 +1,4 @@
-"""Placements: how a tensor lies along one axis of a mesh."""
+"""Placements: how one axis of a mesh holds a tensor (split, replicated, or pending a reduction)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 ReduceOp: TypeAlias = "str | TorchReduceOp | TorchReduceOp.RedOpType"
-"""A reduction, by name or as torch's object."""
+"""A reduction: a name, or torch's `ReduceOp`."""
 
 
 class Placement:
@@ -26,15 +26,15 @@ class Placement:
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this splits a tensor (along `dim`, if given)."""
+        """Return whether this placement splits a tensor (along `dim`, if given)."""
         return False
 
     def is_replicate(self) -> bool:
-        """Whether every rank of the axis holds the same."""
+        """Return whether every rank of the axis holds the same values."""
         return False
 
     def is_partial(self, reduce_op: ReduceOp | None = None) -> bool:
-        """Whether the value is pending a reduction (by `reduce_op`, if given)."""
+        """Return whether the value is pending a reduction (by `reduce_op`, if given)."""
         return False
 
 
@@ -45,11 +45,11 @@ class Shard(Placement):
     A negative `dim` counts from the end; it is resolved where the tensor is known.
 
     Arguments:
-        dim: what is split.
-        pieces: the number of equal pieces that the dim is made of, or their lengths: each is split
-            on its own, as those of a fused projection (queries, keys and values) must be.
-        unit: what is never torn apart, such as the features of one head; one for all pieces, or
-            one for each.
+        dim: the dim of the tensor that is split.
+        pieces: the number of equal pieces that the dim consists of, or their lengths. Each piece is
+            split on its own, as a fused projection (queries, keys and values) needs it.
+        unit: the length that is never split, such as the features of one head: one for all pieces,
+            or one for each.
 
     Example:
         >>> Shard(0, pieces=(24, 12, 12), unit=(8, 4, 4))  # 6 heads of 4 that share 3, in groups
@@ -62,7 +62,7 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         dim = as_int(self.dim)
         if dim is None:
-            raise LayoutError(f"Shard(dim): expected an int, got {_shown(self.dim)}")
+            raise LayoutError(f"Shard(dim): expected an int, got {_describe(self.dim)}")
         object.__setattr__(self, "dim", dim)
         if self.pieces is not None or self.unit != 1:
             self._check_pieces()
@@ -72,12 +72,12 @@ class Shard(Placement):
         if self.pieces is not None and (not pieces or _least(pieces) < (type(pieces) is int)):
             raise LayoutError(
                 f"Shard(pieces): expected a number of pieces or their lengths, "
-                f"got {_shown(self.pieces)}"
+                f"got {_describe(self.pieces)}"
             )
         unit = as_int(self.unit) or as_ints(self.unit)
         if not unit or _least(unit) < 1:
             raise LayoutError(
-                f"Shard(unit): expected a length, or one per piece; got {_shown(self.unit)}"
+                f"Shard(unit): expected a length, or one per piece; got {_describe(self.unit)}"
             )
         if isinstance(unit, tuple):
             count = len(pieces) if isinstance(pieces, tuple) else pieces or 1
@@ -90,7 +90,7 @@ class Shard(Placement):
         object.__setattr__(self, "unit", unit)
 
     def cut(self, size: int, argument: str) -> Cut | None:
-        """The pieces of a dim of this size; None for an ordinary one."""
+        """Return the pieces of a dim of this size; None if the dim is not cut in pieces."""
         if self.pieces is None and self.unit == 1:
             return None
         if isinstance(self.pieces, Sequence):
@@ -131,7 +131,7 @@ def _least(values: int | Sequence[int]) -> int:
 
 
 def shard_of_cut(dim: int, cut: Cut) -> Shard:
-    """The placement of a dim that is cut so, as short as can be."""
+    """Return the shortest placement that gives this cut of a dim."""
     lengths, units = zip(*cut, strict=True)
     pieces: int | tuple[int, ...] | None = lengths
     if len(set(lengths)) == 1:
@@ -141,7 +141,7 @@ def shard_of_cut(dim: int, cut: Cut) -> Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every rank of the axis holds the same."""
+    """Every rank of the axis holds the same values."""
 
     def is_replicate(self) -> bool:
         return True
@@ -179,9 +179,9 @@ _FROM_TORCH: dict[str, Callable[[Any], Placement]] = {
 
 
 def as_placement(placement: Any, argument: str) -> Placement:
-    """What every function that takes placements calls first: torch's are welcome too.
+    """Return a placement of shardwise for one of shardwise or torch.
 
-    Anything else is refused, torch's `_StridedShard` and the like too, naming the argument.
+    Anything else is refused, torch's `_StridedShard` included; the error names the argument.
     """
     if isinstance(placement, Shard | Replicate | Partial):
         return placement
@@ -189,14 +189,16 @@ def as_placement(placement: Any, argument: str) -> Placement:
     ours = _FROM_TORCH.get(kind.__name__)
     if ours is not None and kind.__module__.startswith("torch.distributed.tensor"):
         return ours(placement)
-    raise LayoutError(f"{argument}: expected Shard, Replicate or Partial, got {_shown(placement)}")
+    raise LayoutError(
+        f"{argument}: expected Shard, Replicate or Partial, got {_describe(placement)}"
+    )
 
 
 def name_of_reduce_op(op: object) -> str | None:
-    """The name of a reduction, which torch's `ReduceOp` may stand for; None for all others."""
+    """Return the name of a reduction given by name or as torch's `ReduceOp`; None if unknown."""
     if isinstance(op, str):
         return op if op in REDUCE_OPS else None
-    member: Any = getattr(op, "op", op)  # SUM and its like are members of an enumeration
+    member: Any = getattr(op, "op", op)  # ReduceOp.SUM and the others are members of an enumeration
     if type(member).__name__ != "RedOpType":
         return None
     name = str(member.name).lower()
@@ -204,12 +206,14 @@ def name_of_reduce_op(op: object) -> str | None:
 
 
 def as_reduce_op(op: object, argument: str) -> str:
-    """The name of a reduction; an unknown one is refused, naming the argument it came in."""
+    """Return the name of a reduction; an unknown one is refused with the name of the argument."""
     name = name_of_reduce_op(op)
     if name is None:
-        raise LayoutError(f"{argument}: expected one of {', '.join(REDUCE_OPS)}, got {_shown(op)}")
+        raise LayoutError(
+            f"{argument}: expected one of {', '.join(REDUCE_OPS)}, got {_describe(op)}"
+        )
     return name
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""Policies: settings of a thread, for good or for a `with` block."""
+"""Settings of one thread, set permanently or for a `with` block."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from shardwise.errors import ShardwiseError
 
 
 class PolicyError(ShardwiseError, ValueError):
-    """A policy that does not exist, or one that forbids what was about to happen."""
+    """An unknown policy, or an action that the current policy forbids."""
 
 
 class Policy:
-    """A setting that holds at once, and until the end of a `with` block, if it is used as one.
+    """Set an attribute at once; as a context manager, restore it at the end of the block.
 
     Arguments:
-        holder: what has the setting, for each thread its own.
-        field: the attribute's name.
-        value: what it should be.
-        allowed: what it may be.
+        holder: the thread-local object that has the attribute.
+        field: the name of the attribute.
+        value: the new value.
+        allowed: all values that the attribute may have.
     """
 
     def __init__(self, holder: object, field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from shardwise import stored
 from shardwise.box import Box
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.layout_text import short_dtype
+from shardwise.layout_input import short_dtype
 from shardwise.local_shards import (
     check_dense,
     check_replicas,

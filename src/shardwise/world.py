@@ -1,8 +1,8 @@
-"""Who this rank is, and who else is there.
+"""The world of a rank: its number, the number of ranks, and how to reach them.
 
-Values such as a mesh need to know the rank they are asked on, but must not know how ranks talk. So
-this module only holds the answer; an engine (`shardwise.comm`) fills it in. A *simulated* rank is a
-thread and has a world of its own; everywhere else the world belongs to the process.
+Values such as a mesh must know on which rank they are used, but not how ranks communicate. So this
+module only defines the interface; an engine of `shardwise.comm` implements it. A *simulated* rank
+is a thread with a world of its own; otherwise the world belongs to the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Way = tuple[tuple[int, ...], str]
-"""How some ranks talk: their global ranks in order, and the name of the channel."""
+"""A connection of ranks: their global numbers in order, and the name of the channel."""
 
 
 class World(ABC):
@@ -31,9 +31,9 @@ class World(ABC):
     is_simulated = False
     """Whether the ranks are threads of one process."""
     carries_values = True
-    """Whether tensors have values, and collectives are run."""
+    """Whether tensors have values and collectives are run."""
     draws_whole = False
-    """Whether ranks draw random tensors whole, by torch's operators, and take their pieces."""
+    """Whether ranks draw whole random tensors by torch's operators and keep their shards."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -41,64 +41,66 @@ class World(ABC):
         self.lock = threading.RLock()
         """Held while communicators and process groups are made, so that threads agree."""
         self.roots: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
-        """The mesh that a mesh was last cut from, for those that this rank derived."""
+        """The root of each sub-mesh that this rank made."""
         self.flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[str, ...]]] = (
             WeakKeyDictionary()
         )
-        """The axes behind the names that `DeviceMesh.flatten` gave, by root mesh."""
+        """The axes behind the names of flattened axes, by root mesh."""
         self.communicators: dict[tuple[DeviceMesh, tuple[int, ...], str], Communicator] = {}
-        """Those made so far, by mesh, axes and channel."""
+        """The communicators made so far, by mesh, axes and channel."""
         self.aborted: WeakSet[DeviceMesh] = WeakSet()
         """Root meshes that this rank aborted and has not made again."""
         self.unfinished: list[Any] = []
-        """Moves of several collectives that are under way, in the order they were started."""
+        """Redistributions of several collectives that are under way, in the order of their
+        start."""
 
     @abstractmethod
     def describe(self) -> str:
-        """A few words on what kind of ranks these are and how to get others."""
+        """Return a few words on the kind of these ranks and how to start others."""
 
     @abstractmethod
     def communicator(
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> Communicator:
-        """The way these ranks talk; `axes` are the names of the mesh axes they lie along."""
+        """Return the communicator of these ranks; `axes` names the mesh axes they lie along."""
 
     def process_group(self, ranks: tuple[int, ...]) -> Any:
-        """The torch process group of exactly these ranks, made on demand by its members."""
+        """Return the torch process group of exactly these ranks; its members make it on demand."""
         raise self._refusal("process group")
 
     def adopt(self, group: Any) -> tuple[int, ...]:
-        """Use a torch process group the user made; returns its global ranks."""
+        """Use a torch process group that the user made; return its global ranks."""
         raise self._refusal("process group")
 
     def torch_mesh(self, mesh: DeviceMesh) -> Any:
-        """The torch DeviceMesh of the same ranks, over the same process groups."""
+        """Return the torch DeviceMesh of the same ranks and process groups."""
         raise self._refusal("DeviceMesh")
 
     def abort(self, meshes: Sequence[DeviceMesh]) -> None:
-        """End the communication over a root mesh, which comes first, and all meshes cut from it."""
+        """End the communication over a root mesh, the first of `meshes`, and its sub-meshes."""
         root, *_ = meshes
-        ways = {
+        links = {
             (mesh.ranks_along([axis]), "")
             for mesh in meshes
             if mesh.get_coordinate() is not None
             for axis in range(mesh.ndim)
         }
-        along_one_axis = frozenset(ways)
-        # Without the lock: another thread may hold it while it waits for a rank that is gone.
+        along_one_axis = frozenset(links)
+        # No lock: another thread may hold it while it waits for a rank that is gone.
         for key, found in list(self.communicators.items()):
             if key[0] in meshes:
                 found.has_ended = True
-                ways.add((found.ranks, key[2]))
+                links.add((found.ranks, key[2]))
                 self.communicators.pop(key, None)
         self.aborted.add(root)
-        self._end(ways, along_one_axis)
+        self._end(links, along_one_axis)
 
-    def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:  # noqa: B027 - see below
-        """Fail the collectives of all ranks that talk in these ways; without ranks, do nothing.
+    def _end(self, links: Set[Way], along_one_axis: Set[Way]) -> None:  # noqa: B027 - see below
+        """Make all collectives over these links fail; engines without real ranks do nothing.
 
         Arguments:
-            along_one_axis: those of `ways` that an axis of a mesh stands for.
+            links: the connections to end.
+            along_one_axis: the links that belong to one axis of a mesh.
         """
 
     def _refusal(self, what: str) -> errors.MeshError:
@@ -123,12 +125,12 @@ _process_world: Callable[[bool], World] = _no_engine
 
 
 def current(start: bool = True) -> World:
-    """The world of the calling rank; joins the one that torchrun describes if it may `start`."""
+    """Return the world of the calling rank; with `start`, join the world that torchrun set up."""
     return _here.world or _process_world(start)
 
 
 def provide(process_world: Callable[[bool], World]) -> None:
-    """Set how the world of a process is found; its argument says whether one may be started."""
+    """Set the function that finds the world of a process; its argument is `start`."""
     global _process_world
     _process_world = process_world
 

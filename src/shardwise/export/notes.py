@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from shardwise import layout_text
+from shardwise import layout_input
 from shardwise.comm.trace import Event
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -178,7 +178,9 @@ def in_words(layout: Layout, local: torch.Tensor) -> str:
         _whole(layout, dim, size) if isinstance(size, torch.SymInt) else str(layout.shape[dim])
         for dim, size in enumerate(local.shape)
     ]
-    return layout_text.shown(layout.mesh, sizes, layout.shard_order, layout.partial, layout.cuts)
+    return layout_input.format_layout(
+        layout.mesh, sizes, layout.shard_order, layout.partial, layout.cuts
+    )
 
 
 def _whole(layout: Layout, dim: int, size: torch.SymInt) -> str:

@@ -18,7 +18,7 @@ from shardwise.export import notes
 from shardwise.export.cleaning import is_collective
 from shardwise.export.errors import ExportError
 from shardwise.export.modules import innermost
-from shardwise.layout_text import short_dtype
+from shardwise.layout_input import short_dtype
 from shardwise.torch_internals import OpOverload, operator_name, pytree
 
 _WIDEST = 36

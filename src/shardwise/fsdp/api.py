@@ -27,7 +27,7 @@ from shardwise.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offl
 from shardwise.fsdp.settings import Settings
 from shardwise.fsdp.sharing import joined
 from shardwise.fsdp.slot import Slot, is_taken
-from shardwise.layout_checks import as_dim
+from shardwise.layout_input import as_dim
 from shardwise.optimizers import note_averaged, note_left_alone, note_replaced
 from shardwise.placement import Placement, Replicate, Shard, as_placement
 from shardwise.tensor import DTensor, unwrap, wrap

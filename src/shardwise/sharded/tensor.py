@@ -15,7 +15,7 @@ import torch
 
 from shardwise import stored
 from shardwise.box import Box
-from shardwise.layout_text import short_dtype
+from shardwise.layout_input import short_dtype
 from shardwise.mesh import DeviceMesh
 from shardwise.sharded import converting, moving, remote, saving
 from shardwise.sharded.building import (
