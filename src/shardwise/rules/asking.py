@@ -1,7 +1,7 @@
-"""Rows that ranks ask each other for: lookups of each rank's own indices in a table split by rows.
+"""Lookups of each rank's own indices in a table that is split by rows.
 
-The indices go to those who have the rows, and the rows come back: each once, however often a rank
-looks it up. How many there are depends on the values of the indices.
+Each rank sends its indices to the owners of the rows, which send the rows back: each row once, even
+if a rank looks it up several times. The sizes of the messages depend on the values of the indices.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from shardwise.rules.padding import with_a_row
 from shardwise.rules.rows import AllToAll
 
 _WRONG = -1
-"""In place of a number of rows: some index is of no row."""
+"""Sent in place of a number of rows if some index is out of range."""
 
 
 class Range(NamedTuple):
-    """Rows of a table that one rank has, one after the other."""
+    """Adjacent rows of a table that one rank owns."""
 
     start: int
     stop: int
     owner: int
-    """The index of that rank among those who ask each other."""
+    """The index of the rank in the group."""
     place: int
-    """Where the first of them is among all rows that it has."""
+    """The place of the first row among all rows of the owner."""
 
 
 class Answer(NamedTuple):
-    """What a rank needs of a table to look up its own indices."""
+    """The rows of a table that one rank looks up."""
 
     rows: torch.Tensor
-    """The rows that were asked for, and some row if none was."""
+    """The rows that this rank asked for; one row of zeros if it asked for none."""
     found: torch.Tensor
-    """For each index its row among them; 0 for one that nobody has."""
+    """For each index the number of its row in `rows`; 0 if no rank has the row."""
     inside: torch.Tensor | None
-    """Which of the indices somebody has; None if that is all."""
+    """Whether some rank has the row of each index; None if all rows exist."""
     padding: int = -1
-    """One of the rows that gets no gradient."""
+    """The row that gets no gradient."""
 
 
 class Table:
-    """A table whose rows lie on several ranks, of which each asks for some.
+    """A table whose rows are spread over several ranks, which look up rows in it.
 
     Arguments:
-        group: those ranks.
-        ranges: who has which rows, all of which may be less than the table's.
-        size: how many rows the table has.
+        group: the ranks.
+        ranges: the owners of the rows; together they may hold fewer rows than the table has.
+        size: the number of rows of the table.
         padding: a row that gets no gradient.
     """
 
@@ -71,7 +71,7 @@ class Table:
 
     @staticmethod
     def of(layout: Layout, axes: tuple[int, ...], padding: int = -1) -> Table:
-        """That of the ranks along axes which split dim 0, as seen from this rank's place."""
+        """Return the table of the ranks that share dim 0 along these axes with this rank."""
         mesh, place = layout.mesh, layout.mesh.get_coordinate()
         assert place is not None, "this rank is on the mesh"
         ranges = []
@@ -82,16 +82,16 @@ class Table:
         return Table(communicator(mesh, axes), ranges, layout.shape[0], padding)
 
     def ask(self, local: torch.Tensor, indices: torch.Tensor) -> Answer:
-        """The rows that these indices name.
+        """Fetch the rows of these indices.
 
-        Forward: all-to-all of numbers of rows, of indices, of rows. Backward: all-to-all of the
-        rows' gradients; those of an index that a rank has several times are summed first.
+        Forward: three all-to-alls, of the numbers of rows, the indices, and the rows. Backward: an
+        all-to-all of the gradients of the rows; each rank first adds up those of equal indices.
 
         Arguments:
-            local: all rows that this rank has.
-            indices: of rows of the whole table; each rank has its own.
+            local: the rows that this rank owns.
+            indices: row numbers of the whole table; each rank has its own.
         """
-        if indices.is_meta:  # shapes are all there is
+        if indices.is_meta:  # only shapes matter
             return Answer(with_a_row(local, 0), indices, None)
         wanted, found = torch.unique(indices.long(), return_inverse=True)
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.size:
@@ -115,7 +115,7 @@ class Table:
         return Answer(with_a_row(rows, 0), found, inside)
 
     def _numbers(self, sends: list[int], like: torch.Tensor) -> list[int]:
-        """How many rows each rank wants, of how many this one wants of each."""
+        """Exchange the numbers of rows that the ranks want of each other (all-to-all)."""
         parts = like.new_tensor(sends).split_with_sizes([1] * len(sends))
         receives: list[int] = torch.cat(self.group.all_to_all(parts)).tolist()
         if _WRONG in receives:
@@ -123,15 +123,15 @@ class Table:
         return receives
 
     def _at(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """For each row the range it is in: start, stop, owner, place."""
+        """Return for each row the range that it is in: start, stop, owner, place."""
         ranges = self._ranges.to(rows.device)
         at = torch.searchsorted(ranges[:, 0].contiguous(), rows, right=True) - 1
         return ranges[at.clamp_(min=0)].unbind(1)
 
 
 def rows_of(table: torch.Tensor, indices: torch.Tensor, padding: int = -1) -> torch.Tensor:
-    """The rows of a table at indices, twice differentiable also of none."""
+    """Look up rows of a table; twice differentiable, also for no indices."""
     if indices.numel():
         return torch.embedding(table, indices, padding)
-    # Of no indices torch's own has no second derivative, and other ranks have some.
+    # For no indices torch.embedding has no second derivative, which the other ranks run.
     return table.index_select(0, indices.flatten()).view(*indices.shape, table.size(1))

@@ -1,4 +1,4 @@
-"""Calls within calls: arguments by torch's names, and functions that DTensors are handed on to."""
+"""Functions that are composed of other functions on DTensors, and access to their arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INPUT = ("input", "self", "x", "A")
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The input of a call, by position or by any of its names."""
+    """Return the first operand of a call, given by position or by any of its names."""
     found: torch.Tensor = (
         args[0] if args else next(kwargs[each] for each in _INPUT if each in kwargs)
     )
@@ -29,13 +29,13 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def with_synonyms(made: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called with torch's names for the input, where the caller used others."""
+    """Wrap a function so that the first operand may have any of torch's names for it."""
     own = inspect.signature(made).parameters
     synonyms = {name: "input" for name in _INPUT if name not in own}
 
     @functools.wraps(made)
     def renamed(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("out", None)  # copied to afterwards, by those who call this
+        kwargs.pop("out", None)  # the caller copies the result there
         return made(*args, **{synonyms.get(name, name): each for name, each in kwargs.items()})
 
     return renamed
@@ -45,7 +45,10 @@ def with_synonyms(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def composed(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what stands for functions, made of others on DTensors; it is called as they are."""
+    """Register a replacement of torch functions, composed of other functions on DTensors.
+
+    The replacement takes the same arguments as the functions.
+    """
 
     def register(made: Callable[..., Any]) -> Callable[..., Any]:
         run = with_synonyms(made)
@@ -63,21 +66,21 @@ def composed(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def dispatched(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function, of torch's or of ours, on DTensors."""
+    """Dispatch a function of torch or of shardwise on DTensors."""
     return DTensor.__torch_function__(function, (), args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class Function:
-    """A function of ours that dispatch plans and runs as it does torch's own."""
+    """A function of shardwise that dispatch plans and runs like a function of torch."""
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
         self.__name__ = name
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it on local tensors."""
+        """Run the function on local tensors."""
         return self._run(*args, **kwargs)
 
     def dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it on DTensors."""
+        """Dispatch the function on DTensors."""
         return dispatched(self, *args, **kwargs)

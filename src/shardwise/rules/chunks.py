@@ -1,4 +1,4 @@
-"""The chunks that axes cut a dim into: who has what, and what ranges of indices share."""
+"""The chunks into which axes split a dim, and arithmetic on index ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.mesh import DeviceMesh
 
 
 def pieces(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Range, ...]:
-    """The chunks that these axes, outer to inner, cut a dim into."""
+    """Return the chunks into which these axes, outer to inner, split a dim."""
     return _pieces(size, tuple(mesh.shape[axis] for axis in axes))
 
 
@@ -25,7 +25,7 @@ def _pieces(size: int, parts: tuple[int, ...]) -> tuple[Range, ...]:
 
 
 def shapes_along(layout: Layout, axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The shapes of the pieces of the ranks along these axes of this rank's place, in order."""
+    """Return the local shapes of the ranks along these axes through this rank, in rank order."""
     place = layout.mesh.get_coordinate()
     assert place is not None, "this rank is on the mesh"
     found = []
@@ -36,7 +36,7 @@ def shapes_along(layout: Layout, axes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def same_units(units: int, sizes: Sequence[int], mesh: DeviceMesh, axes: Sequence[int]) -> bool:
-    """Whether dims that are each made of so many equal units are cut alike, between units."""
+    """Return whether dims of `units` equal units each are all split between the same units."""
     found = set()
     for size in sizes:
         each = max(size // max(units, 1), 1)
@@ -48,12 +48,12 @@ def same_units(units: int, sizes: Sequence[int], mesh: DeviceMesh, axes: Sequenc
 
 
 def clipped(given: Range, size: int) -> Range:
-    """The part of a range that lies within a dim."""
+    """Clip a range to the indices of a dim of this size."""
     start = min(max(given[0], 0), size)
     return start, max(start, min(given[1], size))
 
 
 def overlap(one: Range, other: Range) -> Range:
-    """What two ranges share; a range of length 0 in the first if nothing."""
+    """Return the intersection of two ranges; if they are disjoint, an empty range within `one`."""
     start = min(max(one[0], other[0]), one[1])
     return start, max(start, min(one[1], other[1]))

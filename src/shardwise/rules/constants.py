@@ -1,6 +1,6 @@
-"""Numbers that rules know, as tensors: of data also where other tensors have none.
+"""Constants of rules as tensors that keep their values while a program is recorded.
 
-While a program is recorded, tensors are on the meta device, where data are forgotten.
+A recorded program runs on meta tensors, which have no data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def numbers(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """A few numbers, of the dtype and on the device of a tensor."""
+    """Return a vector of numbers with the dtype and device of `like`."""
     if not like.is_meta:
         return torch.tensor(values, dtype=like.dtype, device=like.device)
     made = [torch.full((), each, dtype=like.dtype, device=like.device) for each in values]
@@ -20,7 +20,7 @@ def numbers(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def picked(x: torch.Tensor, dim: int, rows: Any) -> torch.Tensor:
-    """These rows, in this order: a list, or an array of numpy's."""
+    """Take rows of a dim by number, in the given order."""
     index = torch.as_tensor(rows, dtype=torch.int64, device="cpu")
     if x.is_meta:
         key: Any = (*[slice(None)] * dim, index)

@@ -1,8 +1,8 @@
-"""Windows: operators whose results look at a stretch of the input, along dims that are split.
+"""Windows: operators whose results read a range of the input along a split dim (halo exchange).
 
-A convolution along a split dim needs rows that its neighbours hold. Here each rank gets exactly
-the rows that its results look at, wherever they lie, and sends their gradients back. Which rows go
-where is arithmetic on global sizes, so that all ranks agree without asking.
+A convolution along a split dim needs rows that its neighbours hold. Each rank receives exactly the
+rows that its results read, from whichever ranks hold them, and sends their gradients back. All
+sends and receives follow from global sizes, so all ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from shardwise.rules.spec import Here
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What each result along one dim looks at: `kernel` inputs, `dilation` apart.
+    """The inputs that each result reads along one dim: `kernel` of them, `dilation` apart.
 
-    The first one starts `before` in front of the input, and the next each `stride` further.
+    The window of the first result starts `before` elements in front of the input; each next window
+    starts `stride` further.
     """
 
     size: int
@@ -32,13 +33,13 @@ class Window:
     kernel: int
     stride: int = 1
     before: int = 0
-    """How far the input is padded in front, and behind it:"""
+    """The padding in front of the input; `after` is the padding behind it."""
     after: int = 0
     dilation: int = 1
 
     @property
     def reach(self) -> int:
-        """How many inputs lie between the first and the last of one result, both counted."""
+        """The length of one window, from its first to its last input."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
@@ -47,17 +48,20 @@ class Window:
         return (self.size + self.before + self.after - self.reach) // self.stride + 1
 
     def looks_at(self, results: Range) -> Range:
-        """The inputs of some results, also those that do not exist."""
+        """Return the inputs that some results read, including padding."""
         first, end = results
         start = first * self.stride - self.before
         return start, start if first >= end else (end - 1) * self.stride - self.before + self.reach
 
     def needs(self, results: Range) -> Range:
-        """The inputs of some results, as far as they exist."""
+        """Return the inputs that some results read, without padding."""
         return clipped(self.looks_at(results), self.size)
 
     def padding(self, results: Range) -> Range:
-        """How much to add on either side of what is needed; something if nothing is."""
+        """Return the padding before and after the needed inputs.
+
+        For no results it is one window, so that the local operator does not refuse its input.
+        """
         if results[0] >= results[1]:
             return 0, self.reach
         start, end = self.looks_at(results)
@@ -71,13 +75,13 @@ class Window:
 def exchange(
     here: Here, factor: str, dim: int, sizes: tuple[int, int], needs: Callable[[Range], Range]
 ) -> Exchange:
-    """The exchange along a dim of the input, so that each rank can make its results.
+    """Plan the exchange that gives each rank the inputs of its results.
 
     Arguments:
-        factor: what the dim of the input and that of the result are called.
+        factor: the factor of the input's dim and of the result's dim.
         dim: the dim of the input.
-        sizes: its global size, and that of the result.
-        needs: the inputs that a range of results looks at.
+        sizes: the global sizes of the input's dim and of the result's dim.
+        needs: maps a range of results to the inputs that they read.
     """
     axes = here.axes(factor)
     held, results = (pieces(size, here.mesh, axes) for size in sizes)
@@ -86,10 +90,10 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Along one dim every rank holds a range, and wants another: its window.
+    """An exchange along one dim: each rank holds a range and wants another, its window.
 
-    Forward: each rank gets its window. Backward: the gradients of all windows that overlap what a
-    rank holds are sent to it and added.
+    Forward: each rank receives its window. Backward: each rank receives the gradients of all
+        windows that overlap the range it holds, and adds them.
     """
 
     mesh: DeviceMesh
@@ -97,27 +101,27 @@ class Exchange:
     """The axes that split the dim, outer to inner."""
     dim: int
     held: tuple[Range, ...]
-    """For each rank along the axes, in their order; together the whole dim."""
+    """The range that each rank along the axes holds; together the whole dim."""
     wanted: tuple[Range, ...]
-    """For each rank, within the dim."""
+    """The range that each rank wants."""
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's window, of what it holds."""
+        """Return this rank's window."""
         if self.is_local:
             me = communicator(self.mesh, self.axes).index
             return _cut(local, self.dim, self.held[me], self.wanted[me])
-        return _Exchange.apply(local, self, False)  # type: ignore[no-any-return,no-untyped-call]
+        return _DifferentiableExchange.apply(local, self, False)  # type: ignore[no-any-return,no-untyped-call]
 
     @property
     def is_local(self) -> bool:
-        """Whether every rank holds all that it wants."""
+        """Whether every rank already holds its window."""
         return all(
             start == stop or (first <= start and stop <= last)
             for (first, last), (start, stop) in zip(self.held, self.wanted, strict=True)
         )
 
     def run(self, local: torch.Tensor, is_back: bool) -> torch.Tensor:
-        """From what is held to the windows, or back."""
+        """Move from held ranges to windows, or add the windows' gradients into the held ranges."""
         have, get = (self.wanted, self.held) if is_back else (self.held, self.wanted)
         group = communicator(self.mesh, self.axes)
         me = group.index
@@ -142,9 +146,9 @@ class Exchange:
         return result
 
 
-class _Exchange(torch.autograd.Function):
-    """Forward: the exchange. Backward: its transpose, by this very function, so it can be
-    differentiated again."""
+class _DifferentiableExchange(torch.autograd.Function):
+    """Forward: the exchange. Backward: its transpose, by the same function, so that second
+    derivatives work."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, exchange: Exchange, is_back: bool) -> torch.Tensor:
@@ -153,18 +157,22 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return _Exchange.apply(gradients[0], ctx.exchange, not ctx.is_back), None, None  # type: ignore[no-untyped-call]
+        return (
+            _DifferentiableExchange.apply(gradients[0], ctx.exchange, not ctx.is_back),
+            None,
+            None,
+        )  # type: ignore[no-untyped-call]
 
 
 def _cut(tensor: torch.Tensor, dim: int, held: Range, wanted: Range) -> torch.Tensor:
-    """A part of what is held."""
+    """Narrow a tensor that holds one range to another range within it."""
     if wanted[0] == wanted[1]:
         return tensor.narrow(dim, 0, 0)
     return tensor.narrow(dim, wanted[0] - held[0], wanted[1] - wanted[0])
 
 
 def expanded(value: Any, count: int) -> tuple[Any, ...]:
-    """One value for each spatial dim, where torch takes one for all."""
+    """Return one value per spatial dim; torch also accepts one value for all."""
     if isinstance(value, Sequence):
         return tuple(value) * count if len(value) == 1 else tuple(value)
     return (value,) * count

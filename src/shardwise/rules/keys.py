@@ -1,7 +1,7 @@
-"""Keys: what stands between the brackets of `x[key]`, taken apart.
+"""Keys: the index in `x[key]`, split into its basic part and its tensors.
 
-As torch does it, in two steps: the basic part of a key (ints, slices, None, ...) names a region, a
-view, and its tensors then pick from that.
+Indexing works in two steps, as in torch: the basic part of a key (ints, slices, None, ...) selects
+a region, which is a view; then the tensors of the key select elements of the region.
 """
 
 from __future__ import annotations
@@ -31,35 +31,38 @@ _MASKS = (torch.bool, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What an int or a slice takes of one dim: `count` indices from `start` on."""
+    """The indices that an int or a slice selects in one dim: `count` of them from `start` on."""
 
     start: int
     step: int
     count: int
     drops: bool
-    """Whether the dim goes away: it was an int."""
+    """Whether the dim is removed, because the item is an int."""
     is_all: bool
-    """Whether it takes the whole dim, in order."""
+    """Whether the item selects the whole dim in order."""
 
     @property
     def is_long(self) -> bool:
-        """Whether what it takes can stay split: it is not a single row."""
+        """Whether the selected rows can stay split: there is not just one."""
         return not self.drops and self.count != 1
 
     @property
     def rows(self) -> range:
-        """Its indices."""
+        """The selected indices."""
         return range(self.start, self.start + self.count * self.step, self.step)
 
     def pieces(self, ranges: Sequence[Range]) -> tuple[int, int]:
-        """Where its indices, which follow one another, begin in a local tensor that has these
-        ranges of a dim; and how many there are."""
+        """Return the first place and the number of the selected indices in a local tensor that
+        holds these ranges of the dim; for a step of 1."""
         before = count_below(ranges, self.start)
         return before, count_below(ranges, self.start + self.count) - before
 
     def part(self, first: int, end: int) -> tuple[int, int, slice]:
-        """Of its indices, those in `[first, end)`: from which on, how many; and the slice that
-        takes them from the piece that begins at `first`."""
+        """Find the selected indices in `[first, end)`.
+
+        Returns the number of selected indices before them, their number, and the slice that selects
+        them in a shard that begins at `first`.
+        """
         skipped = min(max(-((self.start - first) // self.step), 0), self.count)
         until = min(max(-((self.start - end) // self.step), skipped), self.count)
         at = self.start + skipped * self.step - first
@@ -69,7 +72,7 @@ class Pick:
 
 
 def picks(key: Any, shape: Sequence[int]) -> list[Pick | None]:
-    """What the items of a basic key take; None for a new dim."""
+    """Return what each item of a basic key selects; None for a new dim."""
     items = list(key) if isinstance(key, tuple) else [key]
     taken = sum(item is not None and item is not Ellipsis for item in items)
     sizes = iter(shape)
@@ -80,7 +83,7 @@ def picks(key: Any, shape: Sequence[int]) -> list[Pick | None]:
 
 
 def expanded(items: list[Any], ndim: int, taken: int) -> list[Any]:
-    """The items of a key, that are about `taken` dims, with slices in place of its Ellipsis."""
+    """Replace the Ellipsis of a key by full slices; its other items stand for `taken` dims."""
     if taken > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
     at = next((at for at, item in enumerate(items) if item is Ellipsis), len(items))
@@ -102,22 +105,22 @@ def _pick(item: Any, size: int) -> Pick:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of a tensor that a basic key names, in factors."""
+    """The part of a tensor that a basic key selects, with the factors of its dims."""
 
     picks: list[Pick | None]
     whole: Dims
     """The factor of each dim of the tensor."""
     dims: Dims
-    """The factor of each dim of the region; None for those that are not whole dims."""
+    """The factor of each dim of the region; None for a dim that is only a part."""
     rows: Dims
-    """The same, but with a factor for parts of a dim that are longer than one."""
+    """As `dims`, but parts of a dim that are longer than one row have a factor too."""
     shape: tuple[int, ...]
     parts: tuple[str, ...]
-    """The factors of the tensor's dims of which the region has a part only."""
+    """The factors of the dims of which the region has only a part."""
 
 
 def region(key: Any, tensor: torch.Tensor) -> Region:
-    """The part of a tensor that a basic key names."""
+    """Return the region of a tensor that a basic key selects."""
     found = picks(key, tuple(tensor.shape))
     names: list[str | None] = []
     dims: list[str | None] = []
@@ -142,29 +145,29 @@ def region(key: Any, tensor: torch.Tensor) -> Region:
 
 @dataclass(frozen=True, slots=True)
 class LocalRegion:
-    """What this rank holds of a region. Ints in split dims are slices here, of length 1 or 0."""
+    """This rank's part of a region. Ints in split dims are slices here, of length 1 or 0."""
 
     key: tuple[Any, ...]
-    """What takes it from this rank's piece."""
+    """The key that takes it from this rank's shard."""
     spans: dict[int, tuple[int, int, int]]
-    """For each dim of it that is only a part of the region's: indices before, here, after."""
+    """For each dim that is a part of the region's dim: the number of indices before, here,
+    after."""
     dropped: tuple[int, ...]
-    """Its dims that the region does not have, ascending."""
+    """The dims of the local part that the region does not have, ascending."""
     whole: dict[int, tuple[int, Pick]]
-    """Its dims along which it still is all that this rank holds: the tensor's dim, and what to
-    take."""
+    """The dims along which nothing is selected yet: the dim of the tensor, and what to select."""
 
     @property
     def severed(self) -> bool:
-        """Whether a split dim was taken apart: then it is a copy where torch would have a view."""
+        """Whether a part of a split dim is selected: a copy where torch returns a view."""
         return bool(self.spans or self.whole)
 
 
 def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalRegion:
-    """What this rank holds of a region.
+    """Return this rank's part of a region.
 
     Arguments:
-        but_long: take all, not yet a part, of split dims of which the part is longer than 1.
+        but_long: do not yet select in split dims of which the part is longer than one row.
     """
     layout = here.inputs[0]
     key: list[Any] = []
@@ -179,7 +182,7 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
             continue
         if pick.is_all:
             key.append(ALL)
-        elif but_long and layout.cuts[dim] is not None:  # whole pieces of it
+        elif but_long and layout.cuts[dim] is not None:  # the part consists of whole pieces
             start, length = pick.pieces(layout.ranges(dim))
             key.append(slice(start, start + length))
         elif but_long and pick.is_long and here.axes(where.whole[dim]):
@@ -205,20 +208,19 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key, taken apart."""
+    """A key, split into its basic part and its tensors."""
 
     basic: tuple[Any, ...] | None
-    """Its ints, slices and new dims; None if it has all of every dim."""
+    """The ints, slices and new dims; None if they select everything."""
     indices: tuple[torch.Tensor | None, ...]
-    """For each dim of what `basic` gives (or the first ones) its tensor; none at all if the key
-    has none."""
+    """The tensor for each of the first dims of the region; empty if the key has no tensors."""
 
 
 _SIMPLE = frozenset([int, type(None), type(Ellipsis)])
 
 
 def is_simple(key: Any) -> bool:
-    """Whether a key is surely basic. A quick look: the common case."""
+    """Return whether a key is basic, by a quick test; False means that a closer look is needed."""
     if type(key) is not tuple:
         return _is_simple(key)
     for item in key:  # noqa: SIM110 (faster than all)
@@ -229,7 +231,7 @@ def is_simple(key: Any) -> bool:
 
 def _is_simple(item: Any) -> bool:
     if type(item) is slice:
-        # A tensor as a bound is data.
+        # A tensor may be a bound too, and its value is data.
         return (
             type(item.start) in _SIMPLE
             and type(item.stop) in _SIMPLE
@@ -239,7 +241,7 @@ def _is_simple(item: Any) -> bool:
 
 
 def taken_apart(input: torch.Tensor, key: Any, mesh: DeviceMesh) -> Key:
-    """Part a key into its basic part and its tensors; masks become the indices they stand for."""
+    """Split a key into its basic part and its tensors; masks become the indices of their Trues."""
     items = [_item(each, mesh) for each in _items(key)]
     items = expanded(items, input.dim(), sum(_consumes(each) for each in items))
     basic: list[Any] = []
@@ -283,13 +285,15 @@ def _items(key: Any) -> list[Any]:
 
 
 def is_mask(item: Any) -> bool:
-    """Whether an item of a key picks where it is true."""
+    """Return whether an item of a key is a mask."""
     return isinstance(item, torch.Tensor) and item.dtype in _MASKS
 
 
 def _item(item: Any, mesh: DeviceMesh) -> Any:
-    """An item of a key: an int, a bool, a slice of ints, None, Ellipsis, or a tensor of ints or
-    bools."""
+    """Return an item of a key in canonical form.
+
+    An int, a bool, a slice of ints, None, Ellipsis, or a tensor of ints or bools.
+    """
     if item is None or item is Ellipsis or isinstance(item, bool):
         return item
     if isinstance(item, slice):
@@ -315,12 +319,12 @@ def _item(item: Any, mesh: DeviceMesh) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number, of a tensor that holds one."""
+    """Return a number; that of a tensor with one element."""
     return whole(value, "__getitem__").item() if isinstance(value, torch.Tensor) else value
 
 
 def _consumes(item: Any) -> int:
-    """How many dims an item of a key is about."""
+    """Return the number of dims that an item of a key stands for."""
     if isinstance(item, torch.Tensor):
         return item.dim() if item.dtype in _MASKS else 1
     return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
@@ -330,14 +334,14 @@ def _consumes(item: Any) -> int:
 
 
 def static(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every rank has made alike."""
+    """Wrap a tensor that is the same on every rank as a replicated DTensor."""
     if isinstance(tensor, DTensor):
         return tensor
     return wrap(tensor, Layout(mesh, tuple(tensor.shape)))
 
 
 def mesh_of(*values: Any) -> DeviceMesh:
-    """The mesh of the first DTensor among values."""
+    """Return the mesh of the first DTensor among values."""
     for value in values:
         if isinstance(value, DTensor):
             return value._layout.mesh
@@ -351,7 +355,7 @@ def mesh_of(*values: Any) -> DeviceMesh:
 
 
 def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """All of a tensor, as a plain one; differentiable."""
+    """Gather a whole tensor as a plain one; differentiable."""
     if not isinstance(tensor, DTensor):
         return tensor
     tensor._renew()

@@ -1,6 +1,7 @@
-"""Tensors made longer, and cut again: for operators that refuse what is empty, or lack a row.
+"""Padding and cropping, for operators that refuse empty shards or need one more row.
 
-Gradients have their way through all of these, so that all ranks go it.
+All functions are differentiable on all ranks, empty shards included, so that every rank runs the
+same backward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardwise.rules.spec import Here
 def padded(
     tensor: torch.Tensor, sides: Mapping[int, Range], value: float | int = 0
 ) -> torch.Tensor:
-    """The tensor with so much added before and after each dim; less than 0 takes away."""
+    """Pad dims by (before, after) elements; negative numbers remove elements."""
     if not any(any(each) for each in sides.values()):
         return tensor
     flat = [amount for dim in reversed(range(tensor.dim())) for amount in sides.get(dim, (0, 0))]
@@ -28,14 +29,14 @@ def padded(
 
 
 def with_a_row(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensor; if it is empty along `dim`, with a zero there, so that index 0 exists."""
+    """Add a row of zeros if the tensor is empty along `dim`, so that index 0 exists."""
     return padded(tensor, {dim: (0, 1)}) if tensor.size(dim) == 0 else tensor
 
 
 def filled(tensor: torch.Tensor, amounts: Sequence[int] = ()) -> torch.Tensor:
-    """The tensor with zeros in dims that are empty; as many as `amounts` say, else one.
+    """Pad empty dims with zeros: by `amounts[dim]` elements, or by one.
 
-    What comes of the zeros is cut off again with `cropped`.
+    `cropped` removes the results that come from the zeros.
     """
     sides = {
         dim: (0, amounts[dim] if dim < len(amounts) else 1)
@@ -46,7 +47,7 @@ def filled(tensor: torch.Tensor, amounts: Sequence[int] = ()) -> torch.Tensor:
 
 
 def cropped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The first part of a tensor that has this shape."""
+    """Narrow each dim of a tensor to its first elements, so that it has this shape."""
     for dim, (have, want) in enumerate(zip(tensor.shape, shape, strict=True)):
         if have != want:
             tensor = tensor.narrow(dim, 0, want)
@@ -54,13 +55,13 @@ def cropped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def for_empty(function: Callable[..., Any]) -> Callable[[Here], Callable[..., Any] | None]:
-    """The lowering of a function that refuses an empty piece, or answers it in a way of its own:
-    without a way for gradients, or in another shape.
+    """Return the lowering of a function that does not handle empty shards.
 
-    Where its first result is empty it runs on something, of which nothing is kept.
+    It may refuse them, or return a result of another shape or without gradients. Where the first
+    result is empty, the function runs on padded inputs, and the result is cropped to nothing.
     """
 
-    def something(value: Any) -> Any:
+    def non_empty(value: Any) -> Any:
         return filled(value) if isinstance(value, torch.Tensor) else value
 
     def lower(here: Here) -> Callable[..., Any] | None:
@@ -68,8 +69,8 @@ def for_empty(function: Callable[..., Any]) -> Callable[[Here], Callable[..., An
 
         @with_synonyms
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            keywords = {name: something(value) for name, value in kwargs.items()}
-            return cropped(function(*map(something, args), **keywords), shape)
+            keywords = {name: non_empty(value) for name, value in kwargs.items()}
+            return cropped(function(*map(non_empty, args), **keywords), shape)
 
         return run if is_empty(shape) else None
 
@@ -77,5 +78,5 @@ def for_empty(function: Callable[..., Any]) -> Callable[[Here], Callable[..., An
 
 
 def is_empty(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape has no elements."""
+    """Return whether a tensor of this shape has no elements."""
     return math.prod(shape) == 0

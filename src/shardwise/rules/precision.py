@@ -1,6 +1,6 @@
-"""Precision: what torch's kernels compute in, and what autocast makes of their inputs.
+"""Dtypes in which torch's kernels compute, with and without autocast.
 
-A lowering that does by parts what torch does in one kernel must round to a half type only once.
+A lowering that replaces one kernel of torch by several steps must round to a half type only once.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """What torch's kernels accumulate in: float32 for the half types, others as they are."""
+    """Return the dtype in which torch accumulates: float32 for the half types, else the same."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the dtype that torch's kernels would accumulate it in."""
+    """Cast a tensor to the dtype in which torch's kernels would accumulate it."""
     return tensor.to(wider(tensor.dtype))
 
 
 def keeps_sums(dtype: torch.dtype | None) -> bool:
-    """Whether a cast to this dtype is linear: contributions must not be rounded to integers."""
+    """Return whether a cast to this dtype is linear; contributions must not become integers."""
     return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
 def is_summed(dtype: torch.dtype) -> bool:
-    """Whether contributions may be cast to it: sums are not computed in floats of 8 bits."""
+    """Return whether contributions of this dtype can be summed: not integers, not 8-bit floats."""
     return keeps_sums(dtype) and dtype.itemsize > 1
 
 
@@ -37,7 +37,7 @@ def is_summed(dtype: torch.dtype) -> bool:
 
 
 def autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """What torch makes of an operand of a product of matrices."""
+    """Cast an operand of a matrix product as autocast does."""
     device = tensor.device.type
     if _is_enabled(device) and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
@@ -45,7 +45,7 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def autocast_wider(*tensors: torch.Tensor) -> torch.dtype:
-    """The dtype that torch computes losses and sums of these tensors in, and gives them."""
+    """Return the dtype of losses and sums of these tensors, under autocast the wider one."""
     dtype = tensors[0].dtype
     for each in tensors[1:]:
         dtype = torch.promote_types(dtype, each.dtype)
@@ -53,10 +53,10 @@ def autocast_wider(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """What is computed within it is computed in the dtypes that it has."""
+    """Turn autocast off within the returned context, so that operators keep their dtypes."""
     return torch.autocast(device, enabled=False) if _is_enabled(device) else nullcontext()
 
 
 def _is_enabled(device: str) -> bool:
-    # torch knows no autocast of tensors without data, and does not ignore the question.
+    # torch raises an error if it is asked for autocast on the meta device.
     return device != "meta" and torch.is_autocast_enabled(device)

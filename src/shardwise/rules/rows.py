@@ -1,7 +1,8 @@
-"""Rows that change hands: results that have the rows of a split dim in another order, or only some.
+"""Exchange of rows, for results that hold the rows of a split dim in another order, or some of
+them.
 
-`exchange` gives each rank its chunk of the result by one all-to-all, so that the dim stays split.
-`owned_part` is for results that are too small to be split: those who own a row give it to all.
+`exchange` gives each rank its chunk of the result by one all-to-all, so the dim stays split.
+`owned_part` serves results that are too short to be split: all ranks get all rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardwise.rules.padding import padded
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 Rows = npt.NDArray[np.int64]
-"""Numpy's, as plans are also made where torch traces."""
+"""Row numbers, in numpy: torch may be tracing while a call is planned."""
 
 
 # ---- an exchange of rows
@@ -42,18 +43,19 @@ def exchange(
     rows: Rows | Sequence[int],
     fill: float = 0,
 ) -> Local:
-    """How to get from pieces of some tensors to pieces of others, made of the same rows.
+    """Plan how shards of some tensors become shards of others that consist of the same rows.
 
-    Forward: all-to-all, unless no row changes hands. Backward: the same, transposed.
+    Forward: all-to-all, or no communication if all rows stay on their ranks. Backward: the
+    transposed all-to-all.
 
     Arguments:
-        name: what a message calls the operator.
-        axes: those that split `dim`, outer to inner, before and after.
-        sources: the global sizes of `dim` of the tensors whose pieces, joined along `dim`, go in.
-        targets: the same of the tensors whose pieces, joined along `dim`, come out.
-        rows: for each row of the joined targets its place among the joined sources, or -1 for one
-            that is filled.
-        fill: with what.
+        name: the name of the operator, for messages.
+        axes: the axes that split `dim`, outer to inner, before and after.
+        sources: the global sizes along `dim` of the input tensors; their shards are concatenated.
+        targets: the global sizes along `dim` of the results; their shards are concatenated.
+        rows: for each row of the concatenated results its number in the concatenated inputs, or -1
+            for a row that is filled.
+        fill: the value of filled rows.
     """
     group = communicator(mesh, axes)
     here, count = group.index, len(group.ranks)
@@ -68,7 +70,7 @@ def exchange(
     sends = np.bincount(holder[sent], minlength=count).tolist()
     receives = np.bincount(owner[received], minlength=count).tolist()
     leaving = at[sent][holder[sent].argsort(kind="stable")]
-    # The row after the last one received is the fill.
+    # The fill is appended after the last row that is received.
     arriving = np.full(lengths[here], sum(receives))
     arriving[place[received][owner[received].argsort(kind="stable")]] = np.arange(sum(receives))
     has_fill = bool((arriving == sum(receives)).any())
@@ -84,7 +86,7 @@ def exchange(
             row[dim] = 1
             result = torch.cat([result, result.new_full(row, fill)], dim)
         result = order(result)
-        # What nobody else has a part of may be what went in; an exchange gives a copy.
+        # Without an exchange the result may be the input itself; callers expect a copy.
         return result if moves or has_fill else result.clone()
 
     return run
@@ -93,7 +95,8 @@ def exchange(
 def _held(
     sizes: Sequence[int], mesh: DeviceMesh, axes: tuple[int, ...]
 ) -> tuple[Rows, Rows, list[int]]:
-    """Who has each row of tensors joined along a dim, where among its own, and how many it has."""
+    """Return for each row of concatenated tensors its owner and its place there, and the number of
+    rows of each rank."""
     owners, places = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     lengths = [0] * math.prod(mesh.shape[axis] for axis in axes)
     for size in sizes:
@@ -105,7 +108,7 @@ def _held(
 
 
 def _picker(rows: Rows, size: int, dim: int) -> Local:
-    """What picks these rows of so many."""
+    """Return a function that takes these rows out of `size` rows; a view if they are adjacent."""
     first, count = int(rows[0]) if len(rows) else 0, len(rows)
     if not np.array_equal(rows, np.arange(first, first + count)):
         return lambda x: picked(x, dim, rows)
@@ -115,7 +118,8 @@ def _picker(rows: Rows, size: int, dim: int) -> Local:
 
 
 class AllToAll(torch.autograd.Function):
-    """Forward: `sends[i]` rows go to rank i, `receives[i]` come from it. Backward: the reverse."""
+    """Forward: send `sends[i]` rows to rank i, receive `receives[i]` rows. Backward: the
+    reverse."""
 
     @staticmethod
     def forward(
@@ -138,12 +142,13 @@ class AllToAll(torch.autograd.Function):
 
 
 def refuse_if_explicit(name: str, mesh: DeviceMesh, axes: Sequence[int]) -> None:
-    """Within `explicit()`: refuse to move rows of a dim that these axes split."""
+    """Refuse to move rows of a dim that these axes split, within `explicit()`."""
     if state.explicit:
         over = ", ".join(map(mesh.axis_name, axes))
         raise PolicyError(
-            f"{name}: within explicit(), but rows of a dim that {over} splits must change hands. "
-            f"Say so: make the input whole on {over} first, with x.redistribute(placements=...)"
+            f"{name}: explicit() forbids implicit communication, and rows of a dim that {over} "
+            f"splits would move between ranks. Make the input whole on {over} first, with "
+            "x.redistribute(placements=...)"
         )
 
 
@@ -159,9 +164,9 @@ def owned_part(
     mesh: DeviceMesh,
     axes: Sequence[int],
 ) -> torch.Tensor:
-    """The whole of a result of `length` rows, of which this rank has `part`, from row `first` on.
+    """Return a whole result of `length` rows, of which this rank owns `part`, from row `first`.
 
-    Forward: all-reduce. Backward: nothing, as every rank has the whole gradient.
+    Forward: all-reduce. Backward: no communication, as every rank has the whole gradient.
     """
     before = first if part.shape[dim] else 0
     after = length - before - part.shape[dim]
@@ -173,8 +178,9 @@ def owned_part(
 
 
 def severed(result: torch.Tensor, name: str, key: Any = None) -> torch.Tensor:
-    """Mark a copy where torch would return a view: one that an index gives is written back."""
-    if not result.numel():  # nothing travelled: on some rank it may be a view of what went in
+    """Mark a result as a copy where torch returns a view; writes through an index are copied
+    back."""
+    if not result.numel():  # no row was moved, so the result may be a view of the input
         result = result.clone()
     mark_severed(result, name, key)
     return result
