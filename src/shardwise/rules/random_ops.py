@@ -316,8 +316,9 @@ def _check_probability(p: float) -> None:
 
 
 # ---- replicated: torch's own algorithms, whose number of draws depends on the data.
-# They draw from a generator that is seeded by the key, so that the default generator advances equally
-# on all ranks. A recorded program draws from the default one: all its ranks have the same data.
+# They draw from a generator that is seeded by the key, so that the default generator advances
+# equally on all ranks. A recorded program draws from the default one: all its ranks have the same
+# data.
 
 
 def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torch.Tensor]:
