@@ -1,7 +1,7 @@
 """Pooling to a given size.
 
-Along a dim whose size it divides, all windows have one length and do not overlap: those of some
-results, pooled by themselves, give these results. Along other dims a plane is whole.
+If the size of the result divides the size of the input, all windows have one length and do not
+overlap, so the dim may be split. Other spatial dims are whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.torch_internals import nn_builtins
 
 
 def _sizes(input: torch.Tensor, space: int, output_size: Any) -> list[int]:
-    """The sizes of space in the result; None among the given ones keeps the input's."""
+    """Return the spatial sizes of the result; None keeps the size of the input."""
     wanted = expanded(output_size, space)
     given = input.shape[-space:]
     return [have if want is None else want for have, want in zip(given, wanted, strict=True)]
@@ -40,11 +40,11 @@ def _adaptive(
     names, shape = dims_of(input), tuple(input.shape)
     first = len(shape) - space
     lengths: dict[int, int] = {}
-    """Of the windows, along the dims that can be split."""
+    """The lengths of the windows along dims that can be split."""
     reduces: dict[str, str] = {}
     for dim, want in enumerate(sizes, first):
         if is_average and want == 1:
-            reduces[f"d{dim}"] = "sum"  # of the averages of the pieces, weighted
+            reduces[f"d{dim}"] = "sum"  # weighted averages of the shards are summed
         elif want and shape[dim] and shape[dim] % want == 0:
             lengths[dim] = shape[dim] // want
     free: Dims = tuple(

@@ -1,8 +1,8 @@
 """Writing by index: `x[key] = value`, index_put, put_. In place; the target keeps its layout.
 
-Each rank writes what falls into its piece, also if that is nothing: a value that requires grad must
-have its place in the graph of every rank, as its gradient is summed over them. Writing is linear in
-target and value together, so a target with a pending sum takes the value as a pending sum, too.
+Each rank writes the elements of its shard, even if there are none: a value that requires grad must
+be in the graph of every rank, as its gradient is summed over the ranks. Writing is jointly linear
+in target and value, so a target with a pending sum takes the value as a pending sum too.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from shardwise.tensor import DTensor, unwrap, wrap
 
 
 def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]], Function]:
-    """Make a function, that dispatch knows to change its first argument, of a rule."""
+    """Return a decorator that turns a rule into a function that writes to its first argument."""
     function = Function(name, run)
 
     def aside(target: DTensor, *args: Any) -> DTensor:
-        # A pending max, say: nothing can be written to contributions.
+        # For example a pending max: its contributions cannot be written to.
         result = static(whole(target, name).clone(), target._layout.mesh)
         function.dispatched(result, *args)
         return result
@@ -69,7 +69,7 @@ def _assign(target: torch.Tensor, key: Any, value: Any) -> None:
 
 @writer("__setitem__", _assign)
 def ASSIGN(target: torch.Tensor, key: Any, value: torch.Tensor) -> Spec:  # noqa: N802
-    """An assignment by ints, slices, None and Ellipsis."""
+    """Assign by ints, slices, None and Ellipsis."""
     where = region(key, target)
 
     def lower(here: Here) -> Callable[..., None] | None:
@@ -98,7 +98,7 @@ def ASSIGN(target: torch.Tensor, key: Any, value: torch.Tensor) -> Spec:  # noqa
 
 
 def _fitted(value: torch.Tensor, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
-    """The factors of a value that is written to where these are the factors and sizes."""
+    """Return the factors of a value that is written to a region with these factors and sizes."""
     sizes = list(value.shape)
     while len(sizes) > len(shape) and sizes[0] == 1:
         sizes.pop(0)
@@ -112,7 +112,7 @@ def _fitted(value: torch.Tensor, names: Sequence[str | None], shape: Sequence[in
 
 
 def _of_rank(value: torch.Tensor, ndim: int) -> torch.Tensor:
-    """A value that broadcasts to `ndim` dims, with so many."""
+    """Add leading dims to a value until it has `ndim` dims."""
     shape = tuple(value.shape)
     extra = len(shape) - ndim
     return value.reshape(shape[extra:] if extra > 0 else (1,) * -extra + shape)
@@ -123,7 +123,7 @@ def _of_rank(value: torch.Tensor, ndim: int) -> torch.Tensor:
 
 @writer("__setitem__", _assign)
 def FILL(target: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Spec:  # noqa: N802
-    """An assignment to where a mask is true, of a value that is the same for all these places."""
+    """Assign one value to all places where a mask is true."""
     shape = tuple(target.shape)
     if tuple(mask.shape) != shape[: mask.dim()]:
         raise IndexError(
@@ -131,7 +131,7 @@ def FILL(target: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Spec:
             f"indexed tensor {list(shape)} at index 0"
         )
     dims = dims_of(target)
-    rest = [None, *dims[mask.dim() :]]  # the places themselves are the first dim of the value
+    rest = [None, *dims[mask.dim() :]]  # the first dim of the value runs along the places
     return Spec(
         [
             (target, dims),
@@ -144,7 +144,7 @@ def FILL(target: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Spec:
 
 
 def _fills(target: torch.Tensor, key: Any, value: torch.Tensor) -> bool:
-    """Whether a key is one mask, and the value the same for all its places."""
+    """Return whether a key is one mask and the value is the same for all its places."""
     if not is_mask(key):
         return False
     rest = target.dim() - key.dim()
@@ -156,7 +156,7 @@ def _fills(target: torch.Tensor, key: Any, value: torch.Tensor) -> bool:
 
 def _put(target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool) -> None:
     if accumulate:
-        # The operator: the method does not take None for a dim.
+        # Call the operator, as the method does not accept None for a dim.
         torch.ops.aten.index_put_.default(target, list(indices), values, True)
     else:
         target[tuple(ALL if each is None else each for each in indices)] = values
@@ -166,7 +166,7 @@ def _put(target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulat
 def PUT(  # noqa: N802
     target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool
 ) -> Spec:
-    """An assignment (or addition) by tensors of integers, one or None for each dim."""
+    """Assign (or add) by tensors of integers, one or None for each dim."""
     where = picked(target.dim(), indices)
     names = dims_of(target)
     common = [None] * len(where.common)
@@ -202,7 +202,7 @@ def PUT(  # noqa: N802
 
 
 def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
-    """For each dim of a tensor the indices that a key with basic parts and tensors names."""
+    """Return for each dim the indices that a key with basic parts and tensors selects."""
     taken = picks(key.basic, tuple(target.shape))
     sizes = [1 if pick is None else pick.count for pick in taken if pick is None or not pick.drops]
     where = picked(len(sizes), key.indices)
@@ -229,22 +229,24 @@ def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
     return tuple(result)
 
 
-# ---- what users call
+# ---- the functions of torch
 
 
 @handler(torch.Tensor.__setitem__)
 def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`x[key] = value`."""
+    """Do `x[key] = value`."""
     target, key, value = args
     check_target("__setitem__", target)
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Number):
             raise TypeError(f"can't assign a {type(value).__name__} to a {target.type()}")
-        # A number would be part of the plan's key, and cannot be a contribution.
+        # As a tensor: a number would be part of the cache key, and cannot be a pending sum.
         value = torch.tensor(value, dtype=target.dtype, device=target.device)
     if isinstance(key, tuple) and len(key) == 1:
         key = key[0]
-    if is_up_to_date(value, target, key):  # what `x[key] += 1` ends with: it was written back
+    if is_up_to_date(
+        value, target, key
+    ):  # `x[key] += 1` ends with this, and has written back already
         return
     if is_simple(key):
         ASSIGN.dispatched(target, key, value)
@@ -268,7 +270,7 @@ def _set(target: DTensor, key: Key, value: torch.Tensor) -> None:
 
 
 def _is_view(where: Region, layout: Layout) -> bool:
-    """Whether the region is a view of each rank's piece."""
+    """Return whether the region is a view of each rank's shard."""
     split = {f"d{dim}" for dim, axes in enumerate(layout.shard_order) if axes}
     return not split & set(where.parts)
 
@@ -277,7 +279,7 @@ def _is_view(where: Region, layout: Layout) -> bool:
 def index_put_(
     input: Any, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
-    """`index_put_`: indices are tensors, or None for a dim."""
+    """Run `index_put_`: indices are tensors, or None for a dim."""
     check_target("index_put_", input)
     key = tuple(ALL if each is None else each for each in indices)
     parts = taken_apart(input, key, input._layout.mesh)
@@ -289,7 +291,7 @@ def index_put_(
 def index_put(
     input: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
-    """`index_put`: on a copy."""
+    """Run `index_put_` on a copy."""
     return index_put_(copy_of(input, mesh_of(input, indices, values)), indices, values, accumulate)
 
 
@@ -297,7 +299,7 @@ def index_put(
 def masked_index_put(
     input: torch.Tensor, mask: torch.Tensor, indices: Sequence[Any], values: torch.Tensor
 ) -> Any:
-    """Added on a copy where a mask is true; elsewhere indices need not be within bounds."""
+    """Add to a copy where a mask is true; other indices may be out of bounds."""
     if not input.numel():
         return copy_of(input, mesh_of(input, mask, indices, values))
     key = [None if each is ALL else each for each in within(input, indices)]
@@ -306,16 +308,16 @@ def masked_index_put(
 
 @composed("put_")
 def put_(input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Any:
-    """`put_`: indices into the flattened tensor."""
+    """Run `put_`: the indices are of the flattened tensor."""
     check_target("put_", input)
     mesh = input._layout.mesh
     found = unravelled(whole(index, "put_"), input._layout.shape)
     values = whole(source, "put_").reshape(index.shape)
-    values = static(values.view_as(values), mesh)  # it may be the user's own
+    values = static(values.view_as(values), mesh)  # an alias, as the tensor may be the user's own
     indices = tuple(static(each, mesh) for each in found)
     if indices:
         PUT.dispatched(input, indices, values, bool(accumulate))
-    elif index.numel() and accumulate:  # a 0-d tensor has one place
+    elif index.numel() and accumulate:  # a 0-d tensor has one element
         input.add_(values.sum())
     elif index.numel():
         input.copy_(values.reshape(-1)[-1])
@@ -326,12 +328,12 @@ def put_(input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool
 def put(
     input: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
 ) -> Any:
-    """`put`: on a copy."""
+    """Run `put_` on a copy."""
     return put_(copy_of(input, mesh_of(input, index, source)), index, source, accumulate)
 
 
 def copy_of(input: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A copy that can be written to; of a plain tensor, one that is whole."""
+    """Return a copy that can be written to; the copy of a plain tensor is replicated."""
     if isinstance(input, DTensor):
         return wrap(unwrap(input).clone(), input._layout)
     return static(input.clone(), mesh)

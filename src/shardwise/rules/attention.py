@@ -1,12 +1,12 @@
 """Scaled dot product attention: batch, heads, queries and the values' features are free factors.
 
-The keys are a summed one: each rank's weights are normalised by the sum over all keys, so only a
-maximum and a sum for each query travel, and its share of the result is pending a sum, as of a
-product. Attention is linear in the values.
+The keys are a summed factor: each rank normalises its weights by the sum over all keys, so only a
+maximum and a sum per query are communicated, and the result is pending a sum. Attention is linear
+in the values.
 
-torch's own kernel runs wherever it can. What it cannot do is done by parts here: split keys,
-dropout by global position, and empty shards, where it forgets the mask's gradient, and dims that
-are broadcast.
+torch's own kernel runs wherever it can. `Local.by_parts` handles the other cases: split keys,
+dropout by global position, broadcast dims, and empty shards, for which torch drops the mask's
+gradient.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def attention(
     gathers_queries = _gathering_queries_is_cheaper(query, key, value)
 
     def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
-        # If one axis splits keys and queries, the queries stay split: the result is as they are.
+        # If one axis splits keys and queries, the queries stay split, as the result is.
         return gathers_queries or not set(queries) & set(splits.get("s", ()))
 
     def lower(here: Here) -> Callable[..., Tensor] | None:
@@ -102,28 +102,33 @@ def attention(
 
 
 def axes_of(tensor: Tensor, dim: int) -> tuple[int, ...]:
-    """The axes that split a dim of a tensor, which may be a plain one."""
+    """Return the axes that split a dim of a tensor; none for a plain tensor."""
     layout = getattr(tensor, "_layout", None)
     return () if layout is None else layout.shard_order[dim]
 
 
 def _gathering_queries_is_cheaper(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether to gather queries and sum results moves less than to gather keys and values."""
+    """Return whether gathering queries and summing results moves less than gathering keys and
+    values.
+    """
     features, width = query.shape[-1], value.shape[-1]
     return query.shape[-2] * (features + 2 * width) < key.shape[-2] * (features + width)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How many there are, where several of the queries' share one of the keys' and values'."""
+    """The numbers of heads, where several heads of queries share one head of keys and values."""
 
     queries: int
     keys: int
     values: int
 
     def split_alike(self, query: Tensor, key: Tensor) -> bool:
-        """Whether keys and values are to be split with the queries as these lie, or be whole:
-        each rank's heads of queries must be just those of its keys and values."""
+        """Return whether keys and values can be split with the queries.
+
+        The heads of queries on each rank must be those of its keys and values; otherwise keys and
+        values must be whole.
+        """
         for tensor in (query, key):
             axes = axes_of(tensor, -3)
             if axes:
@@ -137,10 +142,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Local:
-    """Attention on one rank's pieces."""
+    """Attention on one rank's shards."""
 
     weights: Layout
-    """How the weights, that nobody sees, lie: a row for each query, a column for each key."""
+    """The layout of the attention weights: a row for each query, a column for each key."""
     summed: tuple[int, ...]
     """The axes that split the keys."""
     heads: Heads | None
@@ -158,13 +163,15 @@ class Local:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """By torch's operator: all keys are here, and there is no dropout."""
+        """Run torch's operator: this rank has all keys, and there is no dropout."""
         if enable_gqa and not self.is_shared:
             key, value = self._of_queries(key, value)
             enable_gqa = False
         if is_causal:
             _, last = self.weights.range(-2)
-            if query.shape[-2] and last < key.shape[-2]:  # no query here looks further
+            if (
+                query.shape[-2] and last < key.shape[-2]
+            ):  # no query of this rank attends to later keys
                 key, value = key[..., :last, :], value[..., :last, :]
                 attn_mask = _cut(attn_mask, last)
             attn_mask = self._causal(attn_mask, query, key)
@@ -185,7 +192,8 @@ class Local:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Scores, their softmax over the keys of all ranks, dropout, and the weighted sum."""
+        """Compute scores, their softmax over the keys of all ranks, dropout, and the weighted
+        sum."""
         query, key, value = map(autocast, (query, key, value))
         if enable_gqa:
             key, value = self._of_queries(key, value)
@@ -205,21 +213,21 @@ class Local:
             return (weights @ widened(value)).to(query.dtype)
 
     def _of_queries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """One head of keys and values for each of the queries'."""
+        """Repeat heads of keys and values, so that each head of queries has its own."""
         assert self.heads is not None, "only called for groups"
         ranges = self.weights.ranges(-3)
         count_here = sum(stop - start for start, stop in ranges)
         found = []
         for tensor, count in ((key, self.heads.keys), (value, self.heads.values)):
             each = self.heads.queries // count
-            # Where keys are split alike, the pieces begin at the same head.
+            # If keys are split with the queries, the shards begin at the same head.
             first = 0 if self.is_shared else ranges[0][0]
             wanted = torch.arange(first, first + count_here, device=tensor.device) // each
             found.append(tensor.index_select(-3, wanted))
         return found[0], found[1]
 
     def _causal(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """The mask, and that no query looks at later keys, by global positions."""
+        """Return the mask with later keys masked for each query, by global positions."""
         (query_start, _), (key_start, _) = self.weights.range(-2), self.weights.range(-1)
         past = torch.ones(
             query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
@@ -229,20 +237,21 @@ class Local:
         return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -math.inf)
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        """Over the last dim, of which other ranks have the rest. A row that is all masked is 0."""
+        """Return softmax over the last dim, which is split over ranks; a fully masked row gives
+        0."""
         mesh = self.weights.mesh
         if scores.shape[-1]:
             largest = scores.detach().amax(-1, keepdim=True)
         else:
             largest = scores.new_full((*scores.shape[:-1], 1), -math.inf)
         largest = extreme(largest, mesh, self.summed, "max")
-        # A constant to autograd: the result does not change with it.
+        # Autograd treats the maximum as a constant: the result does not depend on it.
         exps = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
         sums = total_used(exps.sum(-1, keepdim=True), mesh, self.summed)
         return exps / sums.masked_fill(sums == 0, 1)
 
     def _kept(self, dropout_p: float, like: Tensor) -> Tensor:
-        """What to multiply the weights with: the same for every layout."""
+        """Return the dropout mask, scaled; it is the same for every layout."""
         if dropout_p == 1:  # nothing is drawn
             return torch.zeros_like(like)
         kept = 1 - dropout_p

@@ -1,7 +1,7 @@
-"""batch_norm and instance_norm: statistics of the global batch, and running ones kept up.
+"""batch_norm and instance_norm: statistics of the global batch, and running statistics.
 
-The functions change two of their arguments, the running statistics, wherever these lie. So each
-call is two: one that returns the statistics, with a rule, and the update as torch would write it.
+The functions update two of their arguments, the running statistics, in whatever layout these have.
+So each call has two parts: a function with a rule that returns the statistics, and the update.
 """
 
 from __future__ import annotations
@@ -101,15 +101,15 @@ def _normalized(
     return result
 
 
-# ---- torch's own operators, which return what their backward needs
+# ---- aten operators, which also return what their backward needs
 
 
 @composed("native_batch_norm", "_native_batch_norm_legit")
 def native_batch_norm(
     input: torch.Tensor, weight: Optional, bias: Optional, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Also the mean and the reciprocal deviation; nothing for these if they are given."""
-    # The overload without running statistics has no place for them.
+    """Return result, mean and reciprocal deviation; the last two are empty without training."""
+    # The overload without running statistics has two arguments less.
     has_statistics = len(rest) + len(kwargs) == 5
     return _native(input, weight, bias, *(() if has_statistics else (None, None)), *rest, **kwargs)
 
@@ -125,7 +125,7 @@ def functional_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Also the running statistics as they are then; those that are given stay as they were."""
+    """Return the updated running statistics too; the given ones are not changed."""
     mean, variance = running_mean.clone(), running_var.clone()
     made = _native(input, weight, bias, mean, variance, training, momentum, eps)
     return (*made, mean, variance)
@@ -133,13 +133,13 @@ def functional_batch_norm(
 
 @composed("_native_batch_norm_legit_no_training")
 def native_batch_norm_by_statistics(*args: Any) -> Any:
-    """By the running statistics."""
+    """Normalize by the running statistics."""
     return _with_reserve(*args[:5], False, *args[5:])[:3]
 
 
 @composed("_batch_norm_with_update")
 def batch_norm_with_update(*args: Any) -> Any:
-    """And a reserve for cudnn, which is empty without it."""
+    """Return cudnn's reserve too, which is empty on other backends."""
     return _with_reserve(*args[:5], True, *args[5:])
 
 
@@ -168,7 +168,9 @@ def _native(
         return made, _nothing(made), _nothing(made)
     result, mean, variance, scale = dispatched(by_batch_saving, input, weight, bias, eps)
     _update((running_mean, mean), (running_var, variance), momentum=momentum)
-    kind = (input if weight is None else weight).dtype  # of halves they are made in float32
+    kind = (
+        input if weight is None else weight
+    ).dtype  # for half types the statistics are computed in float32
     return result, mean.to(kind), scale.to(kind)
 
 
@@ -179,14 +181,14 @@ def _nothing(like: DTensor, dtype: torch.dtype | None = None) -> DTensor:
 
 @torch.no_grad()
 def _update(*statistics: tuple[Optional, DTensor], momentum: float) -> None:
-    """Keep up running statistics, those that there are, with the ones of this batch."""
+    """Update the running statistics that are given with those of this batch."""
     for running, value in statistics:
         if running is not None:
             new = value if isinstance(running, DTensor) else value.full_tensor()
             running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
 
 
-# ---- with statistics that are given
+# ---- with given statistics
 
 
 def by_statistics(
@@ -219,7 +221,7 @@ def statistics_rule(
     return Spec(inputs, [Out(names, tuple(input.shape))])
 
 
-# ---- with those of the batch, or of each instance in it
+# ---- with statistics of the batch, or of each instance in it
 
 
 def by_batch(
@@ -328,8 +330,7 @@ def saving_rule(input: torch.Tensor, weight: Optional, bias: Optional, eps: floa
 def _split_batch_norm(
     here: Here, shape: tuple[int, ...]
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-    """What `by_batch_saving` is where the dims that are averaged over are split; None if they are
-    not."""
+    """Return the lowering of `by_batch_saving`; None if no averaged dim is split."""
     averaged = [0, *range(2, len(shape))]
     count = math.prod(shape[dim] for dim in averaged)
     axes = here.axes("n", *(f"s{at}" for at in range(len(shape) - 2)))
@@ -394,8 +395,11 @@ def _normal(
 def _affine(
     result: torch.Tensor, weight: Optional, bias: Optional, input: torch.Tensor
 ) -> torch.Tensor:
-    """What is normalized, with weight and bias. All that is left to do on a rank with nothing,
-    which torch's kernels refuse: autograd must see the same inputs as elsewhere."""
+    """Apply weight and bias to the normalized values.
+
+    A rank with an empty shard does only this: torch's kernels refuse empty inputs, and autograd
+    must see the same inputs as on other ranks.
+    """
     weight, bias = (beside_space(each, input.dim()) for each in (weight, bias))
     return scaled(result, weight, bias).to(input.dtype)
 

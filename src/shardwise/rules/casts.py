@@ -1,7 +1,7 @@
-"""Casts and copies: the values stay, so the layout does.
+"""Casts and copies: the layout of the result is that of the input.
 
-Pending sums flow through a cast between floating point numbers, not to integers: rounding each
-contribution is not rounding the sum.
+Pending sums flow through a cast to floating point, but not to integers: rounding each contribution
+differs from rounding the sum.
 """
 
 from __future__ import annotations
@@ -52,17 +52,20 @@ def detach(input: Any) -> Spec:
 def _detached(input: Any) -> torch.Tensor:
     result = torch.Tensor.detach(input)
     severed = severed_by(input)
-    if severed is not None:  # autograd does not know what it is an alias of
+    if severed is not None:  # autograd does not record what a detached tensor is an alias of
         result._severed = severed  # type: ignore[attr-defined]
     return result
 
 
-# ---- to, type, type_as: how they are called decides what they are
+# ---- to, type, type_as: their arguments decide whether they cast
 
 
 class _Cast:
-    """`Tensor.to`, without tensors among its arguments. No function: it is handed DTensors as they
-    are, so that what torch returns as it is stays the same object."""
+    """`Tensor.to` without tensors among its arguments.
+
+    It is an object and not a Python function, so that dispatch passes DTensors to it unchanged: if
+    torch returns its argument, the caller gets the same object.
+    """
 
     __name__ = "to"
 
@@ -73,7 +76,8 @@ class _Cast:
 _to: Any = torch.Tensor.to
 cast = _Cast()
 kept_dtype = _Cast()
-"""The same where the dtype stays, which is not known to a rule: sums of integers flow too."""
+"""`Tensor.to` where the dtype stays the same, so that pending sums of integers may flow too. A rule
+does not see dtypes, hence the second function."""
 
 
 @rule(kept_dtype)
@@ -100,7 +104,7 @@ def to(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = dict(kwargs)
         other = kwargs.pop("other")
         args = (tensor, other.device, other.dtype)
-    if isinstance(args[-1], torch.memory_format):  # operators have it by position
+    if isinstance(args[-1], torch.memory_format):  # aten operators take it by position
         args, kwargs = args[:-1], {**kwargs, "memory_format": args[-1]}
     if not isinstance(tensor, DTensor):
         return tensor.to(*args[1:], **kwargs)
@@ -120,7 +124,7 @@ def type_as(input: torch.Tensor, other: torch.Tensor) -> Any:
 
 @composed("to_dense")
 def to_dense(input: Any, dtype: Any = None, *, masked_grad: Any = None) -> Any:
-    """Nothing to do, but for the dtype."""
+    """Cast to the dtype, if one is given: a DTensor is always dense."""
     return input if dtype is None else input.to(dtype)
 
 
@@ -135,21 +139,21 @@ def type_(func: Any, args: Any, kwargs: Any) -> Any:
     return tensor.to(like.device, like.dtype)
 
 
-# ---- the same memory as another dtype
+# ---- the same memory in another dtype
 
 REINTERPRETED = Function("view", lambda input, dtype, last: input.view(dtype))
 
 
 @rule(REINTERPRETED)
 def reinterpreted(input: torch.Tensor, dtype: torch.dtype, last: int) -> Spec:
-    """The last dim, of which so many are left, is longer or shorter by what the dtypes differ."""
+    """The size of the last dim changes by the ratio of the item sizes; `last` is its new size."""
     dims = dims_of(input)
     shape = (*input.shape[:-1], last) if dims else ()
     return Spec([(input, dims)], [Out(dims, shape)], scales=True, positions=(), is_view=True)
 
 
 def viewed_as(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x.view(dtype)`."""
+    """Return `x.view(dtype)`."""
     like = torch.empty(input.shape, dtype=input.dtype, device="meta").view(dtype)
     return REINTERPRETED.dispatched(input, dtype, like.shape[-1] if like.dim() else 1)  # type: ignore[no-any-return]
 
@@ -166,8 +170,11 @@ def itself(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handler("copy_")
 def copy_(func: Any, args: Any, kwargs: Any) -> Any:
-    """Into the target, as it lies; the source may lie otherwise, broadcast, or be a plain tensor
-    that is the same on every rank."""
+    """Copy into the target, which keeps its layout.
+
+    The source may have another layout, broadcast, or be a plain tensor that is the same on every
+    rank.
+    """
     target, source, *rest = _bound(args, kwargs)
     check_target(name_of(func), target)
     check_writable("copy_", target)
@@ -189,10 +196,10 @@ def _bound(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _moved(source: torch.Tensor, given: Layout, target: DTensor) -> torch.Tensor:
-    """The piece of the source that goes where this rank's piece of the target is."""
+    """Redistribute the source to the layout of the target; return this rank's shard."""
     wanted = target._layout
     if given.partial and wanted.partial and not keeps_sums(target.dtype):
-        # A contribution must not be rounded on its own.
+        # Each contribution would be rounded on its own.
         whole = given.relaid(partial={})
         source, given = moved(source, input_move(given, whole, ()), "copy_"), whole
     if given is wanted:

@@ -1,7 +1,7 @@
 """Convolutions.
 
-The batch and the channels of the result are free, the channels of the input are summed. Along the
-dims of space each rank gets the rows that its results look at (`shardwise.rules.halo`).
+The batch and the channels of the result are free; the channels of the input are summed. Along
+spatial dims each rank receives the rows that its results read (`shardwise.rules.halo`).
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ _TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.co
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """One convolution, in the sizes of the global tensors."""
+    """One convolution, with the sizes of the global tensors."""
 
     input: tuple[int, ...]
     windows: tuple[Window, ...]
-    """One for each dim of space. Of a transposed convolution: what each *input* spreads to."""
+    """One window per spatial dim; for a transposed convolution the results that each *input* adds
+    to."""
     groups: int
     result: tuple[int, ...]
     """The shape of the result."""
     output_padding: tuple[int, ...] | None = None
-    """None unless it is transposed."""
+    """None unless the convolution is transposed."""
 
     @property
     def is_transposed(self) -> bool:
-        """Whether it is the transpose (conv_transpose2d) of a convolution."""
+        """Whether the convolution is transposed (conv_transpose2d)."""
         return self.output_padding is not None
 
     @property
     def first(self) -> int:
-        """The first dim of space; the one before has the channels."""
+        """The first spatial dim; the dim before it has the channels."""
         return len(self.input) - len(self.windows)
 
     def spec(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Spec:
-        """The factors: n batch, c and o channels, x0, x1, ... space."""
+        """Return the spec; factors: n batch, c and o channels, x0, x1, ... spatial dims."""
         space = tuple(f"x{at}" for at in range(len(self.windows)))
         batch = ("n",) if self.first == 2 else ()
         kernel = (None,) * len(space)
         c, o = ("c", "o") if self.groups == 1 else ("g", "g")
-        # the weight of a group has its other channels whole
+        # with groups, the other channel dim of the weight is whole
         rest = None if self.groups > 1 else (o if self.is_transposed else c)
         inputs: list[tuple[torch.Tensor, Dims]] = [
             (input, (*batch, c, *space)),
@@ -77,12 +78,12 @@ class Convolution:
         )
 
     def allows(self, splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
-        """Groups are split only as wholes: the channels of input and result alike."""
+        """Return whether each rank has whole groups: the same of input and result channels."""
         channels = [self.input[self.first - 1], self.result[self.first - 1]]
         return "g" not in splits or same_units(self.groups, channels, mesh, splits["g"])
 
     def needs(self, at: int, results: Range) -> Range:
-        """The inputs along a dim of space that have to do with some of the results."""
+        """Return the inputs along a spatial dim that some results depend on."""
         window = self.windows[at]
         if not self.is_transposed:
             return window.needs(results)
@@ -93,7 +94,7 @@ class Convolution:
         return clipped(found, window.size)
 
     def lower(self, here: Here) -> Callable[..., torch.Tensor] | None:
-        """The same on this rank's piece: fewer groups, windows of split dims, nothing empty."""
+        """Return the local convolution: fewer groups, exchanged windows, padded empty dims."""
         space = [at for at in range(len(self.windows)) if f"x{at}" in here.splits]
         empty = any(is_empty(each.local_shape()) for each in (*here.inputs, *here.outputs))
         if not space and "g" not in here.splits and not empty:
@@ -118,7 +119,7 @@ class Convolution:
         return run
 
     def exchange(self, here: Here, at: int) -> Exchange:
-        """Along one dim of space: what the results of each rank have to do with."""
+        """Plan the exchange along one spatial dim: the inputs of each rank's results."""
         dim = self.first + at
         return exchange(
             here, f"x{at}", dim, (self.input[dim], self.result[dim]), partial(self.needs, at)
@@ -126,7 +127,7 @@ class Convolution:
 
 
 Local = tuple[dict[int, Range], Callable[..., torch.Tensor]]
-"""What to add before and after the dims of a rank's window, and what then runs on it."""
+"""The padding of each dim of a rank's window, and the function that then runs on it."""
 
 
 def _forward(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
@@ -157,7 +158,7 @@ def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int
         have = conv.needs(at, mine)
         padding[at] = output_padding[at] = 0
         if have[0] == have[1]:
-            # no input spreads to here, but torch must be given one: of zero
+            # no input adds to these results, but torch needs one: a zero
             sides[dim] = 0, 1
             cuts[dim] = 0, mine[1] - mine[0] - window.reach
         else:
@@ -170,7 +171,7 @@ def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int
     def run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         made = operator(input, weight, None, strides, padding, output_padding, groups, dilation)
         made = padded(made, cuts)
-        if bias is not None:  # after the padding, which it is added to
+        if bias is not None:  # after the crop and padding, as the bias is added to padding too
             made = made + bias.to(made.dtype).view(-1, *[1] * len(windows))
         return made
 
@@ -178,7 +179,8 @@ def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int
 
 
 def _channels(conv: Convolution, here: Here) -> tuple[int, Callable[..., Any]]:
-    """How many groups this rank has, and what adds zeros where it has no channels or batch."""
+    """Return the number of groups of this rank, and a function that pads empty channels or
+    batch."""
     channel, groups = conv.first - 1, conv.groups
     each_in = each_out = 1
     if "g" in here.splits:
@@ -209,7 +211,7 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Spec:
-    """The results look at a stretch of the input along each dim of space."""
+    """Return the spec of a convolution: each result reads a window of the input."""
     space, dilations, strides = _space(input, weight, stride, dilation)
     sizes = tuple(input.shape[-space:])
     if padding == "same":
@@ -243,7 +245,7 @@ def conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Spec:
-    """The inputs spread to a stretch of the result along each dim of space."""
+    """Return the spec of a transposed convolution: each input adds to a window of the result."""
     space, dilations, strides = _space(input, weight, stride, dilation)
     more = expanded(output_padding, space)
     windows = tuple(
@@ -279,7 +281,7 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Spec | None:
-    """Both of the above, as aten has them."""
+    """Return the spec of aten's operator for both kinds."""
     if transposed:
         return conv_transpose(
             input, weight, bias, stride, padding, output_padding, groups, dilation
@@ -290,7 +292,7 @@ def convolution(
 def _space(
     input: torch.Tensor, weight: torch.Tensor, stride: Any, dilation: Any
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """The number of dims of space, and dilation and stride along each."""
+    """Return the number of spatial dims, and dilation and stride along each."""
     space = weight.dim() - 2
     if space not in _FORWARD or input.dim() not in (space + 1, space + 2):
         raise RuntimeError(f"dims: input {tuple(input.shape)}, weight {tuple(weight.shape)}")
@@ -300,7 +302,7 @@ def _space(
 def _shapes(
     input: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int], channels: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of input and result."""
+    """Return the shapes of input and result."""
     if min(sizes) <= 0:
         raise RuntimeError(f"kernel {tuple(weight.shape[2:])}, input {tuple(input.shape)}")
     given = tuple(input.shape)

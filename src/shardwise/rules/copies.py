@@ -1,5 +1,7 @@
-"""Copies where torch has a view too: `x_copy`, a copy of the view `x`; and `x_scatter`, a copy of
-the input in which the view `x` is overwritten.
+"""Operators that copy where others return a view.
+
+`x_copy` returns a copy of the view `x`; `x_scatter` returns a copy of the input in which the view
+`x` is overwritten.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ _VIEWS = (
 
 
 def _copy_form(view: str) -> None:
-    """Register `view`_copy: the view, then a copy, also where the view moved and so is one: others
-    may look at what it was moved to."""
+    """Register `view`_copy: take the view, then copy it.
+
+    The copy is needed also where the view had to be redistributed: other calls may reuse the
+    redistributed tensor.
+    """
     method = getattr(torch.Tensor, view, None)
     function = method if callable(method) else getattr(torch.ops.aten, view)
 
@@ -55,7 +60,7 @@ for _name in _VIEWS:
 
 @composed("copy")
 def copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
-    """All of it: `copy_` of an input that stays as it was, and so lies as the source does."""
+    """Return a copy of the source in the shape and dtype of the input, with the source's layout."""
     mesh = mesh_of(input, src)
     source = src if isinstance(src, DTensor) else static(src, mesh)
     return source.to(input.dtype).expand(input.shape).clone()
@@ -63,7 +68,7 @@ def copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 @composed("select_scatter")
 def select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> DTensor:
-    """One row."""
+    """Return a copy of the input with one row replaced."""
     at = normalized(dim, input.dim())
     check_source(src, (*input.shape[:at], *input.shape[at + 1 :]))
     return _overwritten(input, src, (*[ALL] * at, int(index)))
@@ -78,7 +83,7 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> DTensor:
-    """Some rows."""
+    """Return a copy of the input with some rows replaced."""
     at = normalized(dim, input.dim())
     rows = slice(start, end, step)
     count = len(range(input.shape[at])[rows])
@@ -96,7 +101,7 @@ def _overwritten(input: torch.Tensor, src: torch.Tensor, key: tuple[Any, ...]) -
 def diagonal_scatter(
     input: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> DTensor:
-    """A diagonal, by the indices of its elements: each rank writes those that it has."""
+    """Return a copy of the input with a diagonal replaced; each rank writes its own elements."""
     mesh = mesh_of(input, src)
     meta = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2)
     check_source(src, meta.shape)
@@ -107,7 +112,7 @@ def diagonal_scatter(
     indices[column] = static(places + max(0, offset), mesh)
     first, last = min(row, column), max(row, column)
     result = copy_of(input, mesh)
-    # Dims that tensors index stand where they were if they are neighbours, and else first.
+    # As in torch, indexed dims stay in place if they are adjacent, and come first otherwise.
     values = src.movedim(-1, first if last == first + 1 else 0)
     PUT.dispatched(result, tuple(indices[: last + 1]), values, False)
     return result

@@ -1,5 +1,4 @@
-"""New tensors made after the model of another, and tensors overwritten: with one value, or by a
-Python function."""
+"""New tensors made like another one, and tensors overwritten by one value or a Python function."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from shardwise.torch_internals import as_local
 
 
 def _numbers(args: Any) -> list[Any]:
-    """The arguments, with a number in place of a 0-d DTensor, and the values of another."""
+    """Replace DTensors among arguments: 0-d ones by numbers, others by whole plain tensors."""
     return [_number(each) for each in args]
 
 
@@ -31,7 +30,7 @@ def _number(value: Any) -> Any:
 
 
 def check_layout(name: str, layout: torch.layout | None) -> None:
-    """Refuse to make what is sparse."""
+    """Refuse sparse layouts."""
     if layout not in (None, torch.strided):
         raise DispatchError(
             f"{name}(layout): expected torch.strided, as a DTensor is dense; got {layout}"
@@ -40,7 +39,8 @@ def check_layout(name: str, layout: torch.layout | None) -> None:
 
 @handler("zeros_like", "ones_like", "full_like", "empty_like")
 def like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Laid out as the model; whole where that has a pending sum, as each rank knows the values."""
+    """Return a tensor in the layout of the model, but replicated where the model is pending a
+    sum."""
     model, *rest = args or (kwargs["input"],)
     rest = _numbers(rest)
     keywords = {
@@ -57,7 +57,7 @@ def like(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handler("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "new_tensor", "new")
 def new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Whole, on the mesh of the model."""
+    """Return a replicated tensor on the mesh of the model."""
     model, *rest = args
     rest = _numbers(rest)
     keywords = dict(zip(kwargs, _numbers(kwargs.values()), strict=True))
@@ -71,7 +71,7 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("linspace", "logspace", inplace=False)
 def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
-    """Between numbers that are tensors: whole on every rank, as these are."""
+    """The result is replicated, as are the bounds that are tensors."""
     return unsplit([each for each in (start, end) if isinstance(each, torch.Tensor)], (steps,))
 
 
@@ -85,7 +85,8 @@ def zero_(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handler("fill_")
 def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The target keeps its layout: pending contributions are such that they make the value."""
+    """Fill the target in its layout; pending contributions are set so that they reduce to the
+    value."""
     target, value = (*args, *kwargs.values())
     if isinstance(value, torch.Tensor):
         if value.dim() > 0:
@@ -103,12 +104,14 @@ def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handler("fill")
 def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model, value = (*args, *kwargs.values())
-    return model.clone().fill_(value)  # a copy: the gradient of what is overwritten is zero
+    return model.clone().fill_(
+        value
+    )  # a copy, so that the gradient of the overwritten values is zero
 
 
 @handler("apply_", "map_", "map2_")
 def apply_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank calls the function for the elements that it holds."""
+    """Call the function for each element of this rank's shard."""
     name = name_of(func)
     target, *others, function = (*args, *kwargs.values())
     if not isinstance(target, DTensor) or target._layout.partial:
@@ -126,7 +129,7 @@ def apply_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def contribution(layout: Layout, value: Any) -> Any:
-    """What this rank holds of a pending reduction to `value`."""
+    """Return this rank's contribution to a pending reduction that gives `value`."""
     place = layout.mesh.get_coordinate() or (0,) * layout.mesh.ndim
     for axis, op in layout.partial:
         if op in ("sum", "product") and place[axis] > 0:

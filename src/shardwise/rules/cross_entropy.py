@@ -1,7 +1,7 @@
 """cross_entropy and nll_loss: over split batches, and over split classes without gathering them.
 
-With split classes two things travel for each row: its maximum, then a few sums. Nothing does
-backward, as what is summed is whole and each rank has the whole gradient of it.
+With split classes, the forward communicates a maximum and a few sums per row. The backward
+communicates nothing: the sums are replicated, so each rank has their whole gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Problem:
 
     classes: int
     dim: int
-    """Which dim of the input has the classes."""
+    """The dim of the input that holds the classes."""
     ignore_index: int
     label_smoothing: float
 
@@ -51,7 +51,7 @@ def nll_loss(loss: Loss, values: Values) -> Spec:
 
 
 def _factors(input: torch.Tensor) -> tuple[Dims, Dims]:
-    """Of the input, (C), (N, C) or (N, C, d1, ...), and of its losses."""
+    """Return the factors of the input, (C), (N, C) or (N, C, d1, ...), and of its losses."""
     space = tuple(f"s{at}" for at in range(input.dim() - 2))
     rows = ("n", *space) if input.dim() > 1 else ()
     return (("n", "c", *space) if input.dim() > 1 else ("c",)), rows
@@ -88,7 +88,7 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
         return (lambda values: compute(values, problem, here, axes)) if axes else None
 
     def count(here: Here, values: Values) -> torch.Tensor:
-        """The sum of the weights of the targets that are not ignored."""
+        """Return the sum of the weights of the targets that are not ignored."""
         target, weight = values["target"], values["weight"]
         if weight is None:
             found = (target != problem.ignore_index).sum()
@@ -103,7 +103,7 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
 
 
 class _Where:
-    """Where this rank has the classes that the targets name."""
+    """The places of the target classes in this rank's shard."""
 
     def __init__(self, values: Values, problem: Problem, here: Here) -> None:
         target = values["target"].long()
@@ -122,13 +122,16 @@ class _Where:
         self.local: torch.Tensor = local.clamp(0, max(size - 1, 0))
 
     def taken(self, source: torch.Tensor) -> torch.Tensor:
-        """Of a row per target, or of one for all, the element of its class; 0 if not here."""
+        """Take the element of each target's class; 0 if another rank has the class.
+
+        `source` has one row per target, or one row for all.
+        """
         if source.dim() == 1 and self.local.dim() > 0:
             if not source.numel():
                 return source.sum().expand(self.local.shape)
             found = source[self.local]
         elif not source.shape[self.dim]:
-            return source.sum(self.dim)  # zeros that autograd knows the origin of
+            return source.sum(self.dim)  # zeros with a gradient function
         else:
             found = source.gather(self.dim, self.local.unsqueeze(self.dim)).squeeze(self.dim)
         return torch.where(self.is_here, found, 0)
@@ -137,7 +140,8 @@ class _Where:
 def _cross_entropies(
     values: Values, problem: Problem, here: Here, axes: Sequence[int]
 ) -> torch.Tensor:
-    """With x less its maximum: w_t (log sum exp x - x_t), smoothed by the mean over classes."""
+    """Return w_t (log sum exp x - x_t) for x minus its maximum, smoothed by the mean over
+    classes."""
     input, weight = values["input"], values["weight"]
     dim, smoothing = problem.dim, problem.label_smoothing
     wide = widened(input)
@@ -182,7 +186,7 @@ def _negative_log_likelihoods(
 
 
 def _along(weights: torch.Tensor, input: torch.Tensor, dim: int) -> torch.Tensor:
-    """A weight per class, so that it broadcasts against the input."""
+    """Reshape one weight per class so that it broadcasts against the input."""
     return weights.reshape(-1, *[1] * (input.dim() - dim - 1))
 
 
@@ -209,7 +213,7 @@ def _of_probabilities(loss: Loss, values: Values) -> Spec:
 def _soft_cross_entropies(
     values: Values, problem: Problem, here: Here, axes: Sequence[int]
 ) -> torch.Tensor:
-    """With x less its maximum: the sum over classes of w t (log sum exp x - x)."""
+    """Return the sum over classes of w t (log sum exp x - x), for x minus its maximum."""
     input, target, weight = values["input"], values["target"], values["weight"]
     dim, smoothing = problem.dim, problem.label_smoothing
     above, _ = shifted(widened(input), dim, here.mesh, axes)
@@ -224,13 +228,15 @@ def _soft_cross_entropies(
     return (shares * exps.log() - terms).to(autocast_wider(*tensors))
 
 
-# ---- of a product that is never made as a whole
+# ---- of a product that is never formed as a whole
 
 
 @handler(F.linear_cross_entropy)
 def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By chunks of rows if the options ask for it and the matrix is whole; where that is split, by
-    its parts: each rank then has only its share of the product anyway."""
+    """Compute by chunks of rows if the options ask for it and the matrix is whole.
+
+    A split matrix needs no chunks: each rank has only its share of the product.
+    """
     values = {**dict(zip(("input", "linear_weight", "target"), args, strict=False)), **kwargs}
     matrix = [values["linear_weight"], values.get("linear_bias")]
     is_split = any(isinstance(each, DTensor) and not each._layout.is_replicated for each in matrix)
@@ -252,7 +258,7 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> torch.Tensor:
-    """F.linear_cross_entropy, with parameters that are not only keywords."""
+    """Compute F.linear_cross_entropy, with all parameters by position or keyword."""
     return F.linear_cross_entropy(
         input,
         linear_weight,
@@ -268,14 +274,14 @@ def chunked_cross_entropy(
 
 @losses(chunked_cross_entropy)
 def chunked_rule(loss: Loss, values: Values) -> Spec:
-    """The rows are free; all else is whole."""
+    """The rows are free; all other dims are whole."""
     input, matrix, target = values["input"], values["linear_weight"], values["target"]
     rows: Dims = ("n",) * (input.dim() - 1)
     shape = (*input.shape[:-1], *matrix.shape[1:-1])
     is_index = target.shape != (*input.shape[:-1], *matrix.shape[:-1])
 
     def count(here: Here, values: Values) -> torch.Tensor:
-        """The sum of the weights of the targets that are not ignored."""
+        """Return the sum of the weights of the targets that are not ignored."""
         target, weight, ignored = values["target"], values["weight"], values["ignore_index"]
         is_valid = target != (-100 if ignored is None else ignored)
         if weight is not None:

@@ -1,6 +1,6 @@
 """Running sums, products and extremes along a dim.
 
-Along a split dim they are local, combined with the totals of the ranks before.
+Along a split dim each rank computes its own and combines it with the totals of the ranks before it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _running(
 
     Arguments:
         run: the operator.
-        reduce: its last value.
-        combine: one of two parts that follow each other.
+        reduce: computes the last value of the operator, the total of a part.
+        combine: combines the totals of two adjacent parts.
     """
     names = dims_of(input)
     split = names[as_dims(dim, input.dim())[0]] if input.dim() else None
@@ -51,7 +51,7 @@ def _running(
 
         def lowered(*args: Any, **kwargs: Any) -> torch.Tensor:
             local = input_of(args, kwargs)
-            # Every rank uses the totals beside its own piece: gradients are contributions.
+            # Every rank uses the totals beside its own shard, so their gradients are contributions.
             totals = stacked(reduce(local, dim, True, **kind), here.mesh, axes, is_used=True)
             running = run(local, dim, **kind)
             return combine(running, reduce(totals[:before], 0)).to(running.dtype)
@@ -79,7 +79,7 @@ def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> Spec:
 @rule("logcumsumexp", by_dtype=True)
 @with_synonyms
 def logcumsumexp(input: torch.Tensor, dim: int) -> Spec:
-    if input.is_complex():  # whose logarithms are known up to a turn
+    if input.is_complex():  # complex logarithms are unique only up to multiples of 2 pi
         dims = as_dims(dim, input.dim())
         out = Out(without(dims_of(input), dims, True), tuple(input.shape))
         return whole_along(input, dims, [out])
@@ -87,18 +87,21 @@ def logcumsumexp(input: torch.Tensor, dim: int) -> Spec:
 
 
 def _log_added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """torch.logaddexp, whose second gradient is wrong beside -inf: what the first rank adds."""
+    """Return torch.logaddexp with a second gradient that is right for -inf, the first rank's
+    offset.
+    """
     one, other = widened(one), widened(other)
     finite = torch.finfo(one.dtype)
     largest = torch.maximum(one, other).detach().clamp(finite.min, finite.max)
     return ((one - largest).exp() + (other - largest).exp()).log() + largest
 
 
-# ---- extremes, and where they are
+# ---- running extremes with their indices
 
 
 def _latest(name: str) -> Callable[..., Spec]:
-    """The rule of a running extreme: of equal ones the last, and NaN from the first NaN on."""
+    """Return the rule of a running extreme: the last of equal ones, and NaN from the first NaN
+    on."""
     run = getattr(torch, name)
     is_beyond = torch.gt if name == "cummax" else torch.lt
 

@@ -1,6 +1,6 @@
-"""Differences of neighbours, and what adds them up: diff, gradient, integrals by trapezoids.
+"""Differences of adjacent elements, and integrals: diff, gradient, trapezoid.
 
-Along a split dim each rank gets the few rows beyond its own that its results look at.
+Along a split dim each rank receives the few rows beyond its own that its results need.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class _Slope:
     dim: int
     size: int
     edge_order: int
-    """How many rows next to the first and to the last one count for their gradients."""
+    """The number of rows next to the first and last one that enter their gradients."""
 
     def needs(self, results: Range) -> Range:
-        """The inputs that results look at: their neighbours, and what the ends look at."""
+        """Return the inputs that results read: their neighbours, and more rows at both ends."""
         start, stop = results
         if start >= stop:
             return 0, 0
@@ -80,7 +80,7 @@ class _Slope:
         return clipped((first, last), self.size)
 
     def lower(self, here: Here) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-        """What makes this rank's results of its piece and of the spacing."""
+        """Return a function that computes this rank's results from its shard and the spacing."""
         least = self.edge_order + 1
         mine, shape = here.outputs[0].range(self.dim), here.outputs[0].local_shape()
         start, stop = self.needs(mine) if mine[0] < mine[1] else (mine[0], mine[0] + least)
@@ -99,7 +99,7 @@ class _Slope:
 
 
 def _listed(spacing: Any) -> Any:
-    """As torch takes it: coordinates in a list."""
+    """Return the spacing as torch takes it: coordinates in a list."""
     return [spacing] if isinstance(spacing, torch.Tensor) and spacing.dim() else spacing
 
 
@@ -184,8 +184,8 @@ def _integral(
     """Register an integral along a dim.
 
     Arguments:
-        shrinks: what the size of the dim becomes, if it stays.
-        added: what is made of the areas.
+        shrinks: maps the size of the dim to its new size, if the result keeps the dim.
+        added: the function that combines the areas.
     """
     whole = Function(name, getattr(torch, name))
 

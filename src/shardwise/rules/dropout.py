@@ -1,4 +1,4 @@
-"""Dropout, rrelu: products with noise that belongs to the global tensor, not to the shard."""
+"""Dropout and rrelu: products with noise that is indexed by global position."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shardwise.rules.spec import Spec
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import as_local
 
-_ALPHA = 1.7580993408473766  # what SELU saturates at
+_ALPHA = 1.7580993408473766  # the saturation value of SELU
 
 
 @handler("dropout", "dropout_", "feature_dropout", "feature_dropout_")
 @handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
 def dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    """All the dropouts, of `torch` and of `torch.nn.functional`.
+    """Run any dropout of `torch` or `torch.nn.functional`.
 
-    Pending sums flow, as the mask is the same on the ranks that hold contributions.
+    Pending sums flow through, as all ranks with contributions have the same mask.
     """
     name = name_of(func)
 
@@ -39,7 +39,7 @@ def dropout(func: Any, args: Any, kwargs: Any) -> Any:
     ) -> Any:
         if not 0 <= p <= 1:
             with as_local():
-                func(torch.empty(1, 1, device="meta"), p, True)  # torch's own complaint
+                func(torch.empty(1, 1, device="meta"), p, True)  # raises torch's own error
         training = training if train is None else train
         if not training or p == 0 or input.numel() == 0:
             return input
@@ -62,7 +62,7 @@ def dropout(func: Any, args: Any, kwargs: Any) -> Any:
 
 @composed("native_dropout")
 def native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
-    """The result, and the mask as bools."""
+    """Return the result, and the mask as bools."""
     if train is False or input.numel() == 0:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
     mask = _kept(input, p, 1.0, torch.bool)
@@ -72,7 +72,7 @@ def native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
 def _kept(
     input: DTensor, p: float, divisor: float, dtype: torch.dtype, *, is_feature: bool = False
 ) -> DTensor:
-    """The mask, divided by a number: by what is kept if the mean is to stay."""
+    """Return the mask divided by a number: the kept fraction, if the mean is to stay."""
     layout = input._layout
     if is_feature:
         if input.dim() < 2:
@@ -83,7 +83,7 @@ def _kept(
     return noise(random.bernoulli, layout, 1 - p, divisor, dtype=dtype, device=input.device)
 
 
-# ---- a leaky relu whose slope is random
+# ---- rrelu: a leaky relu with random slopes
 
 
 RRELU = Function("rrelu", lambda input, lower, upper: torch.rrelu(input, lower, upper, True))
@@ -96,14 +96,14 @@ def whole_rrelu(input: torch.Tensor, lower: float, upper: float) -> Spec:
 
 @handler("rrelu", "rrelu_")
 def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
-    """In training; a leaky relu with the mean slope else."""
+    """Run rrelu in training, else a leaky relu with the mean slope."""
 
     def applied(
         input: Any,
         lower: float = 1 / 8,
         upper: float = 1 / 3,
         training: bool = False,
-        inplace: Any = False,  # torch.rrelu has its generator here
+        inplace: Any = False,  # for torch.rrelu this position is the generator
         generator: Any = None,
     ) -> Any:
         if isinstance(inplace, torch.Generator):
@@ -111,7 +111,7 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
         inplace = inplace or name_of(func) == "rrelu_"
         if not training:
             return F.leaky_relu(input, (lower + upper) / 2, inplace=bool(inplace))
-        if world.current().draws_whole:  # torch draws for negative elements alone
+        if world.current().draws_whole:  # torch draws for negative elements only
             result = RRELU.dispatched(input, lower, upper)
             return input.copy_(result) if inplace else result
         made = noise_like(random.uniform, input, lower, upper, generator=generator)

@@ -15,7 +15,7 @@ from shardwise.rules.spec import Here, Spec
 
 @rule(torch.einsum)
 def einsum(equation: str, *operands: Tensor) -> Spec:
-    """The form with lists of subscripts comes as an equation too: torch translates it."""
+    """Make the spec from the equation; torch translates lists of subscripts into one."""
     names, output = parsed_equation(equation, [operand.dim() for operand in operands])
     for operand, given in zip(operands, names, strict=True):
         if len(set(zip(given, operand.shape, strict=True))) != len(set(given)):
@@ -30,7 +30,8 @@ def einsum(equation: str, *operands: Tensor) -> Spec:
 
 
 def parsed_equation(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """The subscripts of each operand and of the result; `...` as names of their own."""
+    """Return the subscripts of each operand and of the result; each dim of `...` has its own
+    name."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     parts = left.split(",")
     if len(parts) != len(ndims):
@@ -45,7 +46,7 @@ def parsed_equation(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]
     names = [_expanded(part, count) for part, count in zip(parts, counts, strict=True)]
     if arrow:
         return names, _expanded(right, most)
-    # Without a result: what stands once in all operands, capitals first.
+    # Without "->" the result has the letters that occur once, capitals first.
     letters = Counter(left.replace("...", "").replace(",", ""))
     return names, leading(most) + sorted(name for name, times in letters.items() if times == 1)
 
@@ -56,9 +57,9 @@ def _expanded(part: str, count: int) -> list[str]:
 
 
 def _lowered(here: Here, names: Sequence[Sequence[str]]) -> Any:
-    """What runs on the local tensors."""
+    """Return the function that runs on the local tensors."""
     cuts = list(_diagonal_cuts(here, names))
-    # torch's Python code is about the order of products, of which there is only one here.
+    # torch's Python code only chooses the order of products; two operands have one order.
     run = torch.einsum if len(names) > 2 else _einsum
     if not cuts:
         return run
@@ -79,8 +80,11 @@ def _einsum(equation: str, *operands: Tensor) -> Tensor:
 def _diagonal_cuts(
     here: Here, names: Sequence[Sequence[str]]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Of `ii` only the first dim is split. The others are cut to the same range: operand, dim,
-    start and length."""
+    """Yield how to narrow repeated dims, as (operand, dim, start, length).
+
+    Of a repeated subscript such as `ii` only the first dim is split; the others are narrowed to the
+    same range.
+    """
     for operand, given in enumerate(names):
         for dim, name in enumerate(given):
             first = given.index(name)

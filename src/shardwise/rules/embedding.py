@@ -1,7 +1,8 @@
-"""Embeddings: lookups of rows of a weight; and one_hot, their counterpart.
+"""Embeddings (lookups of rows of a weight) and one_hot.
 
-Indices and features are free. Of a split vocabulary each rank looks up what it holds, and zeros for
-the rest: pending a sum. Where indices are split along the same axis, ranks ask each other for rows.
+Indices and features are free. If the vocabulary is split, each rank looks up the rows that it holds
+and zeros for the rest, and the result is pending a sum. If the same axis also splits the indices,
+ranks fetch rows from each other (`row_lookup`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def embedding_function(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Spec | None:
-    """`F.embedding`."""
+    """Return the spec of `F.embedding`."""
     if max_norm is not None or not _fits(padding_idx, weight):
-        return None  # by what it is made of, which renormalizes, or refuses
+        return None  # decompose it: renormalize first, or raise torch's error
     padding = -1 if padding_idx is None else padding_idx % max(weight.size(0), 1)
 
     def call(lookup: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +63,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Spec:
-    """`torch.embedding`, which has its arguments the other way round."""
+    """Return the spec of `torch.embedding`, whose arguments have the other order."""
 
     def call(lookup: Callable[..., Any]) -> Callable[..., Any]:
         return lambda weight, indices, *args, **kwargs: lookup(weight, indices)
@@ -79,11 +80,11 @@ def _embedding(
     call: Callable[..., Any],
     weight_at: int = 0,
 ) -> Spec:
-    """The rule, for either order of the arguments."""
+    """Return the spec for either order of the arguments."""
     picks: Dims = dims_of(indices)
     rows: Dims = ("vocabulary", "features")
     if by_frequency:
-        # How often an index occurs is counted where the gradient is made.
+        # The gradient counts how often an index occurs, so it needs all indices.
         picks, rows = (None,) * len(picks), (None, "features")
     if sparse:
         picks = (None,) * len(picks)  # sparse gradients cannot be summed over ranks
@@ -124,17 +125,17 @@ def _embedding(
 
 
 def _together(picks: Dims) -> list[tuple[str, str]]:
-    """An axis that splits the vocabulary may split indices too."""
+    """Return the pairs of factors that one axis may split both: vocabulary and indices."""
     return [(each, "vocabulary") for each in picks if each is not None]
 
 
 def _asking(here: Here, picks: Dims) -> tuple[int, ...]:
-    """The axes along which ranks ask each other for rows: each has its own, and indices too."""
+    """Return the axes that split both vocabulary and indices: ranks along them fetch rows."""
     return tuple(axis for axis in here.axes("vocabulary") if axis in here.axes(*picks))
 
 
 def _moves(here: Here, picks: Dims, indices: Layout, weight: Layout) -> tuple[int, float]:
-    """What asking takes: numbers, indices and rows."""
+    """Return the collectives and elements that fetching rows moves: numbers, indices, rows."""
 
     def count(axes: Iterable[int]) -> int:
         return math.prod(here.mesh.shape[axis] for axis in axes)
@@ -143,7 +144,7 @@ def _moves(here: Here, picks: Dims, indices: Layout, weight: Layout) -> tuple[in
     if not axes:
         return 0, 0.0
     rows = indices.numel / count(here.axes(*picks))
-    rows *= count(axes) / count(here.axes("vocabulary"))  # others have the rest
+    rows *= count(axes) / count(here.axes("vocabulary"))  # the share of rows that other ranks hold
     features = weight.shape[1] / count(weight.shard_order[1])
     return 3, rows * (1 - 1 / count(axes)) * (1 + features)
 
@@ -151,7 +152,7 @@ def _moves(here: Here, picks: Dims, indices: Layout, weight: Layout) -> tuple[in
 def _finder(
     here: Here, layout: Layout, picks: Dims, padding: int = -1
 ) -> Callable[[torch.Tensor, torch.Tensor], Answer] | None:
-    """How to find rows of a weight that lies so; None if its rows are not split.
+    """Return a function that finds rows of a weight; None if its rows are not split.
 
     Arguments:
         padding: a row that gets no gradient.
@@ -190,8 +191,11 @@ def _check_indices(indices: torch.Tensor) -> None:
 def embedding_renorm_(
     weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Scale down the rows that are looked up and longer than `max_norm`, by operators that have
-    rules: it reads all rows, where torch reads those looked up."""
+    """Scale down the looked-up rows that are longer than `max_norm`.
+
+    It is composed of operators with rules and reads all rows, while torch reads only those looked
+    up.
+    """
     with torch.no_grad():
         norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
         used = torch.zeros_like(norms).index_fill(0, indices.flatten(), 1)
@@ -217,10 +221,10 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Spec | None:
-    """Sums, means or maxima of looked up rows, for each bag of indices."""
+    """Return the spec of sums, means or maxima of the rows of each bag of indices."""
     if max_norm is not None or sparse or not _fits(padding_idx, weight):
         return None
-    # A mean is the sum, divided by how many there are in the bag, which must be whole for that.
+    # A mean divides the sum by the size of the bag, so bags must be whole.
     adds = mode in ("sum", "mean") and not scale_grad_by_freq
     picks: Dims = (None,)
     bags = 0
@@ -292,11 +296,11 @@ def embedding_bag(
 
 
 def _bag_sizes(kept: torch.Tensor, offsets: torch.Tensor | None, bags: int) -> torch.Tensor:
-    """How many indices of each bag are kept, as a column; 1 where none is."""
+    """Return the number of kept indices of each bag, as a column; 1 for an empty bag."""
     if offsets is None:
         counts = kept.sum(1)
     else:
-        before = F.pad(kept.cumsum(0), (1, 0))  # how many are kept before each place
+        before = F.pad(kept.cumsum(0), (1, 0))  # the number of kept indices before each place
         ends = torch.cat([offsets[1:], offsets.new_tensor([len(kept)])])[:bags]
         counts = before[ends] - before[offsets[:bags]]
     return counts.clamp(min=1).unsqueeze(1)
@@ -309,7 +313,7 @@ ONE_HOT = Function("one_hot", F.one_hot)
 
 @rule(ONE_HOT)
 def one_hot(tensor: torch.Tensor, num_classes: int) -> Spec:
-    """one_hot with a known number of classes."""
+    """Return the spec of one_hot with a known number of classes."""
     dims = dims_of(tensor)
     shape = (*tensor.shape, num_classes)
     return Spec([(tensor, dims)], [Out((*dims, None), shape)])
@@ -317,7 +321,7 @@ def one_hot(tensor: torch.Tensor, num_classes: int) -> Spec:
 
 @composed("one_hot")
 def one_hot_of_any(tensor: DTensor, num_classes: int = -1) -> Any:
-    """one_hot; how many classes there are may have to be found in the data."""
+    """Run one_hot; the number of classes may have to be found in the data."""
     if num_classes == -1:
         num_classes = _largest(tensor) + 1
     return ONE_HOT.dispatched(tensor, num_classes)

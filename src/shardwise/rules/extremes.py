@@ -1,8 +1,8 @@
-"""Largest and smallest: max, min, amax, amin, aminmax, argmax, argmin; and what picks by rank.
+"""Maxima and minima (max, min, amax, amin, aminmax, argmax, argmin), medians and quantiles.
 
-Values go to all ranks by an all-reduce of the small local results; an index is that of the first
-element with the value. Gradients are torch's: shared among equals for `amax` and `max()`, given to
-the one that was picked for `max(dim)`.
+Values are combined by an all-reduce of the small local results; an index is that of the first
+element with the value. Gradients are those of torch: `amax` and `max()` share the gradient among
+equal elements, `max(dim)` gives it to the element that was selected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, dims_of
 
 _NOWHERE = torch.iinfo(torch.int64).max
-"""The index that a rank without the value proposes."""
+"""The index that a rank without the value contributes."""
 
 
 def _needs_gradient(local: torch.Tensor) -> bool:
@@ -35,7 +35,7 @@ def _is_empty(local: torch.Tensor, dims: tuple[int, ...]) -> bool:
 
 
 def _neutral(local: torch.Tensor, op: str, dims: tuple[int, ...]) -> torch.Tensor:
-    """What an empty piece proposes: a value that is no better than any."""
+    """Return the contribution of an empty shard: a value that never wins."""
     dtype = local.dtype
     value: Any
     if dtype is torch.bool:
@@ -58,13 +58,14 @@ def _same(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def extreme_value(
     local: torch.Tensor, over: Over, op: str, *, nan_is_nan: bool = False
 ) -> torch.Tensor:
-    """The largest or smallest over split dims; its gradient is shared among equals.
+    """Return the maximum or minimum over split dims; equal elements share the gradient.
 
     Arguments:
-        nan_is_nan: whether NaN is an equal of NaN; torch says so of `max()`, not of `amax`.
+        nan_is_nan: whether NaN equals NaN for the gradient; in torch it does for `max()`, not for
+            `amax`.
     """
     if over.count == 0:
-        return _local_extreme(op)(local, over.dims, over.keepdim)  # torch says why not
+        return _local_extreme(op)(local, over.dims, over.keepdim)  # raises torch's own error
     with torch.no_grad():
         if _is_empty(local, over.dims):
             proposed = _neutral(local, op, over.dims)
@@ -109,7 +110,7 @@ def aminmax(input: torch.Tensor, *, dim: int | None = None, keepdim: bool = Fals
 
 
 def _picked(local: torch.Tensor, over: Over, op: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest or smallest along one split dim, and its first index; dims are kept."""
+    """Return the maximum or minimum along one split dim and its first index, with the dim kept."""
     (dim,) = over.dims
     with torch.no_grad():
         if _is_empty(local, over.dims):
@@ -167,7 +168,7 @@ def _first_index(name: str) -> Callable[..., Spec]:
     function = getattr(torch, name)
 
     def flat(local: torch.Tensor, over: Over) -> torch.Tensor:
-        # A piece is a box: its elements are in the order that they have in the whole.
+        # The elements of a shard have the same order in the whole tensor, as a shard is a box.
         if local.numel() == 0:
             proposed = _neutral(local.reshape(-1), op, (0,))
             at = torch.full_like(proposed, _NOWHERE, dtype=torch.int64)
@@ -177,8 +178,8 @@ def _first_index(name: str) -> Callable[..., Spec]:
                 local.reshape(-1), 0, keepdim=True
             )
             value = over.extreme(proposed, op)
-            # By hand: torch.unravel_index makes a tensor of the shape, which a program that is
-            # recorded would not know.
+            # By hand: torch.unravel_index makes a tensor of the shape, which a recorded program
+            # would not know.
             left, at, stride = at, torch.zeros_like(at), 1
             for dim in reversed(range(local.dim())):
                 at = at + (left % local.shape[dim] + over.start[dim]) * stride
@@ -192,7 +193,7 @@ def _first_index(name: str) -> Callable[..., Spec]:
         def body(local: torch.Tensor, over: Over) -> torch.Tensor:
             with torch.no_grad():
                 if over.count == 0:
-                    return function(local, dim)  # type: ignore[no-any-return] # torch says why not
+                    return function(local, dim)  # type: ignore[no-any-return] # raises torch's own error
                 return flat(local, over) if dim is None else over.kept(_picked(local, over, op)[1])
 
         return reduced(input, dim, keepdim, "whole", body, by_index=True)
@@ -204,7 +205,7 @@ rule("argmax")(_first_index("argmax"))
 rule("argmin")(_first_index("argmin"))
 
 
-# ---- by rank: the dim is whole
+# ---- selection by order: the dim is whole
 
 
 def _by_rank(input: torch.Tensor, dim: Any, keepdim: bool, outputs: int) -> Spec:

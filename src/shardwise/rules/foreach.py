@@ -1,7 +1,7 @@
-"""torch._foreach_*: one call for many tensors, as optimizers make it.
+"""torch._foreach_*: one call for many tensors, as optimizers use it.
 
-Where the tensors at each position of the lists lie alike, with nothing pending, one torch call on
-the pieces does it. Otherwise each position is the ordinary operator.
+If the tensors at each position of all lists have the same layout, with no pending reduction, one
+torch call on the shards is enough. Otherwise the ordinary operator runs for each position.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _Tensor = torch.Tensor
 
 
 def aligned(args: Any) -> list[Layout] | None:
-    """How the tensors at each position lie; None unless they lie alike in every list, with
-    nothing pending. Lists of numbers, and single tensors that are whole, do not matter."""
+    """Return the layouts of the tensors at each position, if they are the same in all lists.
+
+    None if they differ or a reduction is pending. Lists of numbers and single replicated tensors
+    are ignored.
+    """
     layouts: list[Layout] | None = None
     for arg in args:
         kind = type(arg)
@@ -54,7 +57,7 @@ def _is_pending(layouts: tuple[Layout, ...]) -> bool:
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
-    """Whether a single tensor beside the lists can be used as it lies."""
+    """Return whether a single tensor beside the lists can be used without moving it."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return False
     return not isinstance(tensor, DTensor) or tensor._layout.is_replicated
@@ -64,7 +67,7 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 
 
 def inplace(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes to the first list."""
+    """Run a call that writes to the tensors of the first list."""
     if aligned((*args, *kwargs.values()) if kwargs else args) is None:
         return inplace_one_by_one(func, args, kwargs)
     for target in args[0]:
@@ -74,7 +77,7 @@ def inplace(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def inplace_one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same, so that each sees what was written to those before."""
+    """Run it position by position, so that each sees the writes of the ones before."""
     _one_by_one(func, args, kwargs)
     return args[0]
 
@@ -92,7 +95,7 @@ def _outplace(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Each position by the ordinary operator."""
+    """Run the ordinary operator for each position."""
     operator = _ordinary(func.__name__.removeprefix("_foreach_"))
     keywords = {name: each for name, each in kwargs.items() if name in ("alpha", "value")}
     args = [*args, *(each for name, each in kwargs.items() if name not in keywords)]
@@ -121,7 +124,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 @lru_cache
 def _ordinary(name: str) -> Callable[..., Any]:
-    """The operator on one tensor."""
+    """Return the operator on one tensor."""
     for foreach, ordinary in (("maximum", "clamp_min"), ("minimum", "clamp_max")):
         if name.startswith(foreach):  # of a tensor or a number
             name = name.replace(foreach, ordinary)
@@ -150,7 +153,7 @@ def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handler("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 def fused(func: Any, args: Any, kwargs: Any) -> None:
-    """The parameters' layouts decide. What lies otherwise is moved, updated, and copied back."""
+    """Run in the parameters' layouts; other tensors are moved there, updated, and copied back."""
     keywords = {name: _as_whole(arg) for name, arg in kwargs.items()}
     lists = [arg for arg in args if arg and isinstance(arg[0], DTensor)]
     for parameter in args[0]:
@@ -174,14 +177,14 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _as_whole(arg: Any) -> Any:
-    """A single tensor beside the lists, known to every rank."""
+    """Return a single tensor beside the lists, gathered if it is split or pending."""
     if isinstance(arg, DTensor) and not arg._layout.is_replicated:
         return arg.full_tensor()
     return arg
 
 
 def _like_parameter(tensor: Any, parameter: Any, moved: list[Any]) -> Any:
-    """A tensor laid out as the parameter is, or would be with nothing pending."""
+    """Return a tensor in the layout of the parameter without pending reductions."""
     if not isinstance(parameter, DTensor):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     layout = parameter._layout.relaid(partial={})

@@ -1,4 +1,4 @@
-"""Norms of many tensors, and whether any is not finite: one collective for all of them."""
+"""Norms of many tensors, and the check for non-finite values: one collective for all tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _layout_of = attrgetter("_layout")
 
 @handler("_foreach_norm", "_foreach_powsum")
 def norms(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The norm of each tensor, or its power; those on one mesh with one collective."""
+    """Compute the norm of each tensor, or its power, with one collective per mesh."""
     tensors, order, dtype = _bound(*args, **kwargs)
     is_root = func.__name__ == "_foreach_norm"
     if order == math.inf and any(each.numel() == 0 for each in tensors):
@@ -59,7 +59,7 @@ def _bound(
 
 
 def _by_mesh(tensors: Sequence[torch.Tensor]) -> dict[DeviceMesh | None, Sequence[int]]:
-    """The positions of the tensors on each mesh; plain ones are on none."""
+    """Return the positions of the tensors on each mesh; plain tensors count under None."""
     try:
         return _by_mesh_of(tuple(map(_layout_of, tensors)))
     except AttributeError:  # a plain tensor among them
@@ -76,10 +76,11 @@ def _by_mesh_of(layouts: tuple[Layout | None, ...]) -> dict[DeviceMesh | None, S
 
 @lru_cache(maxsize=256)
 def _widest(meshes: tuple[DeviceMesh | None, ...]) -> DeviceMesh | None:
-    """The mesh that has all ranks of the others, if one does.
+    """Return the mesh that contains all ranks of the others, if there is one.
 
-    Norms are all given there, so that they can be put together: of parameters on `mesh["dp"]` and
-    on `mesh["dp", "tp"]`. What lies on fewer ranks is the same along the rest, as a plain one is.
+    All norms are returned on that mesh, so that they can be combined, for example of parameters on
+    `mesh["dp"]` and on `mesh["dp", "tp"]`. A tensor on fewer ranks is the same along the other
+    axes.
     """
     ranks = {mesh: set(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
     if len(ranks) < 2:
@@ -105,7 +106,7 @@ def _norms_on(
         kinds = set(dtypes)
         if any(kind.itemsize < 4 for kind in kinds):
             made = _local_norms(tensors, order, torch.float32)
-        # In double precision, as the square of a norm may be no number where the norm is one.
+        # In double precision: the square of a finite norm may overflow.
         values = torch.stack(made).double()
         if order == math.inf:
             if axes:
@@ -133,7 +134,7 @@ def _reduced(tensor: DTensor) -> DTensor:
 
 
 def _local_norms(tensors: list[Any], order: float, dtype: Any) -> tuple[torch.Tensor, ...]:
-    if order == math.inf:  # torch has no largest element of none
+    if order == math.inf:  # torch refuses the maximum of an empty tensor
         tensors = [each if _local_numel(each) else each.new_zeros(1) for each in tensors]
     return torch._foreach_norm(tensors, order, dtype=dtype)
 
@@ -142,8 +143,11 @@ def _local_norms(tensors: list[Any], order: float, dtype: Any) -> tuple[torch.Te
 def _counted(
     layouts: tuple[Layout, ...], place: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-    """The axes that split any of the tensors; and for each whether this rank's part counts: of
-    the ranks that hold the same piece the first's does. None if a reduction is pending."""
+    """Return the axes that split any of the tensors, and a weight for each tensor.
+
+    Of the ranks that hold the same shard only the first counts: its weight is 1, the others' is 0.
+    The weights are None if a reduction is pending.
+    """
     if any(layout.partial for layout in layouts):
         return (), None
     axes = sorted(
@@ -165,10 +169,10 @@ def _counted(
 
 @handler("_amp_foreach_non_finite_check_and_unscale_")
 def non_finite_check_and_unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Each rank unscales and looks at its pieces; `found_inf` is what any rank found."""
+    """Unscale and check each rank's shards; `found_inf` is set if any rank finds one."""
     tensors, found_inf, inv_scale = (*args, *kwargs.values())
     pieces = [each for each in tensors if not _is_pending(each)]
-    # A sum may overflow where no contribution does: it is looked at whole.
+    # A pending sum may overflow although no contribution does, so it is reduced first.
     sums = [each for each in tensors if _is_pending(each)]
     reduced = [_reduced(each) for each in sums]
     if isinstance(inv_scale, DTensor):

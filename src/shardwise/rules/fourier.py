@@ -1,9 +1,9 @@
 """Fourier transforms: a transformed dim is whole, the others are free.
 
-A transform over several dims is one after the other, so a tensor that is split along some of them
-never has to be whole: what lies whole is transformed, then the split changes to it, at the cost of
-one all-to-all, and the rest is transformed. A transform of short times is along windows, so a rank
-gets the few rows beyond its own that its windows look at.
+A transform over several dims is done dim by dim, so a tensor that is split along some of them is
+never gathered: first the whole dims are transformed, then one all-to-all moves the split to them,
+and the other dims are transformed. A short-time transform works on windows, so a rank receives the
+few rows beyond its own that its windows read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Sizes = tuple[int, ...]
 
 
 def transformed(input: torch.Tensor, dims: Sequence[int], shape: Sizes, run: Any) -> Spec:
-    """The spec of a transform `run` over some dims, with a result of this shape."""
+    """Return the spec of a transform `run` over some dims, with a result of this shape."""
     names = without(dims_of(input), dims, True)
     out, lower = Out(names, shape), for_empty(run)
     return Spec([(input, names)], [out], linear=[(0,)], lower=lower, positions=())
 
 
-# ---- how long a result is: from the length of the input and the one that is asked for
+# ---- the length of a result, from the input's length and the requested one
 
 
 def _same(size: int, wanted: int | None) -> int:
@@ -79,7 +79,7 @@ def _one_rule(function: Any, length: Length) -> None:
 def _dims_and_sizes(
     input: torch.Tensor, s: Any, dim: Any
 ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """The dims that are transformed, in their order, and the length that is asked for of each."""
+    """Return the transformed dims in their order, and the requested length of each."""
     s = (s,) if isinstance(s, int) else s
     if dim is not None and not input.dim():
         raise IndexError("Dimension specified but tensor has no dimensions")
@@ -98,7 +98,7 @@ def _dims_and_sizes(
 
 
 def _several_rule(function: Any, default: Any, length: Length) -> Function:
-    """Over several dims at once, each whole."""
+    """Register a transform over several dims at once, each of them whole."""
     found = Function(function.__name__, function)
 
     @rule(found)
@@ -120,9 +120,9 @@ def _several(name: str, default: Any, one: Any, length: Length, others: str) -> 
     """Register a transform over several dims.
 
     Arguments:
-        default: the dims that it is over if none are given.
-        one: what happens along the last of them.
-        others: what happens along each of the others: after it if the last is made complex.
+        default: the dims if none are given.
+        one: the transform along the last dim.
+        others: the transform along each other dim; it follows if `one` makes the input complex.
     """
     function = getattr(torch.fft, name)
     at_once = _several_rule(function, default, length)
@@ -150,7 +150,8 @@ def _several(name: str, default: Any, one: Any, length: Length, others: str) -> 
 def _one_after_other(
     function: Function, input: Any, wanted: dict[int, int | None], norm: str | None
 ) -> Any:
-    """What lies whole first; for the others the axes change to dims that are done, or free."""
+    """Transform whole dims first; then move the axes of split dims to dims that are done or
+    free."""
     while wanted:
         split = _split_dims(input)
         now = [dim for dim in wanted if dim not in split] or list(wanted)
@@ -158,7 +159,7 @@ def _one_after_other(
             split.issuperset(now)
             and math.prod(without(input.shape, now)) < input._layout.mesh.size()
         ):
-            now = now[:1]  # there is no other dim for their axes: one makes way for another
+            now = now[:1]  # no other dim can take their axes: transform one dim at a time
         sizes = [input.shape[dim] if wanted[dim] in (None, -1) else wanted[dim] for dim in now]
         input = function.dispatched(input, sizes, now, norm)
         wanted = {dim: size for dim, size in wanted.items() if dim not in now}
@@ -198,7 +199,7 @@ for _count, _default in (("2", (-2, -1)), ("n", None)):
     _several(f"hfft{_count}", _default, torch.fft.hfft, _double, "fftn")
 
 
-# ---- what torch makes all of these of
+# ---- the aten operators behind these functions
 
 
 @rule(Aten("_fft_c2c"))
@@ -220,7 +221,7 @@ def c2r(self: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_siz
     return transformed(self, as_dims(dim, self.dim()), shape, torch._fft_c2r)
 
 
-# ---- the zero to the middle, and back: a roll
+# ---- fftshift and ifftshift: a roll
 
 
 def _shift_rule(function: Any, by: Callable[[int], int]) -> None:
@@ -235,7 +236,7 @@ _shift_rule(torch.fft.fftshift, lambda size: size // 2)
 _shift_rule(torch.fft.ifftshift, lambda size: (size + 1) // 2)
 
 
-# ---- of short times
+# ---- short-time transforms
 
 
 @rule(VF.stft, by_dtype=True)
@@ -250,12 +251,12 @@ def stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Spec:
-    """Along windows of a signal that is padded already."""
+    """Transform windows of a signal that is already padded."""
     tensors = [each for each in (input, window) if each is not None]
     is_complex = any(each.is_complex() for each in tensors)
     frequencies = n_fft if onesided is False or is_complex else _half(n_fft, None)
     hop, size = hop_length or n_fft // 4, input.shape[-1]
-    # Windows that may be shorter than a transform are padded, so the time is whole.
+    # Windows may be shorter than the transform and are then padded, so the time is whole.
     kernel, time = (win_length or n_fft, None) if align_to_window else (n_fft, "time")
     windows = Window(size, kernel, hop)
     if windows.count < 1:
@@ -299,7 +300,7 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Spec:
-    """Each time is divided by the windows at it, of which torch checks all: the time is whole."""
+    """The time is whole: torch checks the sum of all windows at each point."""
     whole = n_fft + (hop_length or n_fft // 4) * (input.shape[-1] - 1)
     size = length or whole - (2 * (n_fft // 2) if center else 0)
     batch = ("batch",) * (input.dim() - 2)

@@ -1,8 +1,8 @@
-"""Lookups along a dim: gather, take, index_select and their kin; and searches.
+"""Lookups along a dim (gather, take, index_select, ...), and searches.
 
-Along dims that an operator does not touch, operands that are equally long share a factor. The dim
-of the `rows` is where indices point to: if it is split, each rank gives what it holds and zeros for
-the rest, and the sum is the result. The dims of the indices are free.
+Along dims that an operator does not touch, operands of equal size share a factor. The factor `rows`
+is the dim that indices point into: if it is split, each rank contributes the elements that it holds
+and zeros for the rest, and the result is the sum. The dims of the indices are free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
 
 @rule("gather", inplace=False)
 def gather(input: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:
-    """As torch.gather: `result[i, j] = input[index[i, j], j]`."""
+    """Look up elements: `result[i, j] = input[index[i, j], j]`."""
     if sparse_grad:
         return None  # a sparse gradient cannot be summed over ranks
     if input.dim() != index.dim() or input.dim() == 0:
@@ -46,7 +46,7 @@ def _gathered(input: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any)
 
 @rule("take_along_dim", inplace=False)
 def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> Any:
-    """As gather, with broadcasting."""
+    """Look up elements as gather does, with broadcasting."""
     if dim is None:
         if indices.dim() == 1:
             return take(input, indices)
@@ -74,7 +74,7 @@ def _taken_along(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Te
 
 @rule("index_select", inplace=False)
 def index_select(input: torch.Tensor, dim: int, index: torch.Tensor) -> Spec:
-    """Rows, by number."""
+    """Look up rows by number."""
     if input.dim() == 0:
         return unsplit([input, index], ())
     at = normalized(dim, input.dim())
@@ -93,7 +93,7 @@ def _selected(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tenso
 def _lookup(
     inputs: Inputs, out: Out, dim: int, run: Callable[..., Any], *, wraps: bool = False
 ) -> Spec:
-    """A lookup in the first input along a dim, with the indices of the second."""
+    """Return the spec of a lookup in the first input along a dim, by the indices of the second."""
     (_, held), (_, picks) = inputs
 
     def lower(here: Here) -> Callable[..., Any] | None:
@@ -102,7 +102,7 @@ def _lookup(
         if not axes and not boxes:
             return None
         if 0 in out.shape:
-            axes = ()  # there is nothing to add up
+            axes = ()  # the result is empty: no sum is needed
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             source, index = tensors_among(*args, *kwargs.values())
@@ -123,8 +123,10 @@ def _lookup(
 def boxes_of(
     dims: Dims, leading: Dims, layout: Layout, but: int | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Where an operand, that is longer or shorter than a leading one that is split, is cut to its
-    box: the first index and the end, by dim."""
+    """Return the ranges, by dim, to which an operand is narrowed.
+
+    These are dims that are split in the leading operand, and longer or shorter in this one.
+    """
     box = layout.box()
     return {
         dim: (box.start[dim], box.stop[dim])
@@ -136,7 +138,7 @@ def boxes_of(
 def cut(
     tensor: torch.Tensor, boxes: dict[int, tuple[int, int]], *, broadcasts: bool = True
 ) -> torch.Tensor:
-    """The operand, cut so; one that broadcasts stays as it is where it has a single row."""
+    """Narrow an operand to these ranges; dims of size 1 of an operand that broadcasts stay."""
     for dim, (first, end) in boxes.items():
         size = tensor.size(dim)
         if broadcasts and size == 1 < end:
@@ -148,7 +150,7 @@ def cut(
 
 @rule("take", inplace=False)
 def take(input: torch.Tensor, index: torch.Tensor) -> Spec:
-    """A lookup in the flattened input."""
+    """Look up elements of the flattened input."""
     held, picks = dims_of(input, "rows"), dims_of(index)
 
     def lower(here: Here) -> Callable[..., Any] | None:
@@ -181,7 +183,7 @@ def take(input: torch.Tensor, index: torch.Tensor) -> Spec:
 def searchsorted(
     sorted_sequence: torch.Tensor, input: Any, *, sorter: torch.Tensor | None = None, **kwargs: Any
 ) -> Spec:
-    """A value's place is the sum of its places in the pieces of the sequence."""
+    """Find places: that of a value is the sum of its places in the shards of the sequence."""
     ndim = sorted_sequence.dim()
     batch = dims_of(sorted_sequence)[:-1]
     sequence: Dims = (*batch, "sequence" if sorter is None else None)
@@ -199,7 +201,7 @@ def searchsorted(
 
 @rule("bucketize", inplace=False)
 def bucketize(input: Any, boundaries: torch.Tensor, **kwargs: Any) -> Spec:
-    """As searchsorted."""
+    """Find places as searchsorted does."""
     if boundaries.dim() != 1:
         raise RuntimeError(
             f"boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})"
@@ -215,7 +217,7 @@ def bucketize(input: Any, boundaries: torch.Tensor, **kwargs: Any) -> Spec:
 def isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Spec:
-    """An element is among the tested ones if it is among those of some rank."""
+    """Test membership: an element is a member if some rank has it among its test elements."""
     found = dims_of(elements) if isinstance(elements, torch.Tensor) else ()
     shape = tuple(elements.shape) if isinstance(elements, torch.Tensor) else ()
     inputs: Inputs = [(elements, found)] if isinstance(elements, torch.Tensor) else []

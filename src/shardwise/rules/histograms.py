@@ -1,6 +1,6 @@
-"""Histograms: every rank counts its own elements, and the counts are added.
+"""Histograms: every rank counts its own elements, and the counts are summed.
 
-Where the bins follow from the data, their ends are agreed on first: a few numbers.
+If the bins depend on the data, the ranks first exchange the smallest and largest values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.tensor import DTensor
 
 
 def _ends(columns: torch.Tensor, over: Over) -> list[float]:
-    """The smallest and the largest element of all ranks in each column, one after the other."""
+    """Return the smallest and largest element over all ranks of each column, interleaved."""
     worst = columns.new_full((1, columns.shape[1]), torch.inf, dtype=torch.float64)
     lows = torch.cat([columns.double(), worst]).amin(0)
     highs = torch.cat([-columns.double(), worst]).amin(0)
@@ -57,7 +57,7 @@ def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) 
 
 
 def _density(counts: torch.Tensor, edges: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The counts as parts of all, by the volumes of their bins."""
+    """Return the counts divided by their total and by the volumes of the bins."""
     widths = [each.diff() for each in edges]
     volumes = reduce(lambda one, other: one.unsqueeze(-1) * other, widths)
     return counts / counts.sum() / volumes
@@ -70,11 +70,11 @@ def _histogram(
     weight: torch.Tensor | None,
     run: Callable[[Over], Callable[..., Any]],
 ) -> Spec:
-    """The spec of counts in so many bins, or between these edges, along each dim.
+    """Return the spec of a histogram, with a number of bins or given edges along each dim.
 
     Arguments:
-        dims: the input's; those that are named are counted over.
-        run: what makes the results when some of these are split.
+        dims: the factors of the input; dims that have one are counted over.
+        run: returns the function that computes the results if some of these dims are split.
     """
     edges = [each for each in bins if isinstance(each, torch.Tensor)]
     counts = tuple(len(each) - 1 if isinstance(each, torch.Tensor) else each for each in bins)
@@ -91,7 +91,7 @@ def _histogram(
 
 
 def _moves(edges: Any) -> bool:
-    """Whether given edges are made whole first, so that those of the result are others."""
+    """Return whether given edges must be gathered, so that the result cannot alias them."""
     return isinstance(edges, DTensor) and not edges._layout.is_replicated
 
 
@@ -117,7 +117,7 @@ def histogram(
         def local(input: torch.Tensor, bins: Any, *, weight: Any = None, **_: Any) -> Any:
             column = input.reshape(-1, 1)
             counts, edges = _counts(column, [bins], range, weight, density, over)
-            # Given edges are a copy for torch here, and themselves for several dims.
+            # torch returns a copy of given edges here, but the edges themselves in histogramdd.
             return torch.return_types.histogram((counts, edges[0].clone()))
 
         return local
@@ -134,7 +134,9 @@ def histogramdd(
     each = [*bins] if isinstance(bins, list | tuple) else [bins] * size
     if len(each) != size:
         raise RuntimeError(f"histogramdd: expected bins for {size} dims, got {len(each)}")
-    moves = [*map(_moves, each)]  # and not the edges, which would live as long as the plan
+    moves = [
+        *map(_moves, each)
+    ]  # plain bools: a reference to the edges would keep them alive with the plan
 
     def run(over: Over) -> Callable[..., Any]:
         def local(

@@ -1,9 +1,9 @@
 """Reading by index: `x[key]`.
 
-In two steps (`shardwise.rules.keys`): the basic part of a key gives a view, and its tensors then
-pick from that. Of a split dim, a slice stays split: its rows change hands. A
-single row, and what tensors pick, is a sum: each rank gives what it holds and zeros for the rest.
-Nothing is gathered.
+Indexing has two steps (`shardwise.rules.keys`): the basic part of a key gives a view, then the
+tensors of the key select elements of it. A slice of a split dim stays split: rows move between
+ranks. A single row, and elements selected by tensors, are a sum over ranks: each contributes what
+it holds, and zeros for the rest. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ from shardwise.rules.spec import Here, Out, Spec, dims_of
 from shardwise.rules.splitting import whole_pieces
 from shardwise.tensor import DTensor
 
-# ---- what lookups in a split dim are made of
+# ---- parts of lookups in a split dim
 
 
 def located(
     index: torch.Tensor, layout: Layout, dim: int, *, wraps: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where global indices are in this rank's piece (0 for those that are not), and which are.
+    """Translate global indices to places in this rank's shard; also return which of them it holds.
+
+    The place of an index that the rank does not hold is 0.
 
     Arguments:
-        wraps: whether negative ones count from the end; they are refused otherwise.
+        wraps: whether negative indices count from the end; otherwise they are refused.
     """
     size = layout.shape[dim]
     lowest = -size if wraps else 0
@@ -61,7 +63,7 @@ def located(
 
 
 def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:
-    """Refuse indices that no rank would find."""
+    """Refuse indices that are out of range."""
     fine = ((index >= lowest) & (index < size)).all()
     error = out_of_range(lowest, size)
     try:
@@ -71,12 +73,12 @@ def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:
 
 
 def out_of_range(lowest: int, size: int) -> IndexError:
-    """The error for indices that are no rows."""
+    """Return the error for indices that are out of range."""
     return IndexError(f"index out of range: expected indices from {lowest} to {size - 1}")
 
 
 def unravelled(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """The coordinates of indices into a flattened tensor."""
+    """Return the coordinates of indices into a flattened tensor."""
     count = math.prod(shape)
     check_bounds(index, -count, count)
     index = torch.where(index < 0, index + count, index)
@@ -94,7 +96,7 @@ BASIC = Function("__getitem__", lambda input, key: input[key])
 
 @rule(BASIC)
 def basic(input: torch.Tensor, key: Any) -> Spec:
-    """An index of ints, slices, None and Ellipsis: a view."""
+    """Return the spec of an index of ints, slices, None and Ellipsis: a view."""
     where = region(key, input)
     single = [name for name in where.parts if name not in where.rows]
 
@@ -137,34 +139,34 @@ def basic(input: torch.Tensor, key: Any) -> Spec:
 
 
 def _rows_moved(here: Here, dim: int, pick: Pick, at: int) -> Callable[..., torch.Tensor]:
-    """How a part of a split dim, which is dim `at` of the result, gets to where it will lie."""
+    """Plan the exchange of a part of a split dim, which is dim `at` of the result."""
     sizes = [here.inputs[0].shape[dim]], [pick.count]
     return exchange("__getitem__", here.mesh, here.axes(f"d{dim}"), at, *sizes, pick.rows)
 
 
-# ---- its tensors
+# ---- the tensors of a key
 
 Indices = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What tensors as indices give: their broadcast dims stand together, among the others."""
+    """The dims of a result of index tensors: the broadcast dims of the indices stand together."""
 
     at: int
-    """Where the dims of the indices stand in the result."""
+    """The first dim of the indices in the result."""
     common: tuple[int, ...]
     """The shape that the indices broadcast to."""
     rest: tuple[int, ...]
     """The dims of the tensor that have no index."""
 
     def arranged(self, rest: Sequence[Any], common: Sequence[Any]) -> tuple[Any, ...]:
-        """What belongs to the result's dims, of what belongs to either kind."""
+        """Order values for the other dims and for the dims of the indices as in the result."""
         return (*rest[: self.at], *common, *rest[self.at :])
 
 
 def picked(ndim: int, indices: Indices) -> Picked:
-    """What tensors as indices give."""
+    """Return the dims of the result of these index tensors."""
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     together = dims == list(range(dims[0], dims[-1] + 1))
     shapes = [tuple(each.shape) for each in indices if each is not None]
@@ -176,7 +178,7 @@ def picked(ndim: int, indices: Indices) -> Picked:
 def held(
     local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
 ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """Indices into this rank's piece, of which these dims are split; and which it holds."""
+    """Translate indices to places in this rank's shard, for the split dims; and which it holds."""
     result = list(indices)
     common = picked(local.dim(), indices).common
     inside = torch.ones((), dtype=torch.bool, device=local.device)
@@ -191,7 +193,7 @@ def held(
 def looked_up(
     local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
 ) -> torch.Tensor:
-    """What this rank's piece, of which these dims are split, has at global indices, else 0."""
+    """Return this rank's elements at global indices; 0 for elements of other ranks."""
     where = picked(local.dim(), indices)
     found, inside = held(local, indices, layout, dims)
     for dim in dims:
@@ -209,7 +211,7 @@ ADVANCED = Function(
 
 @rule(ADVANCED)
 def advanced(input: torch.Tensor, indices: Indices) -> Spec:
-    """An index of integer tensors, one or None for each dim: a copy."""
+    """Return the spec of an index of integer tensors, one or None for each dim: a copy."""
     where = picked(input.dim(), indices)
     names = dims_of(input)
     common = [f"b{dim}" for dim in range(len(where.common))]
@@ -244,7 +246,7 @@ def advanced(input: torch.Tensor, indices: Indices) -> Spec:
 
 @handler(torch.Tensor.__getitem__)
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[key]`."""
+    """Return `x[key]`."""
     input, key = args
     if isinstance(input, DTensor) and is_simple(key):
         return BASIC.dispatched(input, key)
@@ -259,7 +261,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handler(torch.ops.aten.index, torch.ops.aten.index.Tensor, "_unsafe_index")
 def aten_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[key]`, as aten has it: a tensor or None for each dim."""
+    """Return `x[key]` as aten takes it: a tensor or None for each dim."""
     input, indices = args
     return getitem(func, (input, tuple(ALL if each is None else each for each in indices)), {})
 
@@ -268,7 +270,7 @@ def aten_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def masked_index(
     input: torch.Tensor, mask: torch.Tensor, indices: Sequence[Any], fill: Any
 ) -> torch.Tensor:
-    """`x[indices]` where a mask is true; elsewhere they need not be within bounds."""
+    """Return `x[indices]` where a mask is true; other indices may be out of bounds."""
     if input.numel():
         return input[within(input, indices)].masked_fill(mask.logical_not(), fill)
     where = picked(input.dim(), indices)
@@ -278,24 +280,24 @@ def masked_index(
 
 
 def within(input: torch.Tensor, indices: Sequence[Any]) -> tuple[Any, ...]:
-    """A key of indices, with those that are out of bounds moved to the bounds."""
+    """Clamp indices to the bounds of the dims; return them as a key."""
     sizes = zip(indices, input.shape, strict=False)
     return tuple(ALL if each is None else each.clamp(-size, size - 1) for each, size in sizes)
 
 
-# ---- what a mask, or a search for what is not zero, picks
+# ---- selection by a mask or by nonzero elements
 
 
 @composed("masked_select")
 def masked_select(input: torch.Tensor, mask: torch.Tensor) -> Any:
-    """`x[mask]`, with broadcasting."""
+    """Return `x[mask]`, with broadcasting."""
     shape = torch.broadcast_shapes(tuple(input.shape), tuple(mask.shape))  # type: ignore[no-untyped-call]
     return input.expand(shape)[mask.expand(shape)]
 
 
 @composed("nonzero", "argwhere")
 def nonzero(input: DTensor, as_tuple: bool = False) -> Any:
-    """Where a tensor is not zero: the same list for all. Only whether it is, a byte, travels."""
+    """Return the places of nonzero elements on every rank; one byte per element is gathered."""
     mesh = input._layout.mesh
     with torch.no_grad():
         mask: Any = whole(input != 0, "nonzero")
@@ -307,6 +309,6 @@ def nonzero(input: DTensor, as_tuple: bool = False) -> Any:
 
 @composed("nonzero_static")
 def nonzero_static(input: DTensor, *, size: int, fill_value: int = -1) -> Any:
-    """The same, of a length that is given."""
+    """Return the places of nonzero elements, as a list of given length."""
     found = nonzero(input)
     return F.pad(found, (0, 0, 0, size - len(found)), value=fill_value)

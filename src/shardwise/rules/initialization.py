@@ -1,6 +1,6 @@
-"""torch.nn.init: the functions that ask first whether their tensor overrides them.
+"""torch.nn.init: the functions that call `__torch_function__` of their tensor.
 
-The others are made of operators, as these are; the same values on every layout follow from those.
+The other functions of torch.nn.init are composed of operators that have rules.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from shardwise.torch_internals import fan_of, fill_constant, fill_normal, fill_u
 
 @handler(init.uniform_)
 def uniform_(func: Any, args: Any, kwargs: Any) -> Any:
-    """Numbers uniform in [a, b)."""
+    """Fill with uniform numbers in [a, b)."""
     return fill_uniform(*args, **kwargs)
 
 
 @handler(init.normal_)
 def normal_(func: Any, args: Any, kwargs: Any) -> Any:
-    """Normally distributed numbers."""
+    """Fill with normally distributed numbers."""
     return fill_normal(*args, **kwargs)
 
 
 @handler(init.constant_)
 def constant_(func: Any, args: Any, kwargs: Any) -> Any:
-    """One value."""
+    """Fill with one value."""
     return fill_constant(*args, **kwargs)
 
 
 @handler(init.kaiming_uniform_)
 def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Any:
-    """Bounded by the global fan."""
+    """Fill with uniform numbers whose bound follows from the global fan."""
 
     def initialized(
         tensor: Any,

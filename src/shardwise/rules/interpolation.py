@@ -1,7 +1,7 @@
 """Interpolation: resizing of planes, and sampling at points of a grid.
 
-Batch and channels are free. Along dims of space that grow by a whole factor the results of a rank
-look at a few neighbours of its own inputs; along others a plane is whole.
+Batch and channels are free. Along spatial dims that grow by an integer factor the results of a rank
+read a few neighbours of its own inputs; other spatial dims are whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HALOS = {
     "_upsample_bicubic2d_aa": 2,
     "_upsample_lanczos2d_aa": 3,
 }
-"""How many inputs on either side of the nearest one a result depends on, when growing."""
+"""The number of inputs on either side of the nearest one that a result reads, when growing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,23 @@ class Resize:
     """A resizing of planes."""
 
     operator: Callable[..., torch.Tensor]
-    """Takes the input, the new sizes, `options` and a scale or None for each dim of space."""
+    """Takes the input, the new sizes, `options` and a scale or None for each spatial dim."""
     input: tuple[int, ...]
     sizes: tuple[int, ...]
     options: tuple[bool, ...]
-    """Whether the corners are aligned, for those that know it."""
+    """`align_corners`, for operators that have it."""
     scales: tuple[float | None, ...]
     halo: int
 
     def factor(self, at: int) -> int | None:
-        """How often each input along a dim of space is repeated, if there is such a number."""
+        """Return the integer factor by which a spatial dim grows; None if it is not an integer."""
         have, want, scale = self.input[at + 2], self.sizes[at], self.scales[at]
         if not have or want % have or scale not in (None, want // have):
             return None
         return None if any(self.options) and want != have else want // have
 
     def needs(self, at: int, results: Range) -> Range:
-        """The inputs that results depend on, along a dim that grows by a whole factor."""
+        """Return the inputs that results read, along a dim that grows by an integer factor."""
         factor = self.factor(at)
         if factor is None or results[0] >= results[1]:
             return 0, 0
@@ -69,7 +69,7 @@ class Resize:
         return clipped((first - halo, last + 1 + halo), self.input[at + 2])
 
     def lower(self, here: Here) -> Callable[..., torch.Tensor] | None:
-        """The same on windows; more results than are this rank's are made, and cut off."""
+        """Return the operator on exchanged windows; it crops results that belong to other ranks."""
         shape, box = here.outputs[0].local_shape(), here.outputs[0].box()
         split = [at for at in range(len(self.sizes)) if here.axes(f"d{at + 2}")]
         if not split and not is_empty(shape):
@@ -111,7 +111,7 @@ def _resize_rule(name: str, halo: int) -> Callable[..., Spec | None]:
         space = input.dim() - 2
         if has_options and rest:
             align_corners, *rest = rest  # type: ignore[assignment]
-        # torch takes them as one list, or each by itself
+        # torch takes them as one list or one by one
         scales = [each for part in (*rest, scale_factors, *scales_by_name.values())
                   for each in (part if isinstance(part, list | tuple) else [part])]  # fmt: skip
         scales = [*scales, *[None] * space][:space] if any(scales) else [None] * space
@@ -132,7 +132,9 @@ def _resize_rule(name: str, halo: int) -> Callable[..., Spec | None]:
             *(name if how.factor(at) else None for at, name in enumerate(names[2:])),
         )
         out = Out(dims, (*input.shape[:2], *sizes))
-        linear = [(0,)] if keeps_sums(input.dtype) else ()  # integers are rounded
+        linear = (
+            [(0,)] if keeps_sums(input.dtype) else ()
+        )  # integers are rounded, so it is not linear
         return Spec([(input, dims)], [out], linear=linear, lower=how.lower)
 
     return resize
@@ -144,7 +146,7 @@ for _name, _halo in _HALOS.items():
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", inplace=False)
 def grid_sampler(input: torch.Tensor, grid: torch.Tensor, *args: Any, **kwargs: Any) -> Spec:
-    """Each point of the grid looks anywhere in its plane."""
+    """Each point of the grid may read any element of its plane, so planes are whole."""
     if grid.dim() != input.dim() or grid.shape[0] != input.shape[0]:
         raise RuntimeError(f"grid {tuple(grid.shape)}, input {tuple(input.shape)}")
     points = dims_of(grid)[1:-1]
@@ -155,7 +157,7 @@ def grid_sampler(input: torch.Tensor, grid: torch.Tensor, *args: Any, **kwargs: 
 
 @rule("affine_grid_generator", inplace=False)
 def affine_grid_generator(theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> Spec:
-    """A grid for each matrix."""
+    """Return the spec of one grid per matrix."""
     space = len(size) - 2
 
     def lower(here: Here) -> Callable[..., torch.Tensor] | None:

@@ -1,4 +1,4 @@
-"""Several tensors made one, or broadcast against each other."""
+"""Operators that join several tensors, or broadcast them against each other."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def joined(
     """The spec of tensors joined along a dim.
 
     Arguments:
-        places: for each tensor the dims of the result that its dims are; those it lacks are 1.
-        ndim: how many dims the result has.
-        dim: the one they are joined along. If it is split, rows change hands.
-        local: joins the local pieces.
+        places: for each tensor the dims of the result that its dims become; other dims have size 1.
+        ndim: the number of dims of the result.
+        dim: the dim along which the tensors are joined; if it is split, rows move between ranks.
+        local: joins the local tensors.
     """
-    # A dim that a tensor lacks it has whole.
+    # A dim that some tensor lacks must be whole.
     names = [f"d{at}" if all(at in place for place in places) else None for at in range(ndim)]
     shape = [1] * ndim
     lengths = []
@@ -70,7 +70,7 @@ def joined(
 def cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
     if not tensors or kwargs.keys() - {"axis"} or isinstance(dim, str):
         return None
-    # An empty tensor of one dim fits any other: torch leaves it out.
+    # torch ignores empty tensors of one dim.
     kept = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)] or list(tensors)
     ndim = kept[0].dim()
     at = normalized(kwargs.get("axis", dim), ndim)
@@ -101,11 +101,11 @@ def stack(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
 
 
 def _stacked(name: str, dim: Callable[[int], int], place: Callable[[int], tuple[int, ...]]) -> None:
-    """A rule for a function that gives its tensors more dims, and joins them.
+    """Register the rule of a function that adds dims to its tensors and joins them.
 
     Arguments:
-        dim: along which, given the most dims that a tensor has.
-        place: where in the result the dims of a tensor go that has so many.
+        dim: maps the largest number of dims of a tensor to the dim along which they are joined.
+        place: maps the number of dims of a tensor to the dims of the result that they become.
     """
     function = getattr(torch, name)
 
@@ -137,12 +137,12 @@ def block_diag(tensors: Any) -> Spec:
     return unsplit(tensors, shape, linear=[tuple(range(len(shapes)))])
 
 
-# ---- broadcast: each on its own, a view that stays where it is
+# ---- broadcast: each tensor on its own, a view without communication
 
 
 @composed(VF.broadcast_tensors, Aten("broadcast_tensors"))
 def broadcast_tensors(tensors: Any) -> tuple[DTensor, ...]:
-    """Each expanded to the shape of all."""
+    """Expand each tensor to the common shape."""
     mesh = mesh_of(tensors)
     shape = torch.broadcast_shapes(*(tuple(each.shape) for each in tensors))  # type: ignore[no-untyped-call]
     return tuple(static(each.expand(shape), mesh) for each in tensors)
@@ -150,7 +150,7 @@ def broadcast_tensors(tensors: Any) -> tuple[DTensor, ...]:
 
 @composed(torch.meshgrid, VF.meshgrid, Aten("meshgrid"))
 def meshgrid(*tensors: Any, indexing: str | None = "ij") -> tuple[DTensor, ...]:
-    """Each along a dim of its own."""
+    """Expand each tensor along a dim of its own."""
     given = _listed(tensors)
     mesh = mesh_of(given)
     like = [torch.empty(each.shape, device="meta") for each in given]
@@ -167,16 +167,16 @@ def meshgrid(*tensors: Any, indexing: str | None = "ij") -> tuple[DTensor, ...]:
 
 
 def _listed(tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
-    """`f(a, b)` and `f([a, b])` alike."""
+    """Return the tensors of `f(a, b)` or `f([a, b])`."""
     return tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
 
 
-# ---- made of these
+# ---- functions composed of these
 
 
 @composed(torch.cartesian_prod, VF.cartesian_prod, Aten("cartesian_prod"))
 def cartesian_prod(*tensors: Any) -> torch.Tensor:
-    """A row for each choice of an element of each tensor."""
+    """Return a row for each choice of one element per tensor."""
     given = _listed(tensors)
     if len(given) == 1:
         return given[0]
@@ -186,7 +186,7 @@ def cartesian_prod(*tensors: Any) -> torch.Tensor:
 
 @composed("combinations")
 def combinations(input: DTensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
-    """A row for each choice of `r` elements: which ones, only the length tells."""
+    """Return a row for each choice of `r` elements."""
     if input.dim() != 1:
         raise RuntimeError(f"combinations: expected a vector, got shape {tuple(input.shape)}")
     places = torch.arange(len(input), device=input.device)
@@ -196,8 +196,7 @@ def combinations(input: DTensor, r: int = 2, with_replacement: bool = False) -> 
 
 @composed("_chunk_cat")
 def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> torch.Tensor:
-    """Each tensor in so many chunks along a dim, the last filled up with zeros; joined chunk by
-    chunk."""
+    """Chunk each tensor along a dim, pad the last chunk with zeros, and join chunk by chunk."""
     at = normalized(dim, tensors[0].dim())
     parts = []
     for tensor in tensors:

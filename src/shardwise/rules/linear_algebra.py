@@ -1,6 +1,6 @@
-"""Linear algebra: each matrix is whole, and a batch of them is split as it likes.
+"""Linear algebra: each matrix is whole; batch dims may be split in any way.
 
-A matrix that cannot be factored fails the call on all ranks, wherever it is (`Spec.may_fail`).
+A matrix that cannot be factored makes the call fail on all ranks (`Spec.may_fail`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Tensor = torch.Tensor
 
 
 def matrices(tensors: Sequence[Tensor], pattern: str, **extra: Any) -> Spec:
-    """The spec of an operator on batches of matrices and vectors, from a pattern of the last dims.
+    """Return the spec of an operator on batches of matrices and vectors.
 
-    All have batch dims before these, which broadcast and are free. A dim with a small letter must
-    be whole, one with a capital is free. `k` is the smaller of `m` and `n`, if no operand has it.
-    `.` has batch dims only, `0` is a tensor without elements, and without a batch.
+    The pattern names the last dims of each operand and result; the batch dims before them broadcast
+    and are free. A dim with a small letter must be whole, a dim with a capital is free. `k` is the
+    smaller of `m` and `n` if no operand has it. `.` stands for batch dims only, `0` for an empty
+    tensor without batch dims.
 
     Example:
         >>> matrices([A], "m n -> m k, k, k n")  # singular values and vectors
@@ -67,7 +68,7 @@ def matrices(tensors: Sequence[Tensor], pattern: str, **extra: Any) -> Spec:
 
 
 NOTHING = Out((None,), (0,))
-"""What torch returns for a result that was not asked for."""
+"""The empty tensor that torch returns for a result that was not requested."""
 
 
 def _letters(part: str) -> list[str]:
@@ -216,7 +217,7 @@ def matrix_rank(
     return _tolerant(torch.linalg.matrix_rank, input, (tol, atol, rtol), ".")
 
 
-# ---- all dims make one matrix
+# ---- all dims together form one matrix
 
 
 @rule("linalg.tensorinv")
@@ -234,12 +235,12 @@ def tensorsolve(input: Tensor, other: Tensor, dims: Any = None) -> Spec:
     return unsplit([input, other], shape)
 
 
-# ---- of low rank
+# ---- low-rank approximations
 
 
 @handler(torch.svd_lowrank, torch.pca_lowrank)
 def low_rank(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Made of others, and of a plain random matrix, which must be the same on every rank."""
+    """Run torch's Python code; the random matrix that it draws is the same on every rank."""
     given = next(each for each in tensors_in((args, kwargs)) if isinstance(each, DTensor))
     check_if_suspect(given._layout.mesh)
     run = decomposed(function)
@@ -260,7 +261,9 @@ def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Spec:
 
     @with_synonyms
     def run(input: Tensor, other: Tensor, dim: int | None = None) -> Any:
-        return torch.linalg.cross(input, other, dim=first)  # of a piece it might be another
+        return torch.linalg.cross(
+            input, other, dim=first
+        )  # the default dim depends on sizes, and a shard has others
 
     return _cross(input, other, first, lower=lambda here: run, positions=())
 
@@ -272,7 +275,7 @@ def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Spec:
 
 
 def _cross(input: Tensor, other: Tensor, dim: int, **extra: Any) -> Spec:
-    """The dim is whole, the others broadcast."""
+    """Return the spec of a cross product: its dim is whole, the others broadcast."""
     spec = broadcast([input, other])
     (out,) = spec.outputs
     (along,) = as_dims(dim, len(out.shape)) or (0,)
@@ -282,7 +285,7 @@ def _cross(input: Tensor, other: Tensor, dim: int, **extra: Any) -> Spec:
 
 
 def _powers(input: Tensor, count: int, run: Any) -> Spec:
-    """How many there are is a matter of the whole vector."""
+    """Return the spec of a table of powers; their number depends on the whole vector."""
     out = Out((*dims_of(input), None), (*input.shape, count))
     return Spec([(input, dims_of(input))], [out], lower=lambda here: run, positions=())
 

@@ -1,7 +1,7 @@
-"""Losses: a number per element, or per row, and their sum or mean over the global tensor.
+"""Losses: a number per element or per row, and their sum or mean over the global tensor.
 
-Each is a sum of what the ranks have, and stays one that is pending. A mean divides it by the
-global count, so that it does not matter who has how many elements.
+A reduced loss is a pending sum over the ranks. A mean divides each rank's sum by the global count,
+so the ranks may have different numbers of elements.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from shardwise.torch_internals import legacy_reduction, schema_of
 Values = dict[str, Any]
 """The arguments of a call by name."""
 Each = Callable[[Here], Callable[[Values], torch.Tensor] | None]
-"""Given how a call is split: what computes the losses before they are reduced. None: torch."""
+"""Maps the split of a call to a function for the losses before reduction; None to use torch."""
 
-_REDUCTIONS = ("none", "mean", "sum")  # as torch's builtins count them
+_REDUCTIONS = ("none", "mean", "sum")  # in the order of torch's enumeration
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One torch function that is a loss, and how it takes its arguments."""
+    """A loss function of torch and its parameters."""
 
     function: Callable[..., torch.Tensor]
     defaults: Mapping[str, Any]
-    """Every parameter in order; its default, if it has one."""
+    """The parameters in order, with their defaults."""
     keyword_only: frozenset[str]
 
     @staticmethod
     def of(function: Any, name: str) -> Loss:
-        """A function of F's by its signature, a builtin by the schema of the aten operator."""
+        """Return the loss of a Python function (by its signature) or a builtin (by its aten
+        schema)."""
         if hasattr(function, "__code__"):
             parameters = inspect.signature(function).parameters
             return Loss(
@@ -58,7 +59,7 @@ class Loss:
         return Loss(function, defaults, frozenset(only))
 
     def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
-        """The arguments by name."""
+        """Return the arguments by name."""
         given = dict(zip(self.defaults, args, strict=False))
         given.update(kwargs)
         if "self" in given:
@@ -66,14 +67,14 @@ class Loss:
         return {**self.defaults, **given}
 
     def reduction(self, values: Values) -> str:
-        """How the losses are reduced: "none", "mean", "sum", or what else the function knows."""
+        """Return the reduction: "none", "mean", "sum", or another one of the function."""
         given = values["reduction"]
         if values.get("size_average") is not None or values.get("reduce") is not None:
             given = legacy_reduction(values["size_average"], values["reduce"])
         return given if isinstance(given, str) else _REDUCTIONS[given]
 
     def each(self, values: Values) -> torch.Tensor:
-        """The losses before they are reduced, by torch."""
+        """Compute the losses before reduction with torch's function."""
         is_named = isinstance(values["reduction"], str)
         values = {**values, "reduction": "none" if is_named else 0}
         for old in ("size_average", "reduce"):
@@ -84,7 +85,7 @@ class Loss:
 
 
 def losses(*names: Any) -> Callable[[Callable[..., Spec]], Callable[..., Spec]]:
-    """Register what makes the spec of a call of these losses, of a `Loss` and its `Values`."""
+    """Register the function that makes the spec of these losses from a `Loss` and its `Values`."""
 
     def register(made: Callable[..., Spec]) -> Callable[..., Spec]:
         for name in names:
@@ -97,7 +98,7 @@ def losses(*names: Any) -> Callable[[Callable[..., Spec]], Callable[..., Spec]]:
 
 def _spec_of(function: Any, name: str, made: Callable[..., Spec]) -> Callable[..., Spec]:
     @cache
-    def loss() -> Loss:  # when first needed: torch makes its operators only then
+    def loss() -> Loss:  # on first use: torch creates its operators lazily
         return Loss.of(getattr(torch.ops.aten, name) if type(function) is Aten else function, name)
 
     def spec(*args: Any, **kwargs: Any) -> Spec:
@@ -116,9 +117,9 @@ def reduced(
     """The spec of a loss.
 
     Arguments:
-        spec: that of the losses before they are reduced.
-        count: what a mean divides by, or what computes it.
-        each: computes the losses where torch's own function does not.
+        spec: the spec of the losses before reduction.
+        count: the divisor of a mean, or a function that computes it.
+        each: computes the losses where torch's own function cannot.
     """
     reduction = loss.reduction(values)
     if reduction not in (*_REDUCTIONS, "batchmean"):
@@ -161,7 +162,7 @@ def weighted_l1_loss(
     reduction: str = "mean",
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """F.l1_loss with all its arguments."""
+    """Compute F.l1_loss with all its arguments."""
     return F.l1_loss(input, target, size_average, reduce, reduction, weight)  # type: ignore[call-arg]
 
 
@@ -184,10 +185,10 @@ def pointwise_loss(loss: Loss, values: Values) -> Spec:
 
 @handler(F.l1_loss)
 def l1_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """F.l1_loss forgets its weight when it asks whether an argument overrides it (torch 2.13),
-    so it is looked up where it was given."""
+    """Read the weight from the frame of F.l1_loss, which does not pass it to `__torch_function__`
+    (torch 2.13)."""
     frame = sys._getframe(1)
-    for _ in range(4):  # this was called by dispatch, by torch.overrides, by F.l1_loss
+    for _ in range(4):  # the callers: dispatch, torch.overrides, F.l1_loss
         if frame.f_code is F.l1_loss.__code__:
             kwargs = {**kwargs, "weight": frame.f_locals["weight"]}
             break
@@ -210,7 +211,7 @@ def gaussian_nll_loss(loss: Loss, values: Values) -> Spec:
     spec = broadcast([input, target])
     (out,) = spec.outputs
     inputs = list(spec.inputs)
-    if isinstance(var, torch.Tensor):  # it may lack the last dim, or have size 1 in one
+    if isinstance(var, torch.Tensor):  # it may lack the last dim or broadcast
         wrong = [have for have, want in zip(var.shape, input.shape, strict=False) if have != want]
         if var.shape != input.shape[:-1] and (var.dim() != input.dim() or wrong not in ([], [1])):
             raise ValueError("var is of incorrect size")
@@ -236,7 +237,7 @@ def triplet_margin_loss(loss: Loss, values: Values) -> Spec:
 
 @losses("multi_margin_loss", "multilabel_margin_loss")
 def margin_loss(loss: Loss, values: Values) -> Spec:
-    """Input (N, C) or (C); the target has a class or several for each row."""
+    """The input is (N, C) or (C); the target has one or several classes for each row."""
     rows: Dims = ("n",) * (values["input"].dim() - 1)
     inputs: Inputs = []
     for name in ("input", "target", "weight"):
@@ -250,8 +251,8 @@ def margin_loss(loss: Loss, values: Values) -> Spec:
 
 @losses(F.ctc_loss)
 def ctc_loss(loss: Loss, values: Values) -> Spec:
-    """A sequence for each row. Targets of one dim are those of all rows, one after the other: they
-    are whole, as are the lengths that say where each row's begin."""
+    """Each row is a sequence. One-dimensional targets are those of all rows, concatenated: they are
+    whole, and so are the lengths that tell where each row begins."""
     log_probs, targets = values["log_probs"], values["targets"]
     if log_probs.dim() not in (2, 3):
         raise RuntimeError(
@@ -273,7 +274,7 @@ def ctc_loss(loss: Loss, values: Values) -> Spec:
         reduction = loss.reduction(values)
 
         def compute(values: Values) -> torch.Tensor:
-            if first == end:  # which torch refuses
+            if first == end:  # torch refuses an empty batch
                 return torch.sum(values["log_probs"], (0, 2))
             mine = dict(values)
             for name in ("input_lengths", "target_lengths"):
@@ -284,7 +285,7 @@ def ctc_loss(loss: Loss, values: Values) -> Spec:
                 begin = sum(lengths[:first])
                 mine["targets"] = values["targets"][begin : begin + sum(lengths[first:end])]
             found = loss.each(mine)
-            if reduction == "mean":  # each by its length, before the mean over the rows
+            if reduction == "mean":  # divide each by its length before the mean over rows
                 long = torch.as_tensor(mine["target_lengths"], device=found.device)
                 found = found / long.clamp_min(1).to(found.dtype)
             return found
@@ -311,7 +312,7 @@ def builtin_ctc_loss(
 
 @losses("cosine_embedding_loss")
 def cosine_embedding_loss(loss: Loss, values: Values) -> Spec:
-    """Rows of two inputs; of a split row only three sums travel."""
+    """Rows of two inputs; for a split row only three sums are communicated."""
     first, second, target = (values[name] for name in ("input1", "input2", "target"))
     rows: Dims = ("n",) * target.dim()
     dims = (*rows, "d")
@@ -336,11 +337,11 @@ def _cosine_losses(values: Values, here: Here, axes: Sequence[int]) -> torch.Ten
     products = (first * second, first.square(), second.square())
     sums = torch.stack([each.sum(-1) for each in products])
     product, one, other = total(sums, here.mesh, axes).unbind()
-    smallest = 1e-12  # torch's
+    smallest = 1e-12  # the constant of torch
     cosine = product / ((one + smallest) * (other + smallest)).sqrt()
     target = values["target"]
     alike = torch.where(target == 1, 1 - cosine, 0)
     unlike = torch.where(target == -1, (cosine - values["margin"]).clamp_min(0), 0)
     kind = autocast_wider(values["input1"], values["input2"])
     found = alike + unlike
-    return found.to(kind) if keeps_sums(kind) else found  # of integers it is none
+    return found.to(kind) if keeps_sums(kind) else found  # not to integers: a loss is a float

@@ -1,7 +1,7 @@
 """Products of matrices and vectors: einsums, each linear in every operand.
 
-A factor that no result has is summed: where it is split, the result is pending a sum. What is added
-to a product (a bias) is pending too, then.
+A factor that the result does not have is summed: if it is split, the result is pending a sum. A
+tensor that is added to the product (a bias) is then pending too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 Names = Sequence[str]
 
 VF: Any = variable_functions
-"""What torch's functions in Python call."""
+"""The C functions that torch's Python functions call."""
 
 
 # ---- the general form
@@ -36,15 +36,14 @@ def contraction(
     broadcasts: bool = False,
     **extra: Any,
 ) -> Spec:
-    """The spec of a product of tensors: the factors of each operand, and of the result.
+    """Return the spec of a product of tensors, from the factors of its operands and result.
 
     Arguments:
         operands: the tensors that are multiplied, in the order of the call.
-        output: the factors of the result. The others are summed.
-        first: a tensor that is added to the product, and broadcasts against it; it is the first
-            argument of the call.
-        last: the same, as the last argument.
-        broadcasts: whether a dim of size 1 fits any size; those named `...` always do.
+        output: the factors of the result; all other factors are summed.
+        first: the first argument of the call, if it is added to the product; it broadcasts.
+        last: the last argument of the call, if it is added to the product; it broadcasts.
+        broadcasts: whether a dim of size 1 broadcasts; dims whose name starts with `...` always do.
     """
     sizes = _sizes(operands, broadcasts)
     inputs: Inputs = [(tensor, _dims(tensor, names, sizes)) for tensor, names in operands]
@@ -78,7 +77,7 @@ def _sizes(operands: Sequence[tuple[Tensor, Names]], broadcasts: bool) -> dict[s
 
 
 def _dims(tensor: Tensor, names: Names, sizes: Mapping[str, int]) -> Dims:
-    """The factors of a tensor: none for a dim that broadcasts, or that repeats another's name."""
+    """Return the factors of a tensor; None for a dim that broadcasts or repeats a name."""
     return tuple(
         name if size == sizes[name] and name not in names[:at] else None
         for at, (name, size) in enumerate(zip(names, tensor.shape, strict=True))
@@ -86,7 +85,8 @@ def _dims(tensor: Tensor, names: Names, sizes: Mapping[str, int]) -> Dims:
 
 
 def expanded_dims(added: Tensor, output: Names, shape: tuple[int, ...]) -> Dims:
-    """The factors of a tensor that broadcasts against one of this shape and these factors."""
+    """Return the factors of a tensor that broadcasts against a result with this shape and
+    factors."""
     skipped = len(shape) - added.dim()
     if skipped < 0:
         raise RuntimeError(f"expected a tensor that expands to {shape}, got {tuple(added.shape)}")
@@ -97,12 +97,13 @@ def expanded_dims(added: Tensor, output: Names, shape: tuple[int, ...]) -> Dims:
 
 
 def leading(count: int) -> list[str]:
-    """Factors of so many batch dims, which broadcast: counted from the last."""
+    """Return the factors of `count` batch dims, which broadcast; they are counted from the last."""
     return [f"...{at}" for at in range(count, 0, -1)]
 
 
 def are_tensors(*values: Any) -> bool:
-    """Whether all are tensors. Numbers come first in a form that torch has deprecated."""
+    """Return whether all are tensors; a deprecated form of torch's functions starts with
+    numbers."""
     return all(isinstance(value, Tensor) for value in values)
 
 
@@ -190,18 +191,18 @@ def tensordot(
     left = [f"a{at}" for at in range(a.dim())]
     right = [f"b{at}" for at in range(b.dim())]
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        left[our] = right[their] = f"...{number}"  # of which one may have size 1
+        left[our] = right[their] = f"...{number}"  # one of the two may have size 1
     output = [name for name in left + right if not name.startswith("...")]
     return contraction([(a, left), (b, right)], output)
 
 
 @rule("kron")
 def kron(input: Tensor, other: Tensor) -> Spec:
-    """Each dim of the result joins one of `input`, outer, with one of `other`, inner."""
+    """Each dim of the result merges a dim of `input` (outer) with a dim of `other` (inner)."""
     ndim = max(input.dim(), other.dim())
     ours = (1,) * (ndim - input.dim()) + tuple(input.shape)
     theirs = (1,) * (ndim - other.dim()) + tuple(other.shape)
-    # The inner factor is a split of the result only where the outer one has a single index.
+    # Splitting the inner factor splits the result only if the outer dim has size 1.
     output = [f"b{at}" if ours[at] == 1 else f"a{at}" for at in range(ndim)]
     left = tuple(f"a{at}" if f"a{at}" in output else None for at in range(ndim))
     right = tuple(f"b{at}" if f"b{at}" in output else None for at in range(ndim))
@@ -218,13 +219,13 @@ def kron(input: Tensor, other: Tensor) -> Spec:
 
 @rule("cdist", VF.cdist)
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Spec:
-    """Distances between rows: not linear, and the rows must be whole unless they are sums."""
+    """Distances between rows: not linear; the features must be whole."""
     batch = leading(max(x1.dim(), x2.dim()) - 2)
     left = [*_last(batch, x1.dim() - 2), "m", "k"]
     right = [*_last(batch, x2.dim() - 2), "n", "k"]
     spec = contraction([(x1, left), (x2, right)], [*batch, "m", "n"])
     if compute_mode in (None, "use_mm_for_euclid_dist_if_necessary"):
-        # torch decides by the number of rows: by the global one here.
+        # torch chooses by the number of rows; here by the global number.
         compute_mode = 1 if max(x1.shape[-2], x2.shape[-2]) > 25 else 2
 
     def lower(here: Here) -> Any:
@@ -244,7 +245,7 @@ def _cdist(
 
 @rule("pdist")
 def pdist(input: Tensor, p: float = 2.0) -> Spec:
-    """Distances between all pairs of rows, which are on no rank alone."""
+    """Distances between all pairs of rows, so the rows are whole."""
     rows = input.shape[0]
     out = Out((None,), (rows * (rows - 1) // 2,))
     return Spec([(input, (None, "k"))], [out], reduces={"k": "sum"} if p in (0, 1) else {})
@@ -275,7 +276,8 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's own, which fails for features of size 0 as it flattens the batch by -1."""
+    """Return F.bilinear; torch's own fails for features of size 0, as it flattens the batch by
+    -1."""
     batch = input1.shape[:-1]
     rows = batch.numel()
     result = torch._trilinear(

@@ -1,7 +1,7 @@
-"""Questions about a tensor, not its values: answered at once, without planning.
+"""Properties of a tensor that do not depend on its values, answered without planning.
 
-What is global (shape, number of elements) the DTensor's own methods say; the rest is asked of the
-piece that a DTensor is.
+Global properties (shape, number of elements) come from DTensor's own methods; all others are those
+of the local shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.tensor import DTensor, unwrap
 from shardwise.torch_internals import TensorBase, as_local
 
 _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
-"""Properties that compute: they have rules."""
+"""Properties that compute a result, and so have rules."""
 
 
 @handler(
@@ -43,7 +43,7 @@ def dim_order(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _own(name: str) -> Any:
-    """The DTensor's own property or method, in place of torch's."""
+    """Return a handler that calls DTensor's own property or method instead of torch's."""
     own = DTensor.__dict__[name]
     if isinstance(own, property):
         return lambda func, args, kwargs: own.fget(args[0])  # type: ignore[misc]
@@ -58,7 +58,7 @@ for _name in ("size", "stride", "dim", "ndimension", "numel", "nelement"):
 for _name, _property in vars(TensorBase).items():
     if not isinstance(_property, GetSetDescriptorType) or _name in _OPERATORS:
         continue
-    # torch's `layout` (strided, sparse) is not ours.
+    # torch's `layout` (strided, sparse) is another thing than DTensor's.
     _is_own = _name in DTensor.__dict__ and _name != "layout"
     handler(_property.__get__)(_own(_name) if _is_own else of_piece)
     if not _is_own:

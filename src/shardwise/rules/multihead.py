@@ -1,8 +1,8 @@
 """torch's multi_head_attention_forward, of nn.MultiheadAttention and nn.TransformerEncoderLayer.
 
-It is made of other functions and would run by these. But torch joins batch and heads into one dim,
-and length and batch into another, where a split of the inner one cannot stay. Here they are kept
-apart: batch, heads or queries stay split from the input to the result.
+torch composes it of other functions, but merges batch and heads into one dim, and length and batch
+into another, where the inner one cannot stay split. Here the dims are kept apart, so batch, heads
+or queries stay split from the input to the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 @handler(F.multi_head_attention_forward)
 def multi_head_attention_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run it on DTensors, unless it is called in a way that only torch's own code knows."""
+    """Run on DTensors; calls with rare options are left to torch's own code."""
     names = func.__code__.co_varnames[: func.__code__.co_argcount]
     given = dict(zip(names, args, strict=False)) | kwargs
     rare = ("bias_k", "bias_v", "static_k", "static_v")
@@ -100,12 +100,12 @@ def _projected(
     bias: Tensor | None,
     separate: tuple[Tensor | None, ...],
 ) -> list[Tensor]:
-    """Queries, keys and values."""
+    """Return the projected queries, keys and values."""
     if packed is not None:
         query = inputs[0]
         taken = {axis for dim in range(query.dim()) for axis in axes_of(query, dim)}
-        # Rows that are split for the sake of the heads: each third of them is to be, too. Those
-        # that are cut in pieces are.
+        # If the packed rows are split by heads, each third of them must be split too. A layout
+        # that is cut in pieces does that.
         layout = getattr(packed, "_layout", None)
         is_cut = layout is not None and layout.is_cut
         by_heads = not is_cut and not taken.issuperset(axes_of(packed, 0))
@@ -120,7 +120,7 @@ def _projected(
 
 
 def _by_head(projected: Tensor, heads: int) -> Tensor:
-    """From (length, batch, features) to (batch, heads, length, features of a head)."""
+    """Reshape (length, batch, features) to (batch, heads, length, features of a head)."""
     shape = (*projected.shape[:-1], heads, projected.shape[-1] // heads)
     return projected.view(shape).permute(1, 2, 0, 3)
 
@@ -128,12 +128,12 @@ def _by_head(projected: Tensor, heads: int) -> Tensor:
 def _mask(
     padding: Tensor | None, mask: Tensor | None, is_hint: bool, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """What is added to the scores, of shape (batch, heads, queries, keys) after broadcasting.
+    """Return the mask that is added to the scores (batch, heads, queries, keys); it broadcasts.
 
     Arguments:
-        padding: of keys, by batch.
-        mask: for all, or for each batch and head.
-        is_hint: whether the mask says nothing but that attention is causal.
+        padding: the masked keys of each batch element.
+        mask: one mask for all, or one for each batch element and head.
+        is_hint: whether the mask only says that attention is causal.
     """
     if is_hint and mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")

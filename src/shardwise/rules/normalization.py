@@ -1,8 +1,8 @@
-"""Normalization: statistics are of the global tensor.
+"""Normalization with statistics of the global tensor.
 
-Where the dims that are averaged over are whole, torch's own kernel runs. Where they are split,
-only sums travel, as many elements as there are statistics: first for the mean, then for the
-squares of what is left, so that nothing is lost in float32.
+If the averaged dims are whole, torch's own kernel runs. If they are split, only sums are
+communicated, one element per statistic: first for the mean, then for the squares of the centered
+values, so that float32 loses no precision.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ Optional = torch.Tensor | None
 def moments(
     input: torch.Tensor, dims: list[int], count: int, mesh: DeviceMesh, axes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The mean and variance over `dims`, of `count` elements split over `axes`; the input less
-    its mean. The dims are kept with size 1. Mean and variance are whole, and yet to be `used`."""
+    """Return mean, variance and centered input, over `dims` of `count` elements split over `axes`.
+
+    The dims are kept with size 1. Mean and variance are replicated; the caller must pass them
+    through `used` before it combines them with shards.
+    """
     mean = total(input.sum(dims, keepdim=True), mesh, axes) / count
     centered = input - used(mean, mesh, axes)
     variance = total(centered.square().sum(dims, keepdim=True), mesh, axes) / count
@@ -37,15 +40,17 @@ def moments(
 
 
 def scaled(normal: torch.Tensor, weight: Optional, bias: Optional) -> torch.Tensor:
-    """Times the weight, plus the bias, of shapes that broadcast."""
+    """Multiply by the weight and add the bias, which broadcast."""
     if weight is not None:
         normal = normal * weight
     return normal if bias is None else normal + bias
 
 
 def _result_alone(norm: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., torch.Tensor]:
-    """What runs for a function of torch that returns no statistics: a norm that does, and is told
-    nothing of the size of the whole, torch's second argument."""
+    """Adapt a norm that returns statistics to a torch function that returns only the result.
+
+    The torch function's second argument, the global normalized shape, is dropped.
+    """
 
     def run(
         input: torch.Tensor,
@@ -65,7 +70,7 @@ def _result_alone(norm: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[...
 
 
 def _trailing(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[Dims, int]:
-    """The factors of the input, and the first of the dims that are normalized over."""
+    """Return the factors of the input, and the first normalized dim."""
     first = input.dim() - len(normalized_shape)
     if not normalized_shape or tuple(input.shape[max(first, 0) :]) != tuple(normalized_shape):
         raise RuntimeError(
@@ -121,7 +126,9 @@ def native_layer_norm(
 def _split_layer_norm(
     here: Here, names: Dims, first: int, count: int
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
-    """Result, mean and reciprocal deviation over dims that are split; None if they are not."""
+    """Return a function for result, mean and reciprocal deviation; None if no normalized dim is
+    split.
+    """
     axes = here.axes(*names[first:])
     if not axes:
         return None
@@ -177,12 +184,12 @@ def rms_norm(
 
 
 def channels(input: torch.Tensor) -> Dims:
-    """The factors of a batch of channels: n, c, and the dims of space."""
+    """Return the factors of a batch of channels: n, c, and the spatial dims."""
     return ("n", "c", *(f"s{at}" for at in range(input.dim() - 2)))[: input.dim()]
 
 
 def beside_space(tensor: Optional, ndim: int) -> Optional:
-    """A tensor of one dim, the channels', so that it broadcasts against all."""
+    """Reshape a tensor of one value per channel so that it broadcasts against the input."""
     return None if tensor is None else tensor.reshape(-1, *[1] * (ndim - 2))
 
 
@@ -205,7 +212,7 @@ def group_norm(
 
     def lower(here: Here) -> Callable[..., torch.Tensor]:
         pieces = math.prod(here.mesh.shape[axis] for axis in here.axes("c"))
-        # A rank may have whole groups; then the others know nothing of them.
+        # If each rank has whole groups, their statistics stay on the rank.
         whole_groups = num_groups % pieces == 0
         if not whole_groups or here.axes(*names[2:]):
             pieces = pieces if whole_groups else 1
@@ -230,7 +237,7 @@ def native_group_norm(
     group: int,
     eps: float,
 ) -> Spec:
-    """Statistics are returned too, and whole in the groups even where these are on one rank."""
+    """Statistics are returned too; their groups are whole, also if each rank has its own groups."""
     names, shape = channels(input), tuple(input.shape)
 
     def lower(here: Here) -> Callable[..., Any]:
@@ -249,7 +256,7 @@ def native_group_norm(
 
 @rule(F.group_norm)
 def checked_group_norm(input: torch.Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Spec:
-    """F refuses one value per channel, which torch.group_norm takes."""
+    """Refuse one value per channel, as F.group_norm does; torch.group_norm accepts it."""
     spec = group_norm(input, num_groups, *args, **kwargs)
     size = list(input.shape)
     verify_batch_size([size[0] * size[1] // num_groups, num_groups, *size[2:]])
@@ -259,11 +266,12 @@ def checked_group_norm(input: torch.Tensor, num_groups: int, *args: Any, **kwarg
 def _split_group_norm(
     here: Here, names: Dims, shape: tuple[int, ...], num_groups: int, pieces: int
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Result, mean and reciprocal deviation: sums per channel are added up to sums per group, then
-    over the ranks.
+    """Return a function for result, mean and reciprocal deviation of groups on several ranks.
+
+    Sums per channel are added to sums per group, then summed over the ranks.
 
     Arguments:
-        pieces: over how many ranks the groups are split, each with whole ones.
+        pieces: the number of ranks that the groups are split over, each with whole groups.
     """
     axes = here.axes(*names[2:], *(() if pieces > 1 else ("c",)))
     per_group = shape[1] // num_groups

@@ -1,4 +1,4 @@
-"""Patches (F.unfold, F.fold): one dim has the channels, each with every place of the kernel."""
+"""Patches (F.unfold, F.fold): one dim combines channels and kernel positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.torch_internals import nn_builtins
 
 @rule("im2col", inplace=False)
 def im2col(input: torch.Tensor, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Spec:
-    """From planes to patches."""
+    """Extract patches from planes."""
     kernel, apart, around, step = (
         expanded(each, 2) for each in (kernel_size, dilation, padding, stride)
     )
@@ -49,7 +49,7 @@ def col2im(
     padding: Any,
     stride: Any,
 ) -> Spec:
-    """From patches to planes, where they are added."""
+    """Add patches into planes."""
     size, kernel, apart, around, step = (
         expanded(each, 2) for each in (output_size, kernel_size, dilation, padding, stride)
     )
@@ -72,7 +72,7 @@ def _patches(
     channels: int,
     operator: Callable[[torch.Tensor], torch.Tensor],
 ) -> Spec:
-    """Batch and channels, the first of the last `count` dims, are free."""
+    """Return the spec: batch and channels (the first of the last `count` dims) are free."""
     batch = ("n",) if input.dim() > count else ()
     of_channel = input.shape[-count] // max(channels, 1)
     sizes = input.shape[-count], shape[len(batch)]

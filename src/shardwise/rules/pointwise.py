@@ -1,7 +1,8 @@
 """Pointwise operators: every dim of the result is a free factor; inputs broadcast.
 
-Which of them let pending sums through is said by `linear`: a sum may be taken after the operator
-as well as before, if it is linear in the inputs that are pending and the others are whole.
+`linear` names the inputs through which pending sums may flow: if an operator is linear in the
+pending inputs and the others are whole, the sum may be taken after the operator instead of before
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 
 
 def broadcast(tensors: list[torch.Tensor], linear: Any = (), **extra: Any) -> Spec:
-    """The spec of an operator on tensors that broadcast against each other."""
+    """Return the spec of an operator on tensors that broadcast against each other."""
     shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
     names = tuple(f"d{dim}" for dim in range(len(shape)))
     inputs = [(tensor, broadcast_dims(tensor, names, shape)) for tensor in tensors]
@@ -25,15 +26,15 @@ def broadcast(tensors: list[torch.Tensor], linear: Any = (), **extra: Any) -> Sp
 
 
 def tensors_among(*args: Any) -> list[torch.Tensor]:
-    """The tensors among arguments, in order."""
+    """Return the tensors among arguments, in order."""
     return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
 
-# ---- neither linear nor with more to say than that its inputs broadcast
+# ---- operators that are not linear: their inputs broadcast, and that is all
 
 
 def names(text: str) -> list[str]:
-    """The words of a text."""
+    """Split a text into words."""
     return text.split()
 
 
@@ -75,7 +76,7 @@ def pointwise(*args: Any, **kwargs: Any) -> Spec:
     return broadcast(tensors_among(*args, *kwargs.values()))
 
 
-# ---- linear ones
+# ---- linear operators
 
 
 @rule("neg", "negative", "positive", "deg2rad", "rad2deg", "conj_physical", ignores_numbers=True)
@@ -121,7 +122,7 @@ def lerp(input: Any, end: Any, weight: Any) -> Spec:
     return broadcast(tensors_among(input, end, weight), [(0, 1)])
 
 
-# ---- choices by a mask: linear in what is chosen from, if a number among it is 0
+# ---- selection by a mask: linear in the values to select from, if a number among them is 0
 
 
 @rule(torch.where, *functions("where"))
@@ -153,7 +154,8 @@ def _chosen(condition: Any, input: Any, other: Any) -> Spec:
 
 
 def _linear_in(tensors: list[torch.Tensor], *chosen: Any) -> list[tuple[int, ...]]:
-    """The positions of the tensors that are chosen from; none if a number other than 0 is too."""
+    """Return the positions of the tensors to select from; nothing if a number other than 0 is one
+    of the values."""
     flow = []
     for each in chosen:
         if isinstance(each, torch.Tensor):
@@ -173,7 +175,7 @@ def complex_(real: Any, imag: Any) -> Spec:
 
 @rule("polar")
 def polar(abs: Any, angle: Any) -> Spec:
-    # Linear in abs, but torch's gradient takes the sign of the result, which must be known.
+    # Linear in abs, but torch's gradient needs the sign of the result, so it must not be pending.
     return broadcast([abs, angle])
 
 
@@ -189,7 +191,7 @@ def view_as_real(input: Any) -> Spec:
     out = Out((*dims, None), (*input.shape, 2))
 
     def lower(here: Here) -> Any:
-        if 0 in here.inputs[0].local_shape():  # where the gradient of torch's own fails
+        if 0 in here.inputs[0].local_shape():  # torch's own gradient fails for it
             return lambda input: torch.stack((input.real, input.imag), -1)
         return None
 
@@ -203,7 +205,7 @@ def view_as_complex(input: Any) -> Spec:
     return Spec([(input, (*dims, None))], [out], linear=[(0,)], is_view=True)
 
 
-# ---- nearly pointwise
+# ---- pointwise but for one dim or a second result
 
 
 @rule("frexp")

@@ -1,4 +1,4 @@
-"""Pooling: batch and channels are free; along space each rank gets what its results look at."""
+"""Pooling: batch and channels are free; along spatial dims ranks exchange the inputs they need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Operator = Callable[[torch.Tensor], Any]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pooling with its own argument for each dim of space, the last of the input's dims."""
+    """A pooling with arguments for each spatial dim; these are the last dims of the input."""
 
     input: tuple[int, ...]
     windows: tuple[Window, ...]
@@ -43,7 +43,7 @@ class Pool:
 
     @property
     def first(self) -> int:
-        """The first dim of space."""
+        """The first spatial dim."""
         return len(self.input) - len(self.windows)
 
     @property
@@ -53,11 +53,11 @@ class Pool:
 
     @property
     def shared(self) -> tuple[list[int], list[int]]:
-        """Kernel and stride, as torch takes them."""
+        """Kernel and stride as lists, as torch takes them."""
         return [each.kernel for each in self.windows], [each.stride for each in self.windows]
 
     def spec(self, input: torch.Tensor, lower: Callable[[Here], Operator], **extra: Any) -> Spec:
-        """Every dim is free. `lower` makes what runs on windows that need no padding."""
+        """Return the spec; every dim is free. `lower` returns the operator for padded windows."""
 
         def windowed(here: Here) -> Callable[..., Any] | None:
             split = [at for at in range(self.first, len(self.input)) if here.axes(f"d{at}")]
@@ -70,7 +70,7 @@ class Pool:
         return Spec([(input, names)], [Out(names, self.result)], lower=windowed, **extra)
 
     def on_windows(self, here: Here, split: Iterable[int], operator: Operator) -> Operator:
-        """What exchanges and pads this rank's piece, so that the operator needs to do neither."""
+        """Wrap an operator so that the shard is exchanged and padded before it runs."""
         exchanges = [self.exchange(here, dim) for dim in split]
         shape = here.outputs[0].local_shape()
         sides = dict(enumerate(map(Window.padding, self.windows, self.mine(here)), self.first))
@@ -84,17 +84,17 @@ class Pool:
         return run
 
     def mine(self, here: Here) -> list[Range]:
-        """The results that are this rank's, along each dim of space."""
+        """Return this rank's range of results along each spatial dim."""
         return [here.outputs[0].range(dim) for dim in range(self.first, len(self.input))]
 
     def exchange(self, here: Here, dim: int) -> Exchange:
-        """Along one dim of space: what the results of each rank look at."""
+        """Plan the exchange along one spatial dim: the inputs that each rank's results read."""
         window = self.windows[dim - self.first]
         return exchange(here, f"d{dim}", dim, (window.size, window.count), window.needs)
 
 
 def _lowest(dtype: torch.dtype) -> float | int:
-    """What no maximum ever is, unless there is nothing else."""
+    """Return the smallest value of a dtype, the neutral element of a maximum."""
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
@@ -108,7 +108,7 @@ def _pool(
     ceil_mode: bool,
     is_max: bool = False,
 ) -> Pool:
-    """The pooling of a call; raises if torch would."""
+    """Return the pooling of a call; raise where torch would."""
     sizes = tuple(input.shape)
     kernels = expanded(kernel_size, space)
     strides = kernels if stride is None or stride == () or stride == [] else stride
@@ -124,8 +124,8 @@ def _pool(
         reach = apart * (kernel - 1) + 1
         count = (size + 2 * before - reach + (step - 1 if ceil_mode else 0)) // step + 1
         if ceil_mode and (count - 1) * step >= size + before:
-            count -= 1  # the last one would start behind the input
-        most = (kernel if space == 1 else reach) // 2  # as torch has it
+            count -= 1  # the last window would start behind the input
+        most = (kernel if space == 1 else reach) // 2  # the limit of torch
         ranks = space + 1, space + 2
         if count < 1 or not 0 <= before <= most or len(sizes) not in ranks or 0 in sizes[~space:]:
             raise RuntimeError(f"pooling: input {sizes}, kernel {kernels}, padding {padding}")
@@ -134,11 +134,11 @@ def _pool(
     return Pool(sizes, tuple(windows), is_max)
 
 
-# ---- the largest
+# ---- max pooling
 
 
 def _largest(pool: Pool, here: Here) -> Operator:
-    """The largest of each window."""
+    """Return the operator for the maximum of each window."""
     operator, dilation = _MAX[len(pool.windows)], [each.dilation for each in pool.windows]
     return lambda input: operator(input, *pool.shared, 0, dilation)
 
@@ -189,10 +189,11 @@ def planes(
     operator: Callable[..., Any],
     **extra: Any,
 ) -> Spec:
-    """The spec of an operator on each plane by itself: the dims before space are free.
+    """Return the spec of an operator on each plane by itself: dims before the spatial ones are
+    free.
 
     Arguments:
-        operator: the same with the tensors alone as arguments, for when a rank has no planes.
+        operator: the operator as a function of tensors only, for a rank without planes.
     """
     count = tensors[0].dim() - space
     dims = (*dims_of(tensors[0])[:count], *(None,) * space)
@@ -214,11 +215,11 @@ def planes(
     return Spec(inputs, [Out(dims, shape) for shape in results], lower=lower, **extra)
 
 
-# ---- the average
+# ---- average pooling
 
 
 def _average(pool: Pool, here: Here, includes_padding: bool, divisor: int | None) -> Operator:
-    """The sum over each window, by what torch divides it by."""
+    """Return the operator for the sum over each window, divided by torch's divisor."""
     kernel, stride = pool.shared
     if len(kernel) == 1:
         return _flat_average(pool, here, includes_padding)
@@ -233,7 +234,9 @@ def _average(pool: Pool, here: Here, includes_padding: bool, divisor: int | None
 
 
 def _flat_average(pool: Pool, here: Here, includes_padding: bool) -> Operator:
-    """Along one dim, for which torch knows no other divisor: as in a plane of height 1."""
+    """Return the operator for one spatial dim, as for a plane of height 1: avg_pool1d has no
+    divisor.
+    """
     (kernel,), (stride,) = pool.shared
     divisors = _divisors(pool, here, includes_padding)
     return lambda input: _divided(
@@ -251,7 +254,7 @@ def _divided(total: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
 
 
 def _divisors(pool: Pool, here: Here, includes_padding: bool) -> torch.Tensor:
-    """How many inputs there are in the window of each of this rank's results; 1 if it has none."""
+    """Return the number of inputs in the window of each of this rank's results, at least 1."""
     found = torch.ones((), dtype=torch.int64)
     for window, mine in zip(pool.windows, pool.mine(here), strict=True):
         counts = []
@@ -283,7 +286,7 @@ def _average_rule(space: int) -> Callable[..., Spec]:
     return avg_pool
 
 
-# ---- back to where the largest were
+# ---- unpooling, and the backward of max pooling
 
 
 def _unpool_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec]:
@@ -326,7 +329,7 @@ def _max_backward_rule(space: int) -> Callable[..., Spec]:
     return max_pool_backward
 
 
-# ---- windows that chance decides
+# ---- fractional pooling, with random windows
 
 
 def _fractional_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec]:
@@ -350,13 +353,13 @@ def _fractional_rule(space: int, operator: Callable[..., Any]) -> Callable[..., 
 
 @composed(F.fractional_max_pool2d)
 def fractional_max_pool2d(*args: Any, **kwargs: Any) -> Any:
-    """Draws the same on every rank, as the generators are alike."""
+    """Run it; all ranks draw the same windows, as their generators have the same state."""
     return F.fractional_max_pool2d_with_indices(*args, **kwargs)[0]
 
 
 @composed(F.fractional_max_pool3d)
 def fractional_max_pool3d(*args: Any, **kwargs: Any) -> Any:
-    """Draws the same on every rank, as the generators are alike."""
+    """Run it; all ranks draw the same windows, as their generators have the same state."""
     return F.fractional_max_pool3d_with_indices(*args, **kwargs)[0]
 
 

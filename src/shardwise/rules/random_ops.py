@@ -1,8 +1,7 @@
-"""Random operators. Each draws one key; the noise is made in place, laid out as the operand is.
+"""Random operators. Each call draws one key and makes its noise in the layout of the operand.
 
-What then happens to the noise (a product, a comparison) is dispatched like any other operator, so
-pending sums flow or are made whole as that operator has it. Noise itself is always whole where its
-model has a pending sum.
+Operators that use the noise (a product, a comparison) are dispatched as usual, so they decide
+whether pending sums flow. The noise itself is replicated where its model has a pending sum.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ def noise(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """A tensor of random numbers in a layout, but whole where that has a pending reduction.
+    """Return random numbers in a layout, replicated where it has a pending reduction.
 
     Arguments:
-        sampler: one of those of `shardwise.random`, and its `numbers`.
+        sampler: a sampler of `shardwise.random`; `numbers` are its parameters.
     """
     whole = layout.relaid(partial={}) if layout.partial else layout
     local = drawn(sampler, whole, *numbers, dtype=dtype, device=device, generator=generator)
@@ -51,7 +50,7 @@ def noise(
 
 
 def noise_like(sampler: Sampler, model: DTensor, *numbers: Any, **options: Any) -> DTensor:
-    """A tensor of random numbers like another."""
+    """Return random numbers in the shape, dtype and layout of another tensor."""
     options = {"dtype": model.dtype, "device": model.device, **options}
     return noise(sampler, model._layout, *numbers, **options)
 
@@ -60,11 +59,12 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-# ---- overwritten with random numbers
+# ---- in-place filling with random numbers
 
 
 def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
-    """`random_`: up to the largest integer of a dtype, or that a floating point one has exactly."""
+    """Return the default bounds of `random_`: up to the largest integer that a dtype holds
+    exactly."""
     if high is None:
         if dtype.is_floating_point:
             high = round(2 / torch.finfo(dtype).eps) + 1
@@ -74,8 +74,7 @@ def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int,
 
 
 class Fill(NamedTuple):
-    """An in-place operator: what it writes, its parameters with their defaults, and which of
-    them torch refuses."""
+    """An in-place operator: its sampler, its parameters with defaults, and the check of these."""
 
     sampler: Sampler
     parameters: dict[str, Any]
@@ -133,7 +132,7 @@ _FILLS = {
 
 
 def fill(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The target keeps its layout; pending contributions are such that they make the numbers."""
+    """Fill the target in its layout; pending contributions reduce to the random numbers."""
     what = _FILLS[name]
     given = dict(kwargs)
     target, *rest = args or (given.pop("self"),)
@@ -172,7 +171,7 @@ def overwrite(
 
 
 def filled(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same as a new tensor, as aten has it after functionalization."""
+    """Return a new filled tensor, as aten's functional forms do."""
     return fill(name, func, (torch.empty_like(args[0]), *args[1:]), kwargs)
 
 
@@ -185,7 +184,7 @@ for _name in _FILLS:
 
 
 def like(sampler: Sampler, func: Any, args: Any, kwargs: Any) -> Any:
-    """Laid out as the model; whole where that has a pending sum."""
+    """Return random numbers in the model's layout, replicated where it is pending a sum."""
     options = dict(kwargs)
     check_layout(name_of(func), options.get("layout"))
     model, *numbers = args or (options.pop("input"),)
@@ -217,12 +216,12 @@ for _name, _sampler in (
     handler(_name)(partial(like, _sampler))
 
 
-# ---- whose parameters are tensors
+# ---- operators whose parameters are tensors
 
 
 @composed("bernoulli")
 def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Any:
-    """The input tells the probabilities, or only the shape."""
+    """Draw 0 or 1; the input gives the probabilities, or only the shape if `p` is given."""
     if p is None or isinstance(p, torch.Tensor):
         return smooth(compared(input, input if p is None else p, generator), input)
     _check_probability(p)
@@ -231,7 +230,7 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Any:
 
 @composed("bernoulli_")
 def bernoulli_(input: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
-    """The target keeps its layout, whatever that of the probabilities."""
+    """Draw 0 or 1 into the target, which keeps its layout."""
     check_target("bernoulli_", input)
     if isinstance(p, torch.Tensor):
         return input.copy_(compared(input, p, generator))
@@ -241,7 +240,7 @@ def bernoulli_(input: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
 
 @composed("normal")
 def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
-    """Mean and standard deviation broadcast against each other."""
+    """Draw normal numbers; mean and standard deviation broadcast against each other."""
     given = tensors_among(mean, std)
     if not isinstance(std, torch.Tensor) and std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
@@ -254,14 +253,14 @@ def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
 
 
 def compared(model: DTensor, p: torch.Tensor, generator: Any) -> Any:
-    """Like the model: 1 with probability p, which is broadcast to it, and 0 else."""
+    """Draw 1 with probability `p` (broadcast), else 0, in the layout of the model."""
     layout = joint_layout([model.shape, p.shape], [model, p])
     if layout.size != model.shape:
         raise RuntimeError(
             f"bernoulli expects p to be broadcastable to {list(model.shape)}, but it has shape "
             f"{list(p.shape)}"
         )
-    # More digits are better, but a program draws what torch compares with.
+    # Double precision is better, but a recorded program must draw what torch draws.
     is_single = world.current().draws_whole and p.dtype != torch.float64
     dtype = torch.float32 if is_single else torch.float64
     made = noise(random.uniform, layout, dtype=dtype, device=model.device, generator=generator)
@@ -270,7 +269,8 @@ def compared(model: DTensor, p: torch.Tensor, generator: Any) -> Any:
 
 
 def joint_layout(shapes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Layout:
-    """Of a result that operands are broadcast to: each dim is split as the first that splits it."""
+    """Return the layout of a broadcast result: each dim is split as in the first operand that
+    does."""
     shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     order: dict[int, tuple[int, ...]] = {}
     cuts: dict[int, Cut | None] = {}
@@ -287,7 +287,7 @@ def joint_layout(shapes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Layo
 
 
 class _Sampled(torch.autograd.Function):
-    """Forward: a sample. Backward: zeros, as it does not depend smoothly on its parameters."""
+    """Forward: return the sample. Backward: zeros for the parameters."""
 
     @staticmethod
     def forward(ctx: Any, sample: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ class _Sampled(torch.autograd.Function):
 
 
 def smooth(sample: Any, *parameters: Any) -> Any:
-    """A sample with the gradients that torch gives its parameters, which are zero."""
+    """Return a sample that gives its parameters zero gradients, as torch does."""
     given = [unwrap(each) if isinstance(each, DTensor) else each
              for each in parameters if each.requires_grad]  # fmt: skip
     if given and torch.is_grad_enabled():
@@ -315,9 +315,10 @@ def _check_probability(p: float) -> None:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
 
 
-# ---- whole on every rank: torch's own algorithms, which draw as much as the data needs.
-# They draw from a generator that the key seeds, so the default one advances alike on all ranks;
-# a program's, which all ranks run on the same data, from the default one.
+# ---- replicated: torch's own algorithms, whose number of draws depends on the data.
+# They draw from a generator that is seeded by the key, so that the default generator advances
+# equally on all ranks. A recorded program draws from the default one: all its ranks have the same
+# data.
 
 
 def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torch.Tensor]:
@@ -362,13 +363,13 @@ def choose(input: torch.Tensor, count: int, replacement: bool, generator: Any = 
 def multinomial(
     input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Any:
-    """Without replacement: as torch does, the largest of the weights over exponential noise, so
-    neither the rows nor the weights need be gathered."""
+    """Draw indices by weight. Without replacement they are those of the largest weights divided by
+    exponential noise, as in torch, so neither rows nor weights are gathered."""
     if world.current().draws_whole:
         return CHOOSE.dispatched(input, num_samples, replacement, generator=generator)
     with as_local():
         like = torch.empty(input.shape, dtype=input.dtype, device="meta")
-        torch.multinomial(like, num_samples, replacement)  # torch says why not
+        torch.multinomial(like, num_samples, replacement)  # raises torch's own error
     if replacement and num_samples > 1:
         return CHOOSE.dispatched(input, num_samples, True, generator=generator)
     if not (0 < num_samples <= input.shape[-1] and input.dim() in (1, 2)):

@@ -1,6 +1,6 @@
-"""Rows in another order, repeated, or with others around them: flip, roll, repeat, pad.
+"""Operators that reorder, repeat or pad rows: flip, roll, repeat, pad.
 
-A dim that is left alone is free. One that is not stays split too: its rows change hands.
+Dims that do not change are free. A dim that changes stays split too: its rows move between ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def rearranged(
     """The spec of an operator that rearranges the rows of some dims, each on its own.
 
     Arguments:
-        out: the result; a dim of the input is where its factor is.
-        rows: for each dim that changes, which of its rows the result has; -1 for the fill.
-        local: the operator without what it does to the dims that it is given.
+        out: the result, with the factors of the input's dims.
+        rows: for each dim that changes, the rows of the result by number; -1 for the fill value.
+        local: runs the operator on a local tensor; it skips the dims that it is given, whose rows
+            are exchanged already.
     """
     dims = dims_of(input)
 
@@ -67,7 +68,7 @@ def rearranged(
 def flipped(
     name: str, input: torch.Tensor, flips: Collection[int], swaps: tuple[int, int] | None = None
 ) -> Spec:
-    """The spec of a tensor with some dims reversed, then perhaps two dims swapped."""
+    """Return the spec of a tensor with some dims reversed, then optionally two dims swapped."""
     order = list(range(input.dim()))
     if swaps is not None:
         order[swaps[0]], order[swaps[1]] = swaps[1], swaps[0]
@@ -76,7 +77,7 @@ def flipped(
     def local(x: torch.Tensor, done: Collection[int]) -> torch.Tensor:
         return x.flip([dim for dim in flips if dim not in done]).permute(order)
 
-    flips = flips if input.dim() else ()  # one element has a dim 0 to torch, and no size of it
+    flips = flips if input.dim() else ()  # torch accepts dim 0 of a 0-d tensor
     rows = {dim: lambda size=input.shape[dim]: np.arange(size)[::-1] for dim in flips}
     return rearranged(name, input, out, rows, local)
 
@@ -115,7 +116,7 @@ def rot90(input: torch.Tensor, k: int = 1, dims: Any = (0, 1)) -> Spec:
 def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    if not dims and input.dim() != 1:  # it is rolled as if it were flat
+    if not dims and input.dim() != 1:  # the flattened tensor is rolled
         return unsplit([input], input.shape, linear=[(0,)])
     by: dict[int, int] = {}
     for shift, dim in zip(shifts, dims or (0,), strict=True):
@@ -133,7 +134,7 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
     return rearranged("roll", input, Out(dims_of(input), tuple(input.shape)), rows, local)
 
 
-# ---- more of them
+# ---- repetition
 
 
 @rule("repeat", inplace=False)
@@ -148,7 +149,7 @@ def tile(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
 
 
 def repeated(name: str, input: torch.Tensor, counts: tuple[int, ...]) -> Spec:
-    """The spec of a tensor repeated along its dims, and along new ones before them."""
+    """Return the spec of a tensor that is repeated along its dims and along new leading dims."""
     added = len(counts) - input.dim()
     if added < 0 or min(counts, default=1) < 0:
         raise RuntimeError(f"{name}: expected at least {input.dim()} counts >= 0, got {counts}")
@@ -167,7 +168,7 @@ def repeated(name: str, input: torch.Tensor, counts: tuple[int, ...]) -> Spec:
     return rearranged(name, input, Out((None,) * added + dims_of(input), shape), rows, local)
 
 
-# ---- others around them
+# ---- padding
 
 
 @rule("pad", inplace=False)
@@ -181,7 +182,7 @@ def constant_pad_nd(input: torch.Tensor, pad: Any, value: Any = 0) -> Spec:
 
 
 def padded(input: torch.Tensor, pad: Any, mode: str, value: Any) -> Spec:
-    """The spec of a tensor with rows before and after those that dims have, from the last dim."""
+    """Return the spec of a padded tensor; `pad` lists (before, after) from the last dim on."""
     ndim = input.dim()
     around = {ndim - 1 - at // 2: (pad[at], pad[at + 1]) for at in range(0, len(pad) - 1, 2)}
     around = {dim: both for dim, both in around.items() if both != (0, 0)}
@@ -198,7 +199,7 @@ def padded(input: torch.Tensor, pad: Any, mode: str, value: Any) -> Spec:
         left = [0 if ndim - 1 - at // 2 in done else each for at, each in enumerate(pad)]
         if not any(left):
             return x
-        # Some modes refuse empty tensors, of which all make the same.
+        # Some modes refuse empty tensors; the result is the same in all modes.
         if mode == "constant" or not x.numel():
             return torch.constant_pad_nd(x, left, value or 0)
         return F.pad(x, left, mode)
@@ -211,13 +212,13 @@ def padded(input: torch.Tensor, pad: Any, mode: str, value: Any) -> Spec:
 
 
 def _padded_rows(size: int, before: int, after: int, mode: str) -> Rows:
-    """For each row of the padded dim which row of the dim it is; -1 for the fill."""
+    """Return for each row of the padded dim the row of the input; -1 for the fill value."""
     rows = np.arange(-before, size + after)
     if mode == "constant":
         return np.where((rows >= 0) & (rows < size), rows, -1)
     if mode == "replicate":
         return rows.clip(0, size - 1)
-    if mode == "circular":  # of what is left after a crop
+    if mode == "circular":  # negative padding crops first
         first, last = max(0, -before), size - max(0, -after)
         return first + (rows - first) % (last - first)
     return (size - 1) - abs((size - 1) - abs(rows))  # reflect

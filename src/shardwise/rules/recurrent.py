@@ -1,6 +1,6 @@
 """Recurrent networks: nn.RNN, nn.GRU, nn.LSTM and their cells.
 
-A batch is split; steps and widths are not, as every step mixes all of the last one.
+Only the batch may be split: every step combines all features of the step before.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _STATE = (None, "batch", None)  # layers and directions, batch, width
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu", inplace=False)
 def layers(input: Tensor, hx: Any, params: Any, *options: Any) -> Spec | None:
-    """Of `options`: has_biases, num_layers, dropout, train, bidirectional, batch_first."""
+    """Return the spec; options: has_biases, num_layers, dropout, train, bidirectional,
+    batch_first."""
     if len(options) != 6 or input.dim() != 3:
-        return None  # a packed sequence: the batch is in one dim with the steps
+        return None  # a packed sequence merges batch and steps in one dim
     _, _, dropout, train, is_bidirectional, batch_first = options
     states: list[Tensor] = list(tensors_in(hx))
     weights = list(tensors_in(params))
     width = states[0].shape[-1] * (2 if is_bidirectional else 1)
     shape = (*input.shape[:-1], width)
-    if dropout and train:  # drawn inside: whole, so all ranks draw the same
+    if dropout and train:  # torch draws inside: all is whole, so all ranks draw the same
         return unsplit([input, *states, *weights], shape, *(each.shape for each in states))
     steps = ("batch", None, None) if batch_first else (None, "batch", None)
     return Spec(

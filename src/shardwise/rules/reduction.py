@@ -1,7 +1,7 @@
-"""Reductions: sum, mean, prod, all, any and their like, over any dims.
+"""Reductions over any dims: sum, mean, prod, all, any and others.
 
-A reduced dim that is split leaves a pending sum where the operator is linear; elsewhere the small
-local results are reduced at once, and the result is whole.
+If a reduced dim is split, a linear operator leaves a pending sum. For other operators the small
+local results are reduced over the ranks at once, and the result is replicated.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
 
 Body = Callable[[torch.Tensor, "Over"], Any]
-"""What to run on the local tensor when a reduced dim is split."""
+"""A function that runs on the local tensor if a reduced dim is split."""
 
 
 @dataclass(frozen=True)
 class Over:
-    """The dims that a call reduces, some of them split: what its lowering needs to know."""
+    """The reduced dims of a call, of which some are split; lowerings get it."""
 
     layout: Layout
-    """How the input lies."""
+    """The layout of the input."""
     axes: tuple[int, ...]
     """The axes that split the reduced dims."""
     dims: tuple[int, ...]
@@ -42,42 +42,42 @@ class Over:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Where the input lies."""
+        """The mesh of the input."""
         return self.layout.mesh
 
     @functools.cached_property
     def start(self) -> tuple[int, ...]:
-        """Where this rank's piece of the input begins, along the reduced dims."""
+        """The first index of this rank's shard along each reduced dim."""
         dims = range(self.layout.ndim)
         return tuple(self.layout.range(dim)[0] if dim in self.dims else 0 for dim in dims)
 
     @functools.cached_property
     def count(self) -> int:
-        """How many elements of the global tensor become one."""
+        """The number of elements of the global tensor that are reduced to one."""
         return math.prod(self.layout.shape[dim] for dim in self.dims)
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """How many of these each of the ranks has, in the order of `stacked`."""
+        """The number of these elements on each rank, in the order of `stacked`."""
         return [
             math.prod(shape[dim] for dim in self.dims)
             for shape in shapes_along(self.layout, self.axes)
         ]
 
     def total(self, local: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, whole; differentiable."""
+        """Sum over the ranks; the result is replicated; differentiable."""
         return total(local, self.mesh, self.axes)
 
     def extreme(self, local: torch.Tensor, op: str) -> torch.Tensor:
-        """The largest or smallest over the ranks, whole; no gradient."""
+        """Take the maximum or minimum over the ranks; the result is replicated; no gradient."""
         return extreme(local.contiguous(), self.mesh, self.axes, op)
 
     def stacked(self, local: torch.Tensor) -> torch.Tensor:
-        """What each of the ranks has, along a new first dim, whole; differentiable."""
+        """Gather the tensors of the ranks along a new first dim; differentiable."""
         return stacked(local, self.mesh, self.axes)
 
     def kept(self, result: torch.Tensor) -> torch.Tensor:
-        """A result that has the reduced dims still, as the call wants it."""
+        """Drop the reduced dims of a result that still has them, unless `keepdim` is set."""
         return result if self.keepdim else result.squeeze(self.dims)
 
 
@@ -96,12 +96,13 @@ def reduced(
     """The spec of a reduction over some dims.
 
     Arguments:
-        how: what is pending on the results when a reduced dim is split; "whole" for nothing.
-        body: what runs then, in place of the operator.
-        outputs: how many results there are, all of one shape.
+        how: the reduction that is pending on the results if a reduced dim is split; "whole" for
+            none.
+        body: the function that then runs in place of the operator.
+        outputs: the number of results, all of one shape.
         linear: whether pending sums flow through.
-        warns: whether torch complains of a piece without elements; the body runs on it then.
-        by_index: whether the body must know which indices of the reduced dims are here.
+        warns: whether torch warns about an empty shard; the body runs on it then.
+        by_index: whether the body must know which indices of the reduced dims this rank holds.
     """
     dims = as_dims(dim, input.dim())
     names, shape = dims_of(input), tuple(input.shape)
@@ -126,12 +127,12 @@ def reduced(
 
 
 def split_as(names: Dims, dims: Sequence[int], how: str) -> dict[str, str]:
-    """What is pending when one of these dims is split."""
+    """Return the reduction that is pending if one of these dims is split, by factor."""
     return {name: how for each in dims if (name := names[each]) is not None}
 
 
 def over_dims(here: Here, names: Dims, dims: tuple[int, ...], keepdim: bool) -> Over:
-    """The reduction of some dims of a call's first input."""
+    """Return the reduced dims of a call's first input, for its lowering."""
     axes = here.axes(*(names[each] for each in dims))
     return Over(here.inputs[0], axes, dims, keepdim)
 
@@ -165,7 +166,7 @@ def mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: 
     def body(local: torch.Tensor, over: Over) -> torch.Tensor:
         kind = dtype or local.dtype
         if not keeps_sums(kind):
-            return torch.mean(local, over.dims, dtype=dtype)  # torch says why not
+            return torch.mean(local, over.dims, dtype=dtype)  # raises torch's own error
         summed = torch.sum(local, over.dims, over.keepdim, dtype=wider(kind))
         return (summed / over.count).to(kind)
 
@@ -191,8 +192,8 @@ def nanmean(
 @rule("prod")
 @with_synonyms
 def prod(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
-    # The product of the ranks' products: torch's gradient of either is right where there are
-    # zeros, which a pending product's would not be.
+    # Multiply the products of the ranks: torch's gradient of both steps is right for zeros, which
+    # the gradient of a pending product would not be.
     def body(local: torch.Tensor, over: Over) -> torch.Tensor:
         given = () if dim is None else (dim, keepdim)
         return over.stacked(torch.prod(local, *given, dtype=dtype)).prod(0, dtype=dtype)
@@ -206,7 +207,7 @@ def _verdict(function: Callable[..., torch.Tensor], op: str) -> Callable[..., An
             return over.extreme(function(local, over.dims, over.keepdim), op)
 
         if isinstance(dim, list | tuple) and not dim:
-            return broadcast([input])  # these alone do not take () for all dims
+            return broadcast([input])  # for all and any, dim=() does not mean all dims
         return reduced(input, dim, keepdim, "whole", body)
 
     return with_synonyms(made)
@@ -245,13 +246,13 @@ def sum_to_size(input: torch.Tensor, *sizes: Any, size: Any = None) -> torch.Ten
     return result.sum(tuple(range(extra))) if extra else result
 
 
-# ---- neither sums nor extremes
+# ---- other reductions
 
 
 @rule("hash_tensor")
 @with_synonyms
 def hash_tensor(input: torch.Tensor, dim: Any = (), keepdim: bool = False, mode: int = 0) -> Spec:
-    """The bits of all elements, as of float64 or int64, by exclusive or."""
+    """Combine the bits of all elements, as float64 or int64, by exclusive or."""
 
     def body(local: torch.Tensor, over: Over) -> torch.Tensor:
         if 0 in local.shape:
@@ -275,10 +276,11 @@ def segment_reduce(
     unsafe: bool = False,
     initial: Any = None,
 ) -> Spec | None:
-    """Along one dim, which is whole; dims before it are those of the lengths or offsets too."""
+    """Reduce along one dim, which is whole; the dims before it are also dims of lengths or
+    offsets."""
     borders = lengths if lengths is not None else offsets
     if borders is None or axis != borders.dim() - 1:
-        return None  # torch says why not
+        return None  # raises torch's own error
     count = borders.shape[axis] - (0 if borders is lengths else 1)
     names = replaced(dims_of(data), axis, None)
     inputs = [(data, names), (borders, names[: axis + 1])]

@@ -1,7 +1,7 @@
-"""Reshapes, and whatever else makes a dim longer or shorter by a factor and keeps its order.
+"""Reshapes, and other operators that scale the size of a dim and keep the order of elements.
 
-A split dim stays split if its chunks, scaled, are at whole indices of the dim that it becomes,
-which may be cut in pieces or units then: nothing moves. Otherwise it is made whole.
+A split dim stays split without communication if the scaled boundaries of its chunks are integers;
+the new dim may then be cut in pieces or units. Otherwise the dim is made whole.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from shardwise.tensor import DTensor, wrap
 from shardwise.torch_internals import variable_functions
 
 _MOST_PIECES = 256
-"""A dim that is split within another is cut in as many pieces as that is long; no more than so
-many are kept."""
+"""If an inner dim stays split when it is merged with an outer one, the merged dim has as many
+pieces as the outer dim is long. This is the largest number of pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Where a factor stands in dims that are joined and taken apart: how many indices the dims
-    outside it have, and how long it is."""
+    """The place of a factor among merged dims: the product of the dims outside it, and its size."""
 
     outer: int
     size: int
 
     def flat(self, cut: Cut, length: int, counts: tuple[int, ...]) -> Cut | None:
-        """How all dims together, of this length, are cut where this one is cut so."""
+        """Return the cut of the merged dims, given the cut of this one; None if there is none."""
         inside = cuts_of.rescaled(cut, length // self.outer, counts)
         return None if inside is None else inside * self.outer
 
     def of_flat(self, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
-        """How this dim is cut where all dims together are cut so."""
+        """Return the cut of this dim, given the cut of the merged dims; None if there is none."""
         inside = cuts_of.repeated(cut, self.outer)
         return None if inside is None else cuts_of.rescaled(inside, self.size, counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Dims of equal product before and after a reshape, as few as can be."""
+    """A smallest group of adjacent dims whose sizes have the same product before and after."""
 
     before: list[int]
     after: list[int]
@@ -82,15 +81,15 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> Iterator[Group]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The factors of a reshape, and what becomes of those whose dim changes."""
+    """The factors of a reshape, and the cuts of factors whose dim changes."""
 
     before: Dims
     after: Dims
     joined: dict[str, tuple[Joined, Joined, int]]
-    """For each such factor where it stands before and after, and the length of its group."""
+    """For each such factor its place before and after, and the length of its group."""
 
     def recut(self, factor: str, number: int, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
-        """How the result's dim is cut."""
+        """Return the cut of the result's dim."""
         if factor not in self.joined:
             return cut
         old, new, length = self.joined[factor]
@@ -101,15 +100,15 @@ class Match:
 def matched(input: torch.Tensor, target: Sequence[int]) -> Match:
     """The factors of a reshape.
 
-    Dims are grouped as small as can be. The first dim of a group goes with the first of the result,
-    whose chunks are contiguous, unless another is split, or it is cut in pieces, so that each
-    index of the dims outside is such a piece.
+    Dims are grouped into smallest groups of equal size. By default the first dim of a group becomes
+    the first dim of the result's group, as its chunks are contiguous. If another dim is split, that
+    one is kept, and the result is cut in pieces: one for each index of the dims outside it.
     """
     shape = tuple(input.shape)
     before: list[str | None] = [None] * len(shape)
     after: list[str | None] = [None] * len(target)
     joined: dict[str, tuple[Joined, Joined, int]] = {}
-    if math.prod(shape) == 0:  # products say nothing: what is the same from the left stays
+    if math.prod(shape) == 0:  # products tell nothing: equal dims from the left are kept
         for at, (old, new) in enumerate(zip(shape, target, strict=False)):
             if old != new:
                 break
@@ -124,7 +123,7 @@ def matched(input: torch.Tensor, target: Sequence[int]) -> Match:
             length = math.prod(shape[dim] for dim in group.before)
             places = Joined(outer, shape[left]), Joined(first, target[right])
             joined[name] = *places, length
-    # Dims of size 1 that found no counterpart beside them may have one elsewhere.
+    # Match remaining dims of size 1 with dims of size 1 elsewhere.
     lone = [dim for dim, size in enumerate(shape) if size == 1 and before[dim] is None]
     free = [dim for dim, size in enumerate(target) if size == 1 and after[dim] is None]
     for old, new in zip(lone, free, strict=False):
@@ -133,7 +132,7 @@ def matched(input: torch.Tensor, target: Sequence[int]) -> Match:
 
 
 def _carried(group: Group, layout: Layout | None, target: Sequence[int]) -> tuple[int, int]:
-    """The dims before and after between which a split can be kept."""
+    """Return the dims before and after the reshape between which a split is kept."""
     first = group.before[0], group.after[0]
     if layout is None or len(group.before) == len(group.after) == 1:
         return first
@@ -151,7 +150,7 @@ def _carried(group: Group, layout: Layout | None, target: Sequence[int]) -> tupl
     if flat is None or len(flat) > _MOST_PIECES:
         return first
     inner = 1
-    for right in reversed(group.after):  # as few pieces as can be
+    for right in reversed(group.after):  # inner dims first: fewest pieces
         inner *= target[right]
         if Joined(length // inner, target[right]).of_flat(flat, counts) is not None:
             return left, right
@@ -162,9 +161,9 @@ def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **ex
     """The spec of a reshape.
 
     Arguments:
-        target: the result's global shape.
-        local: the sizes that the call itself gives; if they are right for the local tensor too, it
-            is left as it is.
+        target: the global shape of the result.
+        local: the sizes that the call gives; if they are right for the local tensor too, the call
+            runs unchanged.
     """
     match = matched(input, target)
 
@@ -190,14 +189,14 @@ def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **ex
 
 
 def _means(sizes: Sequence[int], shape: tuple[int, ...]) -> bool:
-    """Whether sizes, one of them perhaps -1, are this local shape."""
+    """Return whether sizes, of which one may be -1, stand for this local shape."""
     if -1 in sizes and 0 in shape:
         return False
     return all(size in (-1, found) for size, found in zip(sizes, shape, strict=True))
 
 
 def inferred(numel: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes with the -1 among them worked out."""
+    """Return sizes with -1 replaced by the size that it stands for."""
     known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and known and numel % known == 0:
         return tuple(numel // known if size == -1 else size for size in sizes)
@@ -225,15 +224,15 @@ def view(
 def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec | None:
     sizes = as_sizes(sizes or (shape,))
     if not all(isinstance(each, int) for each in sizes):
-        return None  # a tensor among them: only its value tells the shape
+        return None  # a size is a tensor, and only its value tells the shape
     return _by_reshape(input, inferred(input.numel(), sizes), sizes)
 
 
 def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -> Spec:
-    """A reshape that copies where it must; `local` is that of `reshaped`."""
+    """Return the spec of a reshape that copies if it must; `local` as in `reshaped`."""
 
     def lower(here: Here) -> Callable[..., Any] | None:
-        # A dim of size 1 that is split may stand for another one in the result: sizes are given.
+        # A split dim of size 1 may become another dim of the result, so all sizes are given.
         shape = here.outputs[0].local_shape()
         if local is not None and _means(local, shape):
             return None
@@ -244,7 +243,7 @@ def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -
 
 @handler("view_as", "reshape_as", "expand_as")
 def to_shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The other tensor gives nothing but its global shape.
+    # Only the global shape of the other tensor matters.
     input, other = (*args, *kwargs.values())
     return getattr(input, func.__name__.split(".")[0].removesuffix("_as"))(other.shape)
 
@@ -282,7 +281,7 @@ _AT_LEAST: dict[str, Callable[[list[int]], list[int]]] = {
 
 @handler(*_AT_LEAST, *(getattr(variable_functions, name) for name in _AT_LEAST))
 def at_least(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Each tensor on its own: they share no factors. To add dims is always a view.
+    # Each tensor on its own: they share no factors. Adding dims is always a view.
     shape_of = _AT_LEAST[func.__name__.partition(".")[0]]
     if len(args) == 1 and isinstance(args[0], torch.Tensor):
         return args[0].reshape(shape_of(list(args[0].shape)))
@@ -290,17 +289,17 @@ def at_least(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(each.reshape(shape_of(list(each.shape))) for each in tensors)
 
 
-# ---- dims that grow and shrink
+# ---- dims that become longer or shorter
 
 
 def scaled(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]) -> Spec:
-    """The spec of an operator that makes some dims longer or shorter, and keeps their order."""
+    """Return the spec of an operator that scales some dims and keeps the order of elements."""
 
     def lower(here: Here) -> Callable[..., Any] | None:
         shape = here.outputs[0].local_shape()
         if 0 not in shape:
             return None
-        # torch's own refuse some empty tensors, or do not scale them
+        # torch refuses some empty tensors, or does not scale them
         return lambda x, *args, **kwargs: x.reshape(shape)
 
     return Spec(
@@ -324,7 +323,7 @@ def repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> Any:
-    """With a number for each row the rows are picked; every rank needs all the numbers."""
+    """Repeat each row; with a number per row, rows are selected, and all ranks need all numbers."""
     if isinstance(repeats, int):
         result = _repeated.dispatched(input, repeats, dim)
         if output_size not in (None, result.shape[dim or 0]):
@@ -343,7 +342,7 @@ def repeat_interleave(
 
 
 def _rows(repeats: torch.Tensor, output_size: int | None) -> torch.Tensor:
-    """Each index as often as is said for it."""
+    """Return each index, repeated as often as `repeats` says."""
     if not isinstance(repeats, DTensor):
         return torch.repeat_interleave(repeats, output_size=output_size)
     rows = torch.repeat_interleave(repeats.full_tensor(), output_size=output_size)
@@ -353,7 +352,7 @@ def _rows(repeats: torch.Tensor, output_size: int | None) -> torch.Tensor:
 @rule(_repeated)
 def repeated_alike(input: torch.Tensor, repeats: int, dim: int | None) -> Spec:
     if dim is None:
-        # of the dims only the first that is longer than 1 can stay split
+        # only the first dim that is longer than 1 can stay split
         first = next((at for at, size in enumerate(input.shape) if size != 1), 0)
         before = tuple(f"d{at}" if at == first else None for at in range(input.dim()))
         after: Dims = (f"d{first}",) if input.numel() and input.dim() else (None,)

@@ -1,5 +1,7 @@
-"""Products of float8 matrices with scales: rows and columns are free; so is what is summed over,
-where the result has a dtype that sums can be made in."""
+"""Products of float8 matrices with scales.
+
+Rows and columns are free. The contracted dim may be split if the dtype of the result can be summed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from shardwise.rules.spec import Dims, Here, Out, Spec
 Tensor = torch.Tensor
 
 _UNIT = 16
-"""What torch's kernels want columns, and what is summed over, to be a multiple of."""
+"""torch's kernels need columns and contracted dims that are a multiple of this."""
 
 
 @rule("_scaled_mm", inplace=False)
@@ -66,7 +68,7 @@ def _spec(
     shape = (rows, columns)
 
     def lower(here: Here) -> Callable[..., Tensor]:
-        # Kernels of GPUs want one by rows and the other by columns, and a move may change that.
+        # GPU kernels need row-major times column-major, and a redistribution may change strides.
         return lambda first, mat2, *args, **kwargs: operator(
             first.contiguous(), mat2.t().contiguous().t(), *args, **kwargs
         )
@@ -75,7 +77,7 @@ def _spec(
     for scales, by_row in ((first_scales, ("m", None)), (second_scales, (None, "n"))):
         for scale in scales:
             is_one = scale.numel() == 1
-            if not is_one and scale.shape not in ((rows, 1), (1, columns)):  # of blocks
+            if not is_one and scale.shape not in ((rows, 1), (1, columns)):  # scales of blocks
                 every = [first, second, *first_scales, *second_scales, *added]
                 return unsplit(every, shape, lower=lower)
             inputs.append((scale, (None,) * scale.dim() if is_one else by_row))
@@ -95,7 +97,7 @@ def _spec(
 
 
 def _divides(size: int, counts: Sequence[int]) -> bool:
-    """Whether all pieces of a dim are of whole units."""
+    """Return whether all chunks of a dim consist of whole units."""
     for count in counts:
         if size % (count * _UNIT):
             return False

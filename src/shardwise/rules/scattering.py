@@ -1,9 +1,9 @@
-"""Writes along a dim: scatter, index_add, index_copy and their kin; and masked_scatter.
+"""Writes along a dim (scatter, index_add, index_copy, ...), and masked_scatter.
 
-Along dims that an operator does not touch, operands that are equally long share a factor. The dim
-of the `rows` is where indices point to. If it is split, each rank's piece gets one more row, which
-takes all that belongs to other ranks and is cut off again. The dim of the `picks`, along the
-indices, is pending a sum for what adds.
+Along dims that an operator does not touch, operands of equal size share a factor. The factor `rows`
+is the dim that indices point into. If it is split, each rank's shard gets one more row that
+receives all writes for other ranks and is dropped afterwards. The factor `picks` runs along the
+indices; if it is split, an operator that adds leaves a pending sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
 def scatter(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: Any = None, *args: Any, **kwargs: Any
 ) -> Spec:
-    """Elements or a number, to where the indices say."""
+    """Write elements or a number at the indices."""
     tensors = tensors_among(input, index, src, kwargs.get("value"))
     is_linear = len(tensors) == 3 and not (args or kwargs.get("reduce"))
     return _scatter(torch.scatter, tensors, dim, linear=is_linear)
@@ -37,7 +37,7 @@ def scatter(
 
 @rule("scatter_add")
 def scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Spec:
-    """The same, added to what is there."""
+    """Add elements at the indices."""
     return _scatter(torch.scatter_add, [input, index, src], dim, linear=True, adds=True)
 
 
@@ -51,8 +51,8 @@ def scatter_reduce(
     *,
     include_self: bool = True,
 ) -> Spec:
-    """The same, reduced with what is there."""
-    # A mean of integers is rounded, which a mean of contributions must not be.
+    """Reduce elements with those at the indices."""
+    # Only a sum is linear: a mean of integers is rounded.
     return _scatter(torch.scatter_reduce, [input, index, src], dim, linear=reduce == "sum")
 
 
@@ -64,11 +64,12 @@ def _scatter(
     linear: bool,
     adds: bool = False,
 ) -> Spec:
-    """A write to the first tensor, at the indices of the second, of the third (if any).
+    """Return the spec of a write of the third tensor (if any) to the first, at the second's
+    indices.
 
     Arguments:
-        linear: whether it is linear in the first and third together.
-        adds: whether what is written is added to what is there.
+        linear: whether the operator is jointly linear in the first and third tensor.
+        adds: whether the operator adds to the first tensor.
     """
     input, index, *values = tensors
     if any(each.dim() != input.dim() for each in tensors) or input.dim() == 0:
@@ -127,19 +128,19 @@ def _scatter(
 def index_add(
     input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
 ) -> Spec:
-    """Rows, added to what is there."""
+    """Add rows at the indices."""
     return _index_write(torch.index_add, [input, index, source], dim, adds=True)
 
 
 @rule("index_copy")
 def index_copy(input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Spec:
-    """Rows."""
+    """Write rows at the indices."""
     return _index_write(torch.index_copy, [input, index, source], dim)
 
 
 @rule("index_fill")
 def index_fill(input: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Spec:
-    """A number, to rows."""
+    """Write a number to the rows at the indices."""
     return _index_write(torch.index_fill, tensors_among(input, index, value), dim)
 
 
@@ -153,7 +154,7 @@ def index_reduce(
     *,
     include_self: bool = True,
 ) -> Spec:
-    """Rows, reduced with what is there."""
+    """Reduce rows with those at the indices."""
     return _index_write(torch.index_reduce, [input, index, source], dim, linear=False)
 
 
@@ -165,7 +166,7 @@ def _index_write(
     adds: bool = False,
     linear: bool = True,
 ) -> Spec:
-    """A write of rows to the first tensor, at the indices of the second, of the third (if any).
+    """Return the spec of a write of rows to the first tensor, as `_scatter` for elements.
 
     The flags are those of `_scatter`.
     """
@@ -202,14 +203,14 @@ def _index_write(
 
 
 class _Arguments:
-    """The arguments of a call after the first, whose tensors can be exchanged."""
+    """The arguments of a call after the first, of which the tensors can be replaced."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
         self.tensors = tensors_among(*args, *kwargs.values())
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """They, with these tensors."""
+        """Return the arguments with these tensors."""
         rest = iter(tensors)
 
         def fill(value: Any) -> Any:
@@ -229,7 +230,7 @@ def _spilled(
     parts: _Arguments,
     layout: Layout,
 ) -> torch.Tensor:
-    """Write to a piece of a split dim; what belongs to others goes to a row that is cut off."""
+    """Write to a shard of a split dim; writes for other ranks go to a row that is dropped."""
     size = input.size(dim)
     found, inside = located(index, layout, dim, wraps=run is torch.index_fill)
     found = torch.where(inside, found, size)
@@ -243,8 +244,8 @@ def _spilled(
 
 @composed("masked_scatter")
 def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Where the mask is true, the next element of the source: how many came before, only the whole
-    mask tells."""
+    """Write the next element of the source wherever the mask is true; the mask is gathered to count
+    the elements before each place."""
     mesh = mesh_of(input, mask, source)
     given = whole(mask, "masked_scatter")
     shape = torch.broadcast_shapes(tuple(input.shape), tuple(given.shape))  # type: ignore[no-untyped-call]

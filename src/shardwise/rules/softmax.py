@@ -1,5 +1,8 @@
-"""Softmax and its logarithm: every other dim is free; along a split dim only what is reduced over
-it travels, a maximum and a sum; for their backward, as operators of their own, a sum."""
+"""Softmax and log_softmax, and their backward operators.
+
+All dims but the normalized one are free. Along a split dim only the reduced values are
+communicated: a maximum and a sum in the forward, a sum in the backward operators.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_sha
 
 Lowering = Callable[..., torch.Tensor]
 Total = Callable[[torch.Tensor], torch.Tensor]
-"""The sum along a split dim over all ranks, with size 1 there."""
+"""Sums along a split dim over all ranks; the dim keeps size 1."""
 Split = Callable[[torch.Tensor, Total], torch.Tensor]
-"""The result, of the input less its global maximum."""
+"""Computes the result from the input minus its global maximum."""
 Backward = Callable[[torch.Tensor, torch.Tensor, Total], torch.Tensor]
-"""The gradient of the input, of that of the result and the result."""
+"""Computes the gradient of the input from the gradient of the result and the result."""
 
 
 def shifted(
     input: torch.Tensor, dim: int, mesh: DeviceMesh, axes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input less its global maximum along a dim that `axes` split, and that maximum.
+    """Return the input minus its global maximum along a dim that `axes` split, and the maximum.
 
-    The maximum is a constant to autograd: softmax and cross-entropy do not change with it.
+    Autograd treats the maximum as a constant: softmax and cross-entropy do not depend on it.
     """
     largest = _largest(input.detach(), dim)
     largest = extreme(largest, mesh, axes, "max")
-    # Where everything is -inf, what is left is too, and no nan: exp makes 0 of it.
+    # If all elements are -inf, the difference is -inf and not NaN, and its exp is 0.
     return input - largest.clamp_min(torch.finfo(largest.dtype).min), largest
 
 
@@ -49,8 +52,8 @@ def _spec(
     """The spec of an operator along one dim.
 
     Arguments:
-        split: what it is where that dim is split.
-        whole: what runs where it is not; by default the operator.
+        split: computes the result if that dim is split.
+        whole: runs if the dim is not split; by default the operator.
     """
     if not isinstance(dim, int):
         return None
@@ -79,12 +82,12 @@ def _total(dim: int, mesh: DeviceMesh, axes: Sequence[int]) -> Total:
 
 
 def _dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype among arguments; F's functions and torch's have it in different positions."""
+    """Return the dtype among arguments; torch and torch.nn.functional differ in its position."""
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)), None)
 
 
 def _builtin(function: Lowering) -> Lowering:
-    """What F's function comes to, which is written in Python: torch's own."""
+    """Return a function that calls torch's operator in place of the Python function of F."""
 
     @takes_shards
     def run(
@@ -135,13 +138,13 @@ def _split_log_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
 
 
 def _split_safe_softmax(above: torch.Tensor, total_of: Total) -> torch.Tensor:
-    """0 where everything along the dim is -inf."""
+    """Return softmax, and 0 where all elements along the dim are -inf."""
     exps = above.exp()
     total = total_of(exps)
     return exps / torch.where(total == 0, 1, total)
 
 
-# ---- their backward
+# ---- backward operators
 
 
 @rule("_softmax_backward_data", inplace=False)

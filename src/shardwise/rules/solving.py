@@ -1,6 +1,6 @@
-"""Systems of linear equations: right-hand sides are independent, so these are free as a batch is.
+"""Systems of linear equations: right-hand sides are independent, so they are free like batch dims.
 
-All are linear in the right-hand sides: pending sums of these flow through.
+All solvers are linear in the right-hand sides, so pending sums flow through.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Tensor = torch.Tensor
 
 
 def _sides(letter: str, left: bool) -> str:
-    """The dims of right-hand sides: columns of `A X = B`, rows of `X A = B`."""
+    """Return the dims of right-hand sides: columns for `A X = B`, rows for `X A = B`."""
     return f"{letter} C" if left else f"R {letter}"
 
 
-# ---- by a factorization that is given
+# ---- with a given factorization
 
 
 @rule("linalg.solve_triangular")
@@ -81,7 +81,7 @@ def triangular_solve(
     transpose: bool = False,
     unitriangular: bool = False,
 ) -> Any:
-    """Made of others, as its second result has a gradient and no right-hand sides."""
+    """Solve by other functions, as the second result has a gradient but no right-hand sides."""
     batch = torch.broadcast_shapes(input.shape[:-2], A.shape[:-2])  # type: ignore[no-untyped-call]
     solution = torch.linalg.solve_triangular(
         A.mT if transpose else A, input, upper=upper != transpose, unitriangular=unitriangular
@@ -90,11 +90,12 @@ def triangular_solve(
     return torch.return_types.triangular_solve((solution, coefficients))
 
 
-# ---- of matrices
+# ---- with matrices
 
 
 def _solving(function: Any, results: str, **extra: Any) -> Callable[..., Spec]:
-    """The rule of a function that solves, and returns this beside the solution."""
+    """Return the rule of a solver; `results` is the pattern of what it returns beside the
+    solution."""
 
     @with_synonyms
     def local(input: Tensor, B: Tensor, **flags: bool) -> Any:
@@ -105,7 +106,7 @@ def _solving(function: Any, results: str, **extra: Any) -> Callable[..., Spec]:
         if B.dim() == 1 or B.shape == input.shape[:-1]:
             return matrices([input, B], f"n n, n -> n{results}", **extra)
         sides = _sides("n", left)
-        # Pieces of matrices with fewer batch dims might look like a batch of vectors.
+        # Shards of matrices with fewer batch dims might be mistaken for a batch of vectors.
         lower = (lambda here: local) if B.dim() == input.dim() - 1 else None
         pattern = f"n n, {sides} -> {sides}{results}"
         return matrices([input, B], pattern, lower=lower, positions=(), **extra)
@@ -124,7 +125,7 @@ rule("linalg.solve_ex")(_solving(torch.linalg.solve_ex, ", ."))
 def lstsq(input: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
     driver = driver or ("gelsy" if input.device.type == "cpu" else "gels")
     solution, residuals, rank, values = _LEAST_SQUARES.dispatched(input, b, rcond, driver)
-    # torch gives residuals only if no matrix of the batch lacks rank, if it knows their ranks.
+    # torch returns residuals only if all matrices have full rank, where it computes ranks.
     if residuals.numel() and rank.numel() and not bool((rank == input.shape[-1]).all()):
         residuals = residuals.new_empty((0,))
     return torch.return_types.linalg_lstsq((solution, residuals, rank, values))  # type: ignore[attr-defined]
@@ -133,8 +134,8 @@ def lstsq(input: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = N
 def _least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Any:
     batch = torch.broadcast_shapes(input.shape[:-2], b.shape[: input.dim() - 2])  # type: ignore[no-untyped-call]
     columns = b.shape[input.dim() - 1 :]
-    # Without columns LAPACK may crash, and without matrices torch forgets the gradient. Matrices
-    # without rows or unknowns stay as they are: torch has an answer, which zeros would change.
+    # LAPACK may crash without columns, and torch drops the gradient for an empty batch. Matrices
+    # without rows or unknowns are not padded: torch has a result, which zeros would change.
     one = (1,) * (input.dim() - 2)
     matrix, sides = filled(input, (*one, 0, 0)), filled(b, (*one, 0, 1))
     found = torch.linalg.lstsq(matrix, sides, rcond, driver=driver)
@@ -142,8 +143,8 @@ def _least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Any:
     residuals = found.residuals
     if _has_residuals(input, driver):
         shape = (*batch, *(columns or (1,)))
-        if not residuals.numel():  # some matrix lacks rank, so nobody will see them
-            residuals = residuals.sum().expand(shape)  # zeros, with a way for gradients
+        if not residuals.numel():  # a matrix is rank-deficient, so the caller drops them
+            residuals = residuals.sum().expand(shape)  # differentiable zeros
         residuals = cropped(residuals, shape)
     rank, values = found.rank, found.singular_values
     if driver != "gels":
@@ -166,7 +167,7 @@ def least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Spec:
     spec = matrices([input, b], f"m n, {sides} -> {results}")
     (_, dims), _ = spec.inputs
     solution, residuals = spec.outputs
-    # Those of the matrices alone do not broadcast.
+    # Ranks have the batch dims of the matrices, which do not broadcast.
     rank = Out(dims[:-2], tuple(input.shape[:-2]))
     values = Out((*dims[:-2], None), (*input.shape[:-2], min(input.shape[-2:])))
     return Spec(

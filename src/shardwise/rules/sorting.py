@@ -1,6 +1,6 @@
-"""Order and counting: sort, topk, bincount; and whether two tensors are equal.
+"""Sorting and counting (sort, topk, bincount, unique), and comparison of two tensors.
 
-Along a split dim `topk` gathers the candidates of each rank, a few, and picks among them; a sort
+Along a split dim `topk` gathers the few candidates of each rank and selects among them; a sort
 needs the dim whole.
 """
 
@@ -80,7 +80,7 @@ def topk(
         real = [at * k + each for at, count in enumerate(counts) for each in range(count)]
 
         def joined(mine: torch.Tensor) -> torch.Tensor:
-            """The candidates of all ranks, in the order of the dim."""
+            """Gather the candidates of all ranks, in the order of the dim."""
             full = padded(mine, {along: (0, k - mine.shape[along])})
             every = stacked(full, here.mesh, axes).movedim(0, along).flatten(along, along + 1)
             return picked(every, along, real)
@@ -103,7 +103,8 @@ def topk(
 
 @composed("bincount")
 def bincount(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> DTensor:
-    """Every rank counts its own elements: a pending sum. How long it is depends on the data."""
+    """Count each rank's own elements; the result is a pending sum whose length depends on the
+    data."""
     layout = _common_layout(input, weights)
     axes = tuple(axis for order in layout.shard_order for axis in order)
     mine = _piece(input, layout)
@@ -112,14 +113,16 @@ def bincount(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> DT
         length = max(int(extreme(longest.to(torch.int64), layout.mesh, axes, "max")), minlength)
         weighed = None if weights is None else _piece(weights, layout)
         counts = torch.bincount(mine, weighed, length)
-        if weighed is not None and layout.numel and not mine.numel():  # where torch gives integers
+        if (
+            weighed is not None and layout.numel and not mine.numel()
+        ):  # torch returns integers for an empty shard
             counts = counts.to(torch.float32 if weighed.dtype == torch.float32 else torch.float64)
     return wrap(counts, Layout(layout.mesh, (length,), (), dict.fromkeys(axes, "sum")))
 
 
 @handler("unique", "unique_consecutive", "unique_dim", "_unique2")
 def unique(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is there depends on all elements, and so does how much: all on every rank."""
+    """Gather the input and run on every rank: values and sizes depend on all elements."""
     mesh = _common_layout(*args, *kwargs.values()).mesh
 
     def whole(value: Any) -> Any:
@@ -134,7 +137,7 @@ def unique(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(wrap(each, Layout(mesh, each.shape)) for each in found)
 
 
-# ---- whether two tensors are equal
+# ---- comparison of two tensors
 
 
 @composed("equal")
@@ -155,13 +158,13 @@ def allclose(*args: Any, **kwargs: Any) -> bool:
 
 
 def _common_layout(*values: Any) -> Layout:
-    """How the first DTensor lies, without pending reductions."""
+    """Return the layout of the first DTensor, without pending reductions."""
     layout: Layout = next(each._layout for each in values if isinstance(each, DTensor))
     return layout.relaid(partial={})
 
 
 def _piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's piece in a layout, without gradient."""
+    """Return this rank's shard of a tensor in a layout, without gradient."""
     found: torch.Tensor
     if isinstance(tensor, DTensor):
         found = redistribute_local(unwrap(tensor).detach(), tensor._layout, layout)

@@ -1,5 +1,5 @@
-"""Other spellings of functions that have a rule: operators with a number on the left, and
-activations that torch wrote in Python with an argument `inplace`."""
+"""Aliases of functions that have a rule: operators with a number on the left, and activations that
+torch implements in Python with an argument `inplace`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import shardwise.rules.pointwise  # noqa: F401 (what is registered here goes before its rules)
+import shardwise.rules.pointwise  # noqa: F401 (handlers registered here replace its rules)
 from shardwise.rules.calls import dispatched
 from shardwise.rules.registry import handler
 from shardwise.tensor import DTensor
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 SPELLINGS: set[Any] = set()
-"""The handlers here: they hand on whatever kind of tensor they are given."""
+"""The handlers of this module, which accept any kind of tensor and pass it on."""
 
 
 def _spelled(name: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -31,18 +31,18 @@ def _spelled(name: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _run(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[0], DTensor):  # without asking torch who is to run it
+    if args and isinstance(args[0], DTensor):  # skips one round through __torch_function__
         return dispatched(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
 def _same(name: Any, function: Any) -> None:
-    """`name(...)` is `function(...)`."""
+    """Register `name(...)` as `function(...)`."""
     _spelled(name)(lambda func, args, kwargs: _run(function, *args, **kwargs))
 
 
 def _swapped(name: Any, function: Any) -> None:
-    """`name(x, y)` is `function(y, x)`."""
+    """Register `name(x, y)` as `function(y, x)`."""
     _spelled(name)(lambda func, args, kwargs: _run(function, args[1], args[0]))
 
 
@@ -68,12 +68,12 @@ _swapped(Tensor.__rmatmul__, torch.matmul)
 
 @_spelled(Tensor.__rdiv__)
 def rdiv(func: Any, args: Any, kwargs: Any) -> Any:
-    """As torch does it: one rounding more than a division."""
+    """Multiply by the reciprocal, as torch does: it rounds once more than a division."""
     return _run(Tensor.mul, args[0].reciprocal(), args[1])
 
 
 def _activation(python: Any, function: Any, inplace: Any) -> None:
-    """A Python function whose last parameter says whether to change its input."""
+    """Register a Python function that has an `inplace` argument."""
     position = python.__code__.co_varnames.index("inplace")
 
     def activation(func: Any, args: Any, kwargs: Any) -> Any:
@@ -109,9 +109,9 @@ for _each in _activations:
 
 
 def _part(function: Any) -> property:
-    """A part of a complex tensor: a view, that can be written.
+    """Return a property for the real or imaginary part: a view that can be assigned to.
 
-    torch's own property does not ask `__torch_function__` when it is set.
+    torch's own property does not call `__torch_function__` on assignment.
     """
 
     def write(tensor: DTensor, value: Any) -> None:

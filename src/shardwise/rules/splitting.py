@@ -1,7 +1,7 @@
-"""Parts of a tensor along a dim: views of what is here, unless the dim itself is split.
+"""Parts of a tensor along a dim: local views, unless the dim itself is split.
 
-Of a split dim, a part that is itself long stays split (its rows change hands), and a single row is
-given to all by who owns it. Pieces of a dim that is cut in such stay where they are.
+For a split dim, a part of several rows stays split (rows move between ranks), and the owner of a
+single row gives it to all ranks. Whole pieces of a dim that is cut in pieces do not move.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_sha
 
 
 def _key(dim: int, rows: range) -> tuple[slice, ...]:
-    """The index that takes rows along a dim."""
+    """Return the index that selects rows along a dim."""
     return *_all(dim), slice(rows.start, rows.stop, rows.step)
 
 
@@ -35,7 +35,7 @@ def _all(count: int) -> tuple[slice, ...]:
 def one_row(
     input: torch.Tensor, dim: int, index: int, name: str, *, keep: bool, is_view: bool = True
 ) -> Spec:
-    """The spec of one row along a dim: its owner gives it to all, if the dim is split."""
+    """Return the spec of one row along a dim; if the dim is split, its owner gives it to all."""
     dims, shape = dims_of(input), tuple(input.shape)
     out = Out(replaced(dims, dim, None), replaced(shape, dim, 1))
     if not keep:
@@ -70,13 +70,14 @@ def one_row(
     )
 
 
-# ---- parts of a dim that is cut in pieces: whole pieces are views of what is here
+# ---- whole pieces of a dim that is cut in pieces are local views
 
 Recut = Callable[[str, int, Cut, tuple[int, ...]], Cut | None]
 
 
 def whole_pieces(name: str | None, parts: Sequence[range]) -> Recut:
-    """What `Spec.recut` says where each result has one of these parts of a factor's dim."""
+    """Return the function for `Spec.recut` if each result is one of these parts of a factor's
+    dim."""
 
     def recut(factor: str, number: int, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
         if factor != name:
@@ -90,8 +91,7 @@ def whole_pieces(name: str | None, parts: Sequence[range]) -> Recut:
 
 
 def pieces_here(here: Here, dim: int, parts: Sequence[range]) -> list[tuple[int, int]]:
-    """Of parts that are whole pieces of a split dim: where each begins in the local tensor, and
-    its length."""
+    """Return start and length in the local tensor of parts that are whole pieces of a split dim."""
     ranges = here.inputs[0].ranges(dim)
     found = []
     for rows, out in zip(parts, here.outputs, strict=True):
@@ -100,7 +100,7 @@ def pieces_here(here: Here, dim: int, parts: Sequence[range]) -> list[tuple[int,
 
 
 def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: bool = True) -> Spec:
-    """The spec of some rows along a dim."""
+    """Return the spec of some rows along a dim."""
     if len(rows) == 1 and input.shape[dim] > 1:
         return one_row(input, dim, rows[0], name, keep=True, is_view=is_view)
     dims, shape = dims_of(input), tuple(input.shape)
@@ -194,7 +194,7 @@ def slice_(
 
 
 def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -> Spec:
-    """The spec of several parts along a dim."""
+    """Return the spec of several parts along a dim."""
     dims, shape = dims_of(input), tuple(input.shape)
     lengths = [len(part) for part in parts]
 
@@ -212,7 +212,7 @@ def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -
         local = [out.local_shape()[dim] for out in here.outputs]
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-            # Each may be written to, as nobody else sees what was moved: no views, to autograd.
+            # The parts own the moved memory and may be written to, so autograd must not see views.
             found = move(x).unsafe_split_with_sizes(local, dim)
             return tuple(
                 severed(each, name, _key(dim, part))
@@ -234,7 +234,7 @@ def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -
 
 
 def _cut(size: int, at: Sequence[int]) -> list[range]:
-    """The ranges between these places, which count as those of a slice do."""
+    """Return the ranges between these places, which follow the rules of slices."""
     bounds = [0, *at, size]
     return [range(size)[start:stop] for start, stop in pairwise(bounds)]
 
@@ -254,7 +254,7 @@ def _by_length(size: int, length: int) -> list[range]:
     return [range(size)[at : at + length] for at in range(0, size, length or 1)] or [range(0)]
 
 
-# The unsafe ones share memory too; only autograd does not know.
+# The unsafe_ forms share memory too, but autograd does not know.
 
 
 @rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", inplace=False)

@@ -1,7 +1,7 @@
-"""Variances, norms, logsumexp, distances made of them, and covariances.
+"""Variances, norms, logsumexp, distances and covariances.
 
-Over split dims a variance is merged from those of the ranks, so no mean of squares is ever taken;
-a norm from the norms of the ranks.
+Over split dims a variance is merged from the variances of the ranks (never from a mean of squares,
+which would lose precision), and a norm from the norms of the ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from shardwise.torch_internals import VF
 def _moments(
     local: torch.Tensor, over: Over, correction: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The variance and the mean over split dims, of one gather of the ranks' own."""
+    """Return variance and mean over split dims, by one all-gather of each rank's variance and
+    mean."""
     if not keeps_sums(local.dtype):
-        return torch.var_mean(local, over.dims)  # torch says why not
+        return torch.var_mean(local, over.dims)  # raises torch's own error
     wide = widened(local)
     mine = math.prod(local.shape[dim] for dim in over.dims)
     if local.numel():
@@ -55,13 +56,13 @@ def _moments(
 
 
 def _root(squares: torch.Tensor) -> torch.Tensor:
-    """The square root; its gradient at 0 is 0, as torch has it for deviations and norms."""
+    """Return the square root; its gradient at 0 is 0, as for torch's deviations and norms."""
     is_zero = squares == 0
     return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
 def _variance(name: str) -> Callable[..., Any]:
-    """The rule of var, std, var_mean or std_mean."""
+    """Return the rule of var, std, var_mean or std_mean."""
 
     @with_synonyms
     def made(
@@ -98,7 +99,7 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 
 
 def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """The norm over split dims of vectors."""
+    """Return the norm of vectors over split dims."""
     kind = dtype or local.dtype
     if not keeps_sums(kind):
         raise RuntimeError(
@@ -109,7 +110,7 @@ def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | No
         found = extreme_value(local.abs(), over, "max" if order > 0 else "min")
         return found.to(kind.to_real())
     if order < 0 and 0 in local.shape:
-        # Only an empty vector has no norm: one that is nobody's minimum must not matter.
+        # Only an empty vector has no norm; an empty shard contributes a value that never wins.
         shape = without(local.shape, over.dims, over.keepdim, 1)
         mine = local.abs().sum(over.dims, over.keepdim) + torch.full(
             shape, math.inf, dtype=local.dtype.to_real(), device=local.device
@@ -122,7 +123,7 @@ def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | No
         found = _root(over.total(mine * mine))
     else:
         every = over.stacked(mine)
-        if 0 in over.counts:  # second gradients of what is 0 are none
+        if 0 in over.counts:  # drop empty shards: the second gradient at 0 is NaN
             every = every[[rank for rank, count in enumerate(over.counts) if count]]
         found = torch.linalg.vector_norm(every, order, 0)
     return found.to(kind.to_real())
@@ -141,7 +142,7 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
     dims, names = (rows, columns), dims_of(input)
     out = Out(without(names, dims, keepdim, None), without(input.shape, dims, keepdim, 1))
     if order not in (1, -1, math.inf, -math.inf) or 0 in (input.shape[rows], input.shape[columns]):
-        # of singular values; or torch says what it is
+        # needs singular values, or raises torch's own error
         return dataclasses.replace(whole_along(input, dims, [out]), may_fail=True)
     summed, other = (rows, columns) if abs(order) == 1 else (columns, rows)
 
@@ -214,7 +215,10 @@ def norm(
     *others: Any,
     dtype: Any = None,
 ) -> Spec | None:
-    for each in (dim, *others):  # aten has a dtype before, and the method after the dims
+    for each in (
+        dim,
+        *others,
+    ):  # aten takes the dtype before the dims, and the method takes it after them
         dtype = each if isinstance(each, torch.dtype) else dtype
     if isinstance(dim, torch.dtype):
         dim = None
@@ -257,7 +261,7 @@ def logsumexp(input: torch.Tensor, dim: Any, keepdim: bool = False) -> Spec:
     return reduced(input, dim, keepdim, "whole", body)
 
 
-# ---- made of these
+# ---- functions composed of these
 
 
 @composed("cosine_similarity")
@@ -271,7 +275,7 @@ def cosine_similarity(
         each = each if each.is_floating_point() else each.to(kind)
         each = each if each.shape == shape else each.expand(shape)
         length = torch.linalg.vector_norm(each, 2, dim, keepdim=True)
-        missing = (eps - length.detach()).clamp_min(0)  # torch's gradient knows nothing of eps
+        missing = (eps - length.detach()).clamp_min(0)  # eps takes no part in torch's gradient
         units.append(each / (length + missing))
     found: torch.Tensor = (units[0] * units[1]).sum(dim)
     return found
@@ -313,7 +317,8 @@ def cov(
     fweights: torch.Tensor | None = None,
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of variables (rows), over observations (columns): where these are split, a pending sum."""
+    """Return the covariance of variables (rows); split observations (columns) leave a pending
+    sum."""
     _check_weights(input, fweights, aweights)
     rows = input if input.dim() == 2 else input.reshape(1, input.numel())
     given = [each for each in (fweights, aweights) if each is not None]
@@ -339,7 +344,7 @@ def cov(
 
 
 def _check_weights(input: torch.Tensor, *weights: torch.Tensor | None) -> None:
-    """Let torch refuse what it does."""
+    """Raise torch's own error for weights that it refuses."""
     shapes = [
         None if each is None else torch.empty(each.shape, dtype=each.dtype, device="meta")
         for each in (input, *weights)

@@ -1,9 +1,9 @@
 """Views by strides: as_strided, as_strided_scatter.
 
-Strides and offset are those of the global tensor. Of one that every rank has whole, they are about
-its memory, as torch's; of any other, about a contiguous tensor, beginning with its first element.
-Then they are understood by dims: an element's place along each dim is where the dim of the result
-that goes along it is. A dim that the result has unchanged may be split.
+Strides and offset are those of the global tensor. For a replicated tensor they refer to its memory,
+as in torch; for any other tensor they refer to a contiguous one that starts with the first element.
+The strides of such a view are translated to dims: each dim of the result runs along one dim of the
+input. A dim that the result keeps unchanged may be split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _contiguous(shape: Sequence[int]) -> Sizes:
 
 
 class _Places:
-    """Where the elements of a view of a contiguous tensor are, dim by dim."""
+    """The positions of the elements of a strided view in a contiguous tensor, dim by dim."""
 
     def __init__(self, shape: Sizes, size: Sizes, stride: Sizes, offset: int) -> None:
         self.shape = shape
@@ -42,8 +42,8 @@ class _Places:
         self.starts = [offset // step % count for step, count in zip(strides, shape, strict=True)]
         """For each dim of the tensor, the index of the first element."""
         self.steps: list[tuple[int, int] | None] = []
-        """For each dim of the view, the tensor's dim that it goes along, and by how much; None for
-        one that stays where it is."""
+        """For each dim of the view, the dim of the tensor that it runs along and its step; None for
+        a dim with stride 0."""
         for count, step in zip(size, stride, strict=True):
             along = (dim for dim, each in enumerate(strides) if shape[dim] > 1 and step % each == 0)
             dim = next(along) if count > 1 and step else None
@@ -53,10 +53,10 @@ class _Places:
             if way is not None:
                 last[way[0]] += (count - 1) * way[1]
         self.is_known = all(at < count for at, count in zip(last, shape, strict=True))
-        """Whether no dim of the view goes over the end of the one that it goes along."""
+        """Whether each dim of the view stays within the dim that it runs along."""
 
     def factors(self, size: Sizes) -> tuple[Dims, Dims]:
-        """Those of the tensor and of the view: dims that the view has unchanged."""
+        """Return the factors of the tensor and of the view: of the dims that the view keeps."""
         before: list[str | None] = [None] * len(self.shape)
         after: list[str | None] = [None] * len(size)
         for dim, count in enumerate(self.shape):
@@ -66,7 +66,7 @@ class _Places:
         return tuple(before), tuple(after)
 
     def local(self, x: torch.Tensor) -> tuple[Sizes, int]:
-        """The strides and the offset in this rank's piece, which may be stored otherwise."""
+        """Return strides and offset in this rank's shard, whose memory may have another order."""
         stride = tuple(0 if way is None else way[1] * x.stride(way[0]) for way in self.steps)
         offset = sum(at * step for at, step in zip(self.starts, x.stride(), strict=True) if at)
         return stride, int(x.storage_offset()) + offset
@@ -88,7 +88,7 @@ def _factors(input: torch.Tensor, size: Sizes, places: _Places | None) -> tuple[
 def _local(
     x: torch.Tensor, places: _Places | None, stride: Sizes, offset: int
 ) -> tuple[torch.Tensor, Sizes, int]:
-    """The tensor that they are about, the strides and the offset."""
+    """Return the local tensor to take the view of, the strides and the offset."""
     if places is None:
         x = x.contiguous()
         return x, stride, int(x.storage_offset()) + offset
@@ -100,7 +100,7 @@ STRIDED = Function("as_strided", lambda input, size, stride, offset: None)
 
 @rule(STRIDED)
 def strided(input: torch.Tensor, size: Sizes, stride: Sizes, offset: int) -> Spec:
-    """A view of a contiguous tensor."""
+    """Return the spec of a strided view of a contiguous tensor."""
     places = _places(input, size, stride, offset)
     before, after = _factors(input, size, places)
 
@@ -124,7 +124,7 @@ SCATTER = Function("as_strided_scatter", lambda input, src, size, stride, offset
 def scatter(
     input: torch.Tensor, src: torch.Tensor, size: Sizes, stride: Sizes, offset: int
 ) -> Spec:
-    """A copy of a contiguous tensor, with such a view overwritten."""
+    """Return the spec of a copy of a contiguous tensor in which a strided view is overwritten."""
     places = _places(input, size, stride, offset)
     before, after = _factors(input, size, places)
 
@@ -132,7 +132,7 @@ def scatter(
         sizes = here.inputs[1].local_shape()
 
         def run(x: torch.Tensor, src: torch.Tensor, *args: Any) -> torch.Tensor:
-            # torch's gradient takes memory for one that begins with the tensor.
+            # torch's gradient assumes that the memory begins with the tensor.
             x = x.contiguous()
             x = x.clone() if x.storage_offset() else x
             x, steps, first = _local(x, places, stride, offset)
@@ -149,14 +149,14 @@ def scatter(
     )
 
 
-# ---- what users call
+# ---- the functions of torch
 
 
 @composed("as_strided")
 def as_strided(
     input: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> DTensor:
-    """A view by strides."""
+    """Return a view by strides."""
     layout = input._layout
     if layout.is_replicated:
         with as_local():
@@ -169,7 +169,7 @@ def as_strided(
 
 @handler("as_strided_")
 def as_strided_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same in place: the tensor gets another layout, its memory stays."""
+    """Turn a tensor into a strided view of itself: another layout, the same memory."""
     target = args[0]
     view = as_strided(target.detach(), *args[1:], **kwargs)
     if getattr(view, "_severed", None):
@@ -191,7 +191,7 @@ def as_strided_scatter(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> DTensor:
-    """A copy, with such a view overwritten."""
+    """Return a copy in which a strided view is overwritten."""
     name = "as_strided_scatter"
     mesh = mesh_of(input, src)
     target = static(input, mesh)
@@ -215,8 +215,11 @@ def check_source(src: torch.Tensor, shape: Sequence[int]) -> None:
 
 
 def _some_rank(input: DTensor, is_refused: bool) -> bool:
-    """Whether it is so on any rank. Ranks ask each other if their pieces differ in shape: a piece
-    of one row or column is contiguous where others are not."""
+    """Return whether the condition holds on any rank.
+
+    Ranks communicate only if their shards differ in shape: a shard of one row or column may be
+    contiguous while others are not.
+    """
     layout = input._layout
     sizes, split = layout.mesh.shape, [axis for axes in layout.shard_order for axis in axes]
     is_even = layout.numel == 0 or all(
@@ -232,7 +235,8 @@ def _some_rank(input: DTensor, is_refused: bool) -> bool:
 def _of_contiguous(
     name: str, input: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None
 ) -> tuple[Sizes, Sizes, int]:
-    """The arguments, if they are about the elements of a tensor whose memory ranks share."""
+    """Return the arguments as for a contiguous tensor, for a tensor whose memory the ranks
+    share."""
     with as_local():
         is_contiguous = input.is_contiguous()
         base: Any = base_of(input)

@@ -1,4 +1,4 @@
-"""Triangles and diagonals: which elements is a question about global indices."""
+"""Triangles and diagonals of matrices, by global indices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shardwise.torch_internals import as_local
 
 
 def _triangle(function: Any) -> Any:
-    """The rule of a function that keeps one side of a diagonal.
+    """Return the rule of a function that keeps one side of a diagonal.
 
-    The diagonal of a piece is that of the whole, seen from where the piece begins.
+    The local diagonal is the global one, shifted by the first row and column of the shard.
     """
 
     def spec(input: Any, diagonal: int = 0) -> Spec:
@@ -45,11 +45,11 @@ rule("triu")(_triangle(torch.triu))
 
 @composed("fill_diagonal_")
 def fill_diagonal_(input: DTensor, fill_value: Any, wrap: bool = False) -> DTensor:
-    """The target keeps its layout; each rank finds the diagonal's elements in its boxes."""
+    """Fill the diagonal; the target keeps its layout, and each rank writes its own elements."""
     check_writable("fill_diagonal_", input)
     layout = input._layout
     if layout.ndim < 2 or (layout.ndim > 2 and len(set(layout.shape)) > 1):
-        torch.empty(layout.shape, device="meta").fill_diagonal_(0)  # torch says why not
+        torch.empty(layout.shape, device="meta").fill_diagonal_(0)  # raises torch's own error
     indices = _diagonal(layout.shape, wrap)
     with as_local():
         value = contribution(layout, fill_value)
@@ -60,14 +60,14 @@ def fill_diagonal_(input: DTensor, fill_value: Any, wrap: bool = False) -> DTens
                 inside &= (index >= start) & (index < stop)
             shift = torch.tensor(here.start).unsqueeze(1) - torch.tensor(box.start).unsqueeze(1)
             places = indices[:, inside] + shift
-            # Without data, those of the places are kept by their being elsewhere.
+            # While a program is recorded, indices stay on the CPU: meta tensors have no values.
             local = tuple(places if input.is_meta else places.to(input.device))
             torch.Tensor.index_put_(input, local, number)
     return input
 
 
 def _diagonal(shape: tuple[int, ...], wraps: bool) -> torch.Tensor:
-    """The global indices of the diagonal's elements, one row per dim."""
+    """Return the global indices of the diagonal's elements, one row per dim."""
     if wraps and len(shape) == 2 and shape[0] > shape[1] > 0:
         flat = torch.arange(0, shape[0] * shape[1], shape[1] + 1)
         return torch.stack([flat // shape[1], flat % shape[1]])

@@ -1,4 +1,4 @@
-"""Views that keep the dims: permuted, squeezed, expanded, diagonal, windows."""
+"""Views that permute, squeeze or expand dims, diagonals, and windows (`unfold`)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
 
 
 def _squeezed(input: torch.Tensor, dim: Any = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims that are to go, and those of them that do. No dims are none, where None is all."""
+    """Return the dims that a call names, and those of them with size 1; None names all dims."""
     wanted = () if dim in ((), []) else as_dims(dim, input.dim())
     return wanted, tuple(at for at in wanted if input.shape[at] == 1)
 
@@ -96,7 +96,7 @@ def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
         local = here.inputs[0].local_shape()
         if all((local[at] == 1) == (at in gone) for at in wanted):
             return None
-        # A shard may have one row of a dim that has more.
+        # A shard may have one row of a longer dim.
         return takes_shards(lambda x, *args, **kwargs: x.squeeze(gone))
 
     out = Out(tuple(dims[at] for at in kept), tuple(input.shape[at] for at in kept))
@@ -111,7 +111,7 @@ def unsqueeze(input: torch.Tensor, dim: int) -> Spec:
     return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
 
 
-# ---- the same in place: the tensor gets another layout, its memory stays
+# ---- in-place forms: the tensor gets another layout and keeps its memory
 
 
 @handler("t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_")
@@ -129,7 +129,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{name}_: it would have to move {target._layout!r}, and so cannot be done in place; "
             f"use x = x.{name}(...)"
         )
-    if name == "squeeze":  # a shard may have one row of a dim that has more
+    if name == "squeeze":  # a shard may have one row of a longer dim
         _, gone = _squeezed(target, *args[1:], **kwargs)
         func, args, kwargs = torch.Tensor.squeeze_, (target, gone), {}
     with as_local():
@@ -139,7 +139,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-# ---- dims that are repeated without a copy
+# ---- expansion: dims repeated without a copy
 
 
 @rule("expand", "broadcast_to", inplace=False)
@@ -173,7 +173,7 @@ def expand(input: torch.Tensor, *sizes: Any, size: Any = (), implicit: bool = Fa
 def diagonal_of(
     input: torch.Tensor, offset: int, dim1: int, dim2: int, name: str, is_view: bool
 ) -> Spec:
-    """The spec of a diagonal: each rank gives what it has of it, if it is split."""
+    """Return the spec of a diagonal; if a dim is split, each rank contributes its elements."""
     row, column = normalized(dim1, input.dim()), normalized(dim2, input.dim())
     if row == column:
         raise RuntimeError(f"{name}: expected two dims, got {dim1} and {dim2}")
@@ -215,7 +215,7 @@ def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1)
     return diagonal_of(input, offset, dim1, dim2, "diagonal", is_view=True)
 
 
-@rule("linalg.diagonal")  # which has other defaults than torch's own
+@rule("linalg.diagonal")  # its defaults differ from torch.diagonal's
 def linalg_diagonal(A: torch.Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
     return diagonal_of(A, offset, dim1, dim2, "diagonal", is_view=True)
 
@@ -243,7 +243,7 @@ def diag_embed(input: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int =
 
 @composed("diagflat")
 def diagflat(input: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """All elements on a diagonal."""
+    """Return a matrix with all elements of the input on a diagonal."""
     return input.flatten().diag_embed(offset)
 
 
