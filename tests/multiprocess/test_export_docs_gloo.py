@@ -47,9 +47,7 @@ def run(folder):
     shown = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(shown):
         warnings.simplefilter("ignore")  # of torch.export
-        found = re.findall(
-            r"```python\n(.*?)```(\n+```text)?", PAGE.read_text("utf-8"), re.DOTALL
-        )
+        found = re.findall(r"```python\n(.*?)```(\n+```text)?", PAGE.read_text("utf-8"), re.DOTALL)
         for each, is_program in found:
             if not is_program:  # tests/test_readme.py runs that
                 exec(compile(each, "docs/export.md", "exec"), names)
