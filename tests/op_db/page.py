@@ -69,8 +69,8 @@ this page; do not edit it. This one was made with torch {version}.
 `op_db` is PyTorch's own list of operators, with samples of their arguments. Each operator is run on
 DTensors, on meshes of 2, 3 and 2 x 2 ranks: with its tensors split along each dim (evenly or not),
 whole, and as pending sums; as a function, as a method, in place and with `out=` where these exist.
-Values, dtypes, shapes, gradients, and whether a result is a view, are compared with the same call in
-one process.
+Values, dtypes, shapes, gradients, and whether a result is a view, are compared with the same call
+in one process.
 
 | {operators} operators, {cases} cases | |
 |---|---|
@@ -80,19 +80,19 @@ one process.
 | wrong | {wrong} |
 | nothing to split: no tensors among the arguments, or not for CPUs | {nothing} |
 
-**The DTensor of torch {version}** in the same run passes all cases of {always} of {tried} operators, and
-{passed} of {their_cases} cases. It is asked for less than ours: it gets only some of the cases, only as
-functions and with one dtype, and neither views nor random numbers are compared. With tensors that
-are whole or evenly split over one axis, and with only values compared, it passes {simple} of
-{simple_tried} operators.
+**The DTensor of torch {version}** in the same run passes all cases of {always} of {tried}
+operators, and {passed} of {their_cases} cases. It is asked for less than ours: it gets only some of
+the cases, only as functions and with one dtype, and neither views nor random numbers are compared.
+With tensors that are whole or evenly split over one axis, and with only values compared, it passes
+{simple} of {simple_tried} operators.
 """
 
 _ALL = """
 ## All
 
 *splits* is about one sample: for each tensor its shape, its size in bytes and the dims that may be
-split. In brackets: what one of two ranks receives in the forward if only this dim is split. *torch*:
-how many of its cases torch's DTensor passes, and the most frequent problem of the others.
+split. In brackets: what one of two ranks receives in the forward if only this dim is split.
+*torch*: how many of its cases torch's DTensor passes, and the most frequent problem of the others.
 
 | operator | outcome | splits | torch |
 |---|---|---|---|
