@@ -197,7 +197,7 @@ operators, gradients, moves, FSDP, and local processes.
 
 For each version `make compatibility` runs `make lint`, imports shardwise in a new process with
 warnings as errors, and runs `shardwise doctor --self-test`, the programs of the README and of the
-guides, a short `shardwise demo`, and the tests. The last columns count the tests. *xfailed*:
+guides, a short `shardwise demo`, and `make test-all`. The last columns count the tests. *xfailed*:
 defects of torch's own DTensor, tensor parallelism and ShardedTensor that shardwise does not have; a
 test shows each of them. *skipped*: tests that need what the machine lacks, such as network
 namespaces. *deselected*: tests of packages that are not installed.
