@@ -41,36 +41,37 @@ DIFFERENCES: list[Difference] = [
     Difference(
         "2.14 and newer",
         "`make lint` runs mypy without `warn_unused_ignores`.",
-        "torch annotates more of its functions since 2.14, so that 14 of the `type: ignore` "
-        "comments that its annotations in 2.13 need have nothing to ignore.",
+        "torch annotates more of its functions since 2.14. So 14 `type: ignore` comments, which "
+        "the annotations of 2.13 need, ignore nothing.",
     ),
     Difference(
         "2.14 and newer",
         "`torch.linalg.polar` and `torch.linalg.matrix_sqrth` have rules; `torch.cholesky` and "
         "`torch.qr` are in `op_db` before 2.14 only.",
-        "torch added the first two and took the operators of the others out of aten. Rules of "
-        "torch.linalg go by qualified name: none is taken for a namesake (`torch.polar`).",
+        "torch 2.14 added the first two and removed the operators of the others from aten. Rules "
+        "of torch.linalg are registered by qualified name, so `torch.linalg.polar` does not get "
+        "the rule of `torch.polar`.",
     ),
     Difference(
         "2.13",
         "Second derivatives of `cdist` and `pdist` raise, as in one process.",
-        "torch has them since 2.14.",
+        "torch implements them since 2.14.",
     ),
     Difference(
         "2.13",
-        "Of torch's DTensor three more defects are shown: cross-entropy with weights or ignored "
-        "targets is wrong on a split batch, and redistribution to Partial is refused.",
-        "torch mended them in 2.14. All other defects that the tests show are in 2.15 too.",
+        "The tests show three more defects of torch's DTensor: cross-entropy with weights, and "
+        "with ignored targets, is wrong on a split batch; redistribution to Partial is refused.",
+        "torch fixed them in 2.14. All other defects that the tests show are in 2.15 too.",
     ),
     Difference(
         "2.14 and newer",
-        "`torch.autograd.Function.apply`, which shardwise guards, is a method of C.",
-        "The guard takes it as a descriptor of the class, so that both kinds work.",
+        "`torch.autograd.Function.apply`, which shardwise guards, is implemented in C.",
+        "The guard reads it as a descriptor from the class, which works for both kinds.",
     ),
     Difference(
         "2.14 and newer",
-        "`program.run_decompositions()` of torch may warn of a node that it erases twice.",
-        "It is about a buffer that is written and returned; the program is right.",
+        "`program.run_decompositions()` of torch may warn that it erases a node twice.",
+        "This happens for a buffer that is both written and returned; the program is right.",
     ),
     Difference(
         "2.15",
@@ -80,15 +81,15 @@ DIFFERENCES: list[Difference] = [
     Difference(
         "before 2.15",
         "`finalize_backward`, `set_keep_unsharded_storage`, `param_dtype_override_fn`, `logspace`, "
-        "`DeviceMesh.abort` and `reduce_dtype=None` have the meaning of 2.15 in shardwise; tests "
+        "`DeviceMesh.abort` and `reduce_dtype=None` work in shardwise as in torch 2.15; tests "
         "compare them with one process instead of with torch.",
-        "torch has these names, and this meaning, since 2.15.",
+        "torch has these names, and this meaning of `reduce_dtype=None`, since 2.15.",
     ),
     Difference(
         "before 2.15",
-        "A `grad_dtype` that is set to the parameter's own dtype counts as not set: if another was "
-        "set before, `model.to()` brings that back.",
-        "torch cannot tell the two apart.",
+        "Setting `grad_dtype` to the parameter's own dtype counts as not setting it. If another "
+        "dtype was set before, `model.to()` restores that one.",
+        "torch cannot tell the two cases apart.",
     ),
 ]
 """Add what differs here: the page shows it in this order."""
@@ -172,13 +173,34 @@ def is_right(row: Row) -> bool:
 HEADS = ("torch", *STEPS, *COUNTS)
 TITLE = """# Versions of torch
 
-What `make compatibility` found: with each version of torch that shardwise supports it runs `make
-lint`, imports shardwise in a new process with warnings as errors, and runs `shardwise doctor
---self-test`, the programs of the README, a short `shardwise demo`, and `make test`. The last
-columns count the tests. *xfailed* are defects of torch's own DTensor, tensor parallelism and
-ShardedTensor that shardwise does not have: a test shows each of them. *skipped* are tests of what
-the machine lacks, such as network namespaces; *deselected* are tests of packages that are not
-installed.
+shardwise supports torch 2.13, 2.14 and 2.15. With any other version it warns at import
+(`TorchVersionWarning`). If a private name of torch that it uses is missing or has other parameters,
+the import fails with an error that names it.
+
+## Choose a version
+
+`pip install .` accepts any supported torch. The targets of the Makefile use torch 2.13.0, in the
+environment `.venv`. `TORCH=` chooses another version, in an environment of its own:
+
+```sh
+make test TORCH=2.15.0                # in .venv-2.15.0, which is set up on first use
+make help                             # lists the versions and targets
+make compatibility                    # runs everything with each version and writes this page
+make compatibility ONLY="2.15.0"      # one version
+```
+
+`shardwise doctor` prints what is installed: put its output into a bug report. With `--self-test` it
+checks in about ten seconds that shardwise works here: the internals of torch that it uses,
+operators, gradients, moves, FSDP, and local processes.
+
+## Results
+
+For each version `make compatibility` runs `make lint`, imports shardwise in a new process with
+warnings as errors, and runs `shardwise doctor --self-test`, the programs of the README and of the
+guides, a short `shardwise demo`, and `make test-all`. The last columns count the tests. *xfailed*:
+defects of torch's own DTensor, tensor parallelism and ShardedTensor that shardwise does not have; a
+test shows each of them. *skipped*: tests that need what the machine lacks, such as network
+namespaces. *deselected*: tests of packages that are not installed.
 """
 
 
@@ -194,7 +216,7 @@ def page_of(rows: Mapping[str, Row]) -> str:
 
 
 def differences() -> Iterator[str]:
-    yield "## What differs, and why"
+    yield "## Differences between versions"
     yield ""
     heads = ("with torch", "what", "why")
     cells = ((each.versions, each.what, each.why) for each in DIFFERENCES)

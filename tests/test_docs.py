@@ -1,7 +1,8 @@
 """The code blocks of the guides run on simulated ranks.
 
 Those of docs/export.md need real ones (tests/multiprocess/test_export_docs_gloo.py), those of
-docs/hugging-face.md transformers (tests/test_transformers.py).
+docs/hugging-face.md transformers (tests/test_transformers.py). Whole programs, below which is what
+they print, are run by tests/test_readme.py.
 """
 
 import re
@@ -21,7 +22,11 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def blocks(page):
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+    """The blocks of a page, without its program."""
+    found = re.findall(
+        r"```python\n(.*?)```(\n+```text)?", (DOCS / page).read_text("utf-8"), re.DOTALL
+    )
+    return [block for block, is_program in found if not is_program]
 
 
 TRIED_ELSEWHERE = {"export.md", "hugging-face.md"}

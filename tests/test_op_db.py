@@ -389,11 +389,11 @@ def test_the_page_says_all_that_was_found():
         Row("arange"),
     ]
     text = written(rows)
-    assert "| by rule | 1 |" in text
-    assert "| fall back in some case: right, but every rank computes all | 1 |" in text
+    assert "| by rule: right, and computed on the shards | 1 |" in text
+    assert "| fallback in some case: right, but every rank computes everything | 1 |" in text
     assert "| wrong | 0 |" in text
-    assert "it passes all cases of\n1 of 2 operators, and 4 of 7 cases" in text
-    assert "it passes 1 of\n1 operators" in text
+    assert "passes all cases of 1 of 2\noperators, and 4 of 7 cases" in text
+    assert "it passes\n1 of 1 operators" in text
     assert "| `add` | rule | [4] of 32 B: 0 | all |" in text
     assert "| `b\\|c` | fallback |  | 1 of 4; wrong value |" in text
     assert "| `arange` | nothing to split |  |  |" in text

@@ -1,4 +1,4 @@
-"""What the README shows, runs, and prints what the README says."""
+"""The programs of the README and of the guides run, and print what the pages say."""
 
 import re
 import subprocess
@@ -12,22 +12,31 @@ from shardwise.demo.communication import bytes_shown, rows
 from shardwise.demo.options import checked
 from shardwise.demo.training import on_each_rank
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+FSDP = (ROOT / "docs" / "fsdp.md").read_text("utf-8")
+
+PROGRAM = r"```python\n((?:(?!```).)*)```\n+```text\n(.*?)```"
+"""A program, and below it what it prints. Other blocks of the guides are run by test_docs."""
+GUIDES = ("dtensor", "redistribute", "parallel", "fsdp", "sharded", "export")
+PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
+EXAMPLES = {
+    page: re.findall(PROGRAM, (ROOT / page).read_text("utf-8"), re.DOTALL) for page in PAGES
+}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def test_each_page_has_one_program():
+    assert {page: len(found) for page, found in EXAMPLES.items()} == dict.fromkeys(PAGES, 1)
 
 
-EXAMPLES = list(zip(blocks("python"), blocks("text"), strict=True))
+def test_the_readme_has_no_other_python_and_is_short():
+    assert README.count("```python") == 1
+    assert README.count("\n") <= 150
 
 
-def test_there_are_examples():
-    assert len(EXAMPLES) >= 2
-
-
-@pytest.mark.parametrize("program, printed", EXAMPLES)
-def test_the_python_of_the_readme_runs_and_prints_what_it_says(program, printed, tmp_path):
+@pytest.mark.parametrize("page", PAGES)
+def test_the_program_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
+    ((program, printed),) = EXAMPLES[page]
     script = tmp_path / "readme.py"
     script.write_text(program, "utf-8")
     run = subprocess.run(
@@ -42,7 +51,7 @@ def test_the_python_of_the_readme_runs_and_prints_what_it_says(program, printed,
 
 
 def test_every_make_target_the_readme_names_exists():
-    makefile = (Path(__file__).resolve().parent.parent / "Makefile").read_text("utf-8")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
     named = set(re.findall(r"\bmake ([a-z]+)", README))
     assert {"demo", "test"} <= named
     for target in named:
@@ -70,4 +79,4 @@ def test_the_table_of_modes_says_what_the_demo_hears(mode, tmp_path):
     collectives, received = in_words(outcomes[0].events)
     axes = "; ".join(f"{name}: {splits.value}" for name, splits in options.way.axes.items())
     mesh = " x ".join(map(str, options.mesh))
-    assert f"| `{mode}` | {mesh} | {axes} | {collectives} | {received} |\n" in README
+    assert f"| `{mode}` | {mesh} | {axes} | {collectives} | {received} |\n" in FSDP

@@ -6,9 +6,9 @@ from op_db.entries import entries
 from op_db.outcomes import NOTHING, Row
 from shardwise.testing import warn_of_unstable
 
-_RESIZED = "the shape of a DTensor is that of its layout, and is not changed in place"
-_DENSE = "a DTensor is dense, and so is what is beside it"
-_MOVED = "only in place, and only where something would have to move"
+_RESIZED = "the layout of a DTensor has its shape, which cannot change in place"
+_DENSE = "DTensors, and tensors used with them, must be dense"
+_MOVED = "refused only in place, and only where data would have to move"
 
 REFUSED = {
     "resize_": _RESIZED,

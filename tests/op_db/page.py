@@ -63,33 +63,36 @@ def outcome_of(line: str) -> str:
 _HEAD = """\
 # Operators
 
-Made by `make sweep`, with torch {version}; not to be edited. Every entry of `op_db`, PyTorch's own
-list of operators with samples of their arguments, is run on DTensors on meshes of 2, 3 and 2 x 2
-ranks, with its tensors split along each dim (evenly or not), whole, and as pending sums; as a
-function, a method, in place and with `out=` where there are such. Values, dtypes, shapes,
-gradients, and whether a result is a view, are compared with the same call in one process.
+Which operators work on DTensors, which dims may be split, and what that sends. `make sweep` writes
+this page; do not edit it. This one was made with torch {version}.
+
+`op_db` is PyTorch's own list of operators, with samples of their arguments. Each operator is run on
+DTensors, on meshes of 2, 3 and 2 x 2 ranks: with its tensors split along each dim (evenly or not),
+whole, and as pending sums; as a function, as a method, in place and with `out=` where these exist.
+Values, dtypes, shapes, gradients, and whether a result is a view, are compared with the same call
+in one process.
 
 | {operators} operators, {cases} cases | |
 |---|---|
-| by rule | {rule} |
-| fall back in some case: right, but every rank computes all | {fallback} |
+| by rule: right, and computed on the shards | {rule} |
+| fallback in some case: right, but every rank computes everything | {fallback} |
 | refused in some case, with a reason | {refused} |
 | wrong | {wrong} |
 | nothing to split: no tensors among the arguments, or not for CPUs | {nothing} |
 
-The DTensor of torch {version} in the same run, with the same harness: it passes all cases of
-{always} of {tried} operators, and {passed} of {their_cases} cases. It is asked for less: only some
-of the cases, all of the function itself with one dtype, and neither views nor random numbers are
-compared. With tensors whole or evenly split over one axis, and values alone, it passes {simple} of
-{simple_tried} operators.
+**The DTensor of torch {version}** in the same run passes all cases of {always} of {tried}
+operators, and {passed} of {their_cases} cases. It is asked for less than ours: it gets only some of
+the cases, only as functions and with one dtype, and neither views nor random numbers are compared.
+With tensors that are whole or evenly split over one axis, and with only values compared, it passes
+{simple} of {simple_tried} operators.
 """
 
 _ALL = """
 ## All
 
-*Splits*: of one sample, for each tensor its shape and size, and the dims that may be split; in
-brackets what one of two ranks receives in the forward if only this dim is split. *torch*: how many
-of some of the cases torch's DTensor passes, and what is most often wrong with the others.
+*splits* is about one sample: for each tensor its shape, its size in bytes and the dims that may be
+split. In brackets: what one of two ranks receives in the forward if only this dim is split.
+*torch*: how many of its cases torch's DTensor passes, and the most frequent problem of the others.
 
 | operator | outcome | splits | torch |
 |---|---|---|---|
@@ -99,8 +102,8 @@ of some of the cases torch's DTensor passes, and what is most often wrong with t
 _SOME = """
 ## Only in some versions of torch
 
-Operators that `op_db` has since a version of torch, or had until one, by the last run of `make
-sweep` with such a version.
+Operators that only newer or only older versions of torch have in `op_db`. Each row is from the last
+`make sweep` with a version that has the operator.
 
 | operator | outcome | splits | torch | versions |
 |---|---|---|---|---|
@@ -146,8 +149,8 @@ def _lines(rows: Sequence[Row], before: str) -> Iterator[str]:
             yield kept[name]
     unstable = [row for row in rows if row.unstable]
     if unstable:
-        yield "\n## Not reproduced by torch itself: no values were compared\n"
-        yield "| what | of |\n|---|---|"
+        yield "\n## Values that torch itself does not reproduce, which were not compared\n"
+        yield "| operator | values |\n|---|---|"
         for row in unstable:
             yield f"| {row.name} | {_escaped('; '.join(row.unstable))} |"
 
