@@ -48,13 +48,13 @@ bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
 
 sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage.md
 	$(PYTEST) tests/sweep $(ARGS)
-	@PYTHONPATH=tests $(BIN)/python -m op_db --page
+	@PYTHONPATH=tests $(BIN)/python -m support.op_db --page
 
 exports: $(STAMP) ## Try torch's own transformation of exported programs, and write it into docs/export.md
-	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m export_table --page
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.export_table --page
 
 compatibility: ## Run everything with each version of torch, and write docs/compatibility.md (ONLY="2.15.0" chooses)
-	@$(PYTHON) tests/compatibility.py $(ONLY)
+	@$(PYTHON) tests/support/compatibility.py $(ONLY)
 
 clean: ## Remove the environments of all versions of torch, caches and build products
 	rm -rf .venv .venv-[0-9]* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

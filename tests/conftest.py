@@ -40,6 +40,8 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
+pytest_plugins = ["support.ranks"]
+
 # ---- tests of packages that shardwise can do without
 
 Missing = Counter[tuple[str, str]]

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from export_cases import CASES, program, runs
-from export_ranks import Routed, check_metadata, collectives
+from support.export_ranks import Routed, check_metadata, collectives
+from support.exported_models import CASES, program, runs
 
 import shardwise as sw
 from shardwise import Shard

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import values
+from support.rules import values
 from torch import nn
 
 from shardwise import (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import leaf, ranks
+from support.rules import leaf, ranks
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh

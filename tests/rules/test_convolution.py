@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import in_layout, values
+from support.rules import in_layout, values
 from torch import nn
 
 import shardwise as sw

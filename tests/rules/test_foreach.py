@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import check_modules, in_layout, values
+from support.rules import check_modules, in_layout, values
 from torch import nn
 
 import shardwise as sw

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import Layout, init_device_mesh, listen, simulate
 from shardwise.testing import Sample, check_rule, distributed

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import heard, in_layout, leaf, ranks, values
+from support.rules import heard, in_layout, leaf, ranks, values
 
 from shardwise import (
     DeviceMesh,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import ranks
+from support.rules import ranks
 from torch import nn
 
 import shardwise as sw

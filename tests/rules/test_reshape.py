@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import Layout, Replicate, Shard, explicit, init_device_mesh, listen, simulate
 from shardwise.policy import PolicyError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import DispatchError, Layout, explicit, init_device_mesh, listen, simulate
 from shardwise.policy import PolicyError
