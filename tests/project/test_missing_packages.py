@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import missing_packages
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TESTS = """
 import pytest
@@ -30,9 +33,8 @@ def test_of_another():
 
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_what_is_deselected_is_named_and_counted(processes, tmp_path):
-    tests = Path(__file__).resolve().parents[1]
-    (tmp_path / "conftest.py").write_bytes((tests / "conftest.py").read_bytes())
-    (tmp_path / "pyproject.toml").write_bytes((tests.parent / "pyproject.toml").read_bytes())
+    (tmp_path / "conftest.py").write_bytes(Path(missing_packages.__file__).read_bytes())
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(TESTS)
     done = subprocess.run(
