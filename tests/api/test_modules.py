@@ -1,10 +1,11 @@
 """nn.Module with DTensor parameters: conversion, state dicts, copies, hooks, distribute_module."""
 
 import copy
+import io
 
 import pytest
 import torch
-from support.rules import ranks
+from support.rules import full, ranks, split
 from torch import nn
 
 import shardwise as sw
@@ -55,6 +56,58 @@ def test_distribute_module_calls_the_input_and_output_functions():
         assert torch.allclose(result, two_layers()(x), atol=1e-6)
 
     ranks(run)
+
+
+def test_a_model_made_on_the_meta_device_is_split_made_empty_and_initialized():
+    def run(mesh):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+        def lay_out(name, module, mesh):
+            if name == "0":
+                weight = sw.distribute_tensor(module.weight, mesh, [Shard(0)])
+                module.weight = nn.Parameter(weight)
+
+        sw.distribute_module(model, mesh, lay_out)
+        assert model[0].weight.is_meta and model[0].weight.placements == (Shard(0),)
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for module in model:
+            module.reset_parameters()
+        assert isinstance(model[0].weight, nn.Parameter) and not model[0].weight.is_meta
+        return torch.cat([each.full_tensor().flatten() for each in model.parameters()])
+
+    one, *_ = ranks(run, 1)
+    for made in ranks(run, 3):
+        torch.testing.assert_close(made, one)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def test_distribute_module_keeps_tied_parameters_tied():
+    def run(mesh, split_at):
+        def lay_out(name, module, mesh):
+            if name == split_at:
+                weight = sw.distribute_tensor(module.weight.detach(), mesh, [Shard(0)])
+                module.weight = nn.Parameter(weight)
+
+        model = sw.distribute_module(Tied(), mesh, lay_out)
+        assert model.head.weight is model.embedding.weight
+        model(torch.tensor([1, 2])).sum().backward()
+        return len(list(model.parameters())), model.head.weight.placements
+
+    assert ranks(lambda mesh: run(mesh, "embedding"))[0] == (1, (Shard(0),))
+    assert ranks(lambda mesh: run(mesh, "head"))[0] == (1, (Shard(0),))
+    assert ranks(lambda mesh: run(mesh, "neither"))[0] == (1, (Replicate(),))
 
 
 def test_forward_and_gradients_are_those_of_one_process():
@@ -115,6 +168,20 @@ def test_a_state_dict_of_the_wrong_shape_is_refused():
     ranks(run)
 
 
+def test_torch_load_takes_a_saved_state_dict_of_dtensors_as_it_is():
+    def run(mesh):
+        model = sw.distribute_module(nn.Linear(2, 3), mesh)
+        model.weight = nn.Parameter(sw.distribute_tensor(full(3, 2), mesh, [Shard(0)]))
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "step": 3}, file)
+        file.seek(0)
+        loaded = torch.load(file)["model"]
+        assert loaded["weight"].layout is model.weight.layout
+        assert torch.equal(loaded["weight"].full_tensor(), full(3, 2))
+
+    ranks(run)
+
+
 def test_a_deepcopy_of_a_module_is_independent():
     def run(mesh):
         module = distributed(mesh)
@@ -143,6 +210,26 @@ def test_module_hooks_see_dtensors():
 
     ranks(run)
     assert sorted(map(str, seen)) == sorted(map(str, [DTensor, (DTensor, DTensor)] * 2))
+
+
+def test_parametrizations_of_a_split_weight_give_what_they_give_on_one_process():
+    def run(mesh, is_split):
+        torch.manual_seed(0)
+        layer = nn.Linear(2, 5)
+        if is_split:
+            layer.weight = nn.Parameter(split(full(5, 2), mesh, Shard(0)))
+        else:
+            layer.weight = nn.Parameter(full(5, 2))
+        with sw.fallback("replicate"):
+            nn.utils.parametrizations.weight_norm(layer)
+            nn.utils.parametrizations.spectral_norm(layer)
+            return layer(torch.ones(3, 2)), layer.weight
+
+    def both(mesh):
+        for made, plain in zip(run(mesh, True), run(mesh, False), strict=True):
+            torch.testing.assert_close(made.full_tensor(), plain)
+
+    ranks(both)
 
 
 def test_autocast_gives_the_dtypes_that_plain_tensors_get():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.rules import in_layout
 from torch import nn
 
 import shardwise as sw
@@ -107,6 +108,25 @@ def test_lbfgs_minimizes_as_in_one_process():
     ranks(run)
 
 
+def test_adamw_takes_its_learning_rate_as_a_tensor_where_a_parameter_is_pending():
+    row = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+
+    def trained(weight):
+        parameter = nn.Parameter(weight)
+        optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.1), foreach=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter**2).sum().backward()
+            optimizer.step()
+        return parameter.detach()
+
+    def run(mesh):
+        made = trained(in_layout(row, mesh, Partial()))
+        torch.testing.assert_close(made.full_tensor(), trained(row.clone()))
+
+    ranks(run, 2, (2,))
+
+
 def test_an_optimizers_state_survives_its_state_dict():
     def run(mesh):
         params = parameters(mesh)
@@ -195,6 +215,20 @@ def test_clip_grad_norm_over_parameters_on_a_mesh_and_on_one_of_its_axes():
             assert torch.allclose(each.grad.full_tensor(), expected, atol=1e-6)
 
     ranks(run)
+
+
+def test_clip_grad_norm_takes_plain_parameters_beside_dtensors():
+    def run(mesh, foreach):
+        split = nn.Parameter(sw.distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)]))
+        plain = nn.Parameter(torch.ones(3))
+        (split.sum() + plain.sum()).backward()
+        norm = nn.utils.clip_grad_norm_([split, plain], 1.0, foreach=foreach)
+        torch.testing.assert_close(norm.item(), 13**0.5)
+        torch.testing.assert_close(plain.grad, torch.full((3,), 13**-0.5))
+        torch.testing.assert_close(split.grad.full_tensor(), torch.full((5, 2), 13**-0.5))
+
+    for foreach in (True, False):
+        ranks(lambda mesh, foreach=foreach: run(mesh, foreach), 2, (2,))
 
 
 def test_clip_grad_value_clips_every_shard():

@@ -355,6 +355,15 @@ def test_in_place_operators_with_a_lowering_write_their_result():
     ranks(run)
 
 
+def test_an_operator_in_place_takes_its_target_by_name():
+    def run(mesh):
+        x = split(full(6, 4) - 9, mesh, Shard(0))
+        assert torch.relu_(input=x) is x
+        assert torch.equal(x.full_tensor(), F.relu(full(6, 4) - 9))
+
+    ranks(run)
+
+
 def test_a_dtensor_is_not_written_into_a_plain_tensor():
     def run(mesh):
         with pytest.raises(sw.DispatchError, match="plain tensor"):
@@ -363,6 +372,11 @@ def test_a_dtensor_is_not_written_into_a_plain_tensor():
             torch.add(split(full(4), mesh, Shard(0)), 1, out=full(4))
 
     ranks(run)
+
+
+def test_a_split_tensor_is_not_written_into_a_plain_one():
+    with pytest.raises(sw.RankError, match="mul_: cannot write a DTensor's values into a plain"):
+        ranks(lambda mesh: torch.ones(5, 2).mul_(split(full(5, 2), mesh, Shard(0))))
 
 
 def test_out_keeps_its_layout():
@@ -375,6 +389,16 @@ def test_out_keeps_its_layout():
             sw.DispatchError, match=r"expected a DTensor of shape \(4, 4\), got \(3,\)"
         ):
             torch.add(x, x, out=split(torch.zeros(3), mesh, Shard(0)))
+
+    ranks(run)
+
+
+def test_an_aten_overload_writes_to_out():
+    def run(mesh):
+        x = split(full(6, 4), mesh, Shard(0))
+        out = torch.empty_like(x)
+        torch.ops.aten.add.out(x, x, alpha=2, out=out)
+        assert torch.equal(out.full_tensor(), 3 * full(6, 4))
 
     ranks(run)
 

@@ -3,19 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rules import values
+from support.rules import full, ranks, split, values
 from support.torch_versions import torch_bug
 
 import shardwise as sw
 from shardwise import DeviceMesh, DTensor, Replicate, Shard
-
-
-def ranks(fn, count=2, shape=None):
-    return sw.simulate(lambda: fn(sw.init_device_mesh("cpu", shape or (count,))), count)
-
-
-def split(tensor, mesh, *placements):
-    return sw.distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def test_a_view_that_splits_an_uneven_dim_says_what_it_costs_and_how_to_make_it_possible():
@@ -123,5 +115,54 @@ def test_an_error_of_planning_leaves_nothing_behind():
             x @ split(torch.randn(3, 3), mesh, Shard(0))
         assert sw.cache_info().entries == entries
         assert isinstance(x @ x, DTensor)
+
+    ranks(run)
+
+
+def test_torchs_errors_are_about_global_shapes_and_name_the_operator_and_the_layouts():
+    with pytest.raises(sw.RankError, match=r"\[in matmul of \[5@0, 2\], \[5@0, 2\]\]"):
+        ranks(lambda mesh: split(full(5, 2), mesh, Shard(0)) @ split(full(5, 2), mesh, Shard(0)))
+    with pytest.raises(sw.RankError, match=r"\[7\].*size 10\n\n(.*\n)*\[in view of \[5@0, 2\]\]"):
+        ranks(lambda mesh: split(full(5, 2), mesh, Shard(0)).view(7))
+
+
+def test_a_plain_tensor_that_is_a_piece_is_told_from_local():
+    def mistake(mesh):
+        x = split(full(5, 2), mesh, Shard(0))
+        return x + torch.ones(x.to_local().shape)
+
+    with pytest.raises(sw.RankError, match=r"add of \[5@0, 2\], a plain \(3, 2\).*from_local"):
+        ranks(mistake)
+
+    def remedy(mesh):
+        x = split(full(5, 2), mesh, Shard(0))
+        ones = DTensor.from_local(torch.ones(x.to_local().shape), mesh, [Shard(0)])
+        assert torch.equal((x + ones).full_tensor(), full(5, 2) + 1)
+
+    ranks(remedy)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.vmap(lambda row: row.sum()),
+        torch.func.grad(lambda it: it.sum()),
+        lambda x: torch.func.vjp(lambda it: it * 2, x),
+        torch.func.jacrev(lambda it: it.sum()),
+        torch.func.functionalize(lambda it: it * 2),
+    ],
+)
+def test_transforms_of_torch_func_are_refused_as_they_would_see_only_the_piece(transform):
+    with pytest.raises(sw.RankError, match=r"torch\.func: got a DTensor .*torch\.autograd\.grad"):
+        ranks(lambda mesh: transform(split(full(5, 2), mesh, Shard(0))))
+    assert torch.equal(
+        torch.vmap(lambda row: row.sum())(full(5, 2)), full(5, 2).sum(1)
+    )  # plain ones are not
+
+
+def test_torch_func_works_on_the_pieces_within_local_map():
+    def run(mesh):
+        sums = sw.local_map(torch.vmap(lambda row: row.sum()), out_placements=[Shard(0)])
+        assert torch.equal(sums(split(full(5, 2), mesh, Shard(0))).full_tensor(), full(5, 2).sum(1))
 
     ranks(run)

@@ -88,6 +88,19 @@ def test_a_changed_tensor_has_its_sum_made_again():
     ranks(run)
 
 
+def test_pending_sums_are_reduced_in_inference_mode():
+    def run(mesh):
+        with torch.inference_mode():
+            product = split(full(6, 4), mesh, Shard(1)) @ split(full(4, 6), mesh, Shard(0))
+            first = product.relu()
+            product.add_(1)  # has no version that would tell
+            made = first + product.relu()
+            plain = full(6, 4) @ full(4, 6)
+            assert torch.equal(made.full_tensor(), plain.relu() + (plain + 1).relu())
+
+    ranks(run)
+
+
 def test_views_and_casts_with_nothing_to_do_are_of_the_tensor_itself():
     def run(mesh):
         x = split(full(3, 4), mesh, Partial())

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support.rules import full, ranks, split
+from support.rules import full, in_layout, ranks, split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +73,18 @@ def test_from_local_checks_that_replicas_agree_when_asked():
 
     with pytest.raises(sw.RankError, match=r"values on ranks \[1\] differ"):
         ranks(run)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_run_check_takes_empty_pieces(rows):
+    def run(mesh):
+        placements = [Replicate(), Shard(0)]
+        box = sw.Layout.from_placements(mesh, (rows, 2), placements).box()
+        piece = full(rows, 2)[box.slices].clone()
+        x = DTensor.from_local(piece, mesh, placements, run_check=True)
+        assert torch.equal(x.full_tensor(), full(rows, 2))
+
+    ranks(run, 6, (2, 3))
 
 
 def test_from_local_without_splits_does_not_communicate():
@@ -220,6 +232,11 @@ def test_redistribute_by_default_makes_whole_and_can_wait():
     ranks(run)
 
 
+def test_placements_in_place_of_the_mesh_are_told_their_keyword():
+    with pytest.raises(sw.RankError, match=r"x.redistribute\(placements="):
+        ranks(lambda mesh: split(full(5, 2), mesh, Shard(0)).redistribute([Replicate()]))
+
+
 def test_redistribute_with_nothing_to_do_is_an_alias_and_another_object():
     def run(mesh):
         x = split(full(4), mesh, Shard(0))
@@ -353,6 +370,35 @@ def test_data_may_be_read_and_replaced():
         assert isinstance(p.data, DTensor) and not p.data.requires_grad
         p.data = split(full(4).double() * 2, mesh, Shard(0))
         assert p.dtype is torch.float64 and torch.equal(p.full_tensor(), full(4).double() * 2)
+
+    ranks(run)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Partial()], ids=["whole", "pending"])
+@pytest.mark.parametrize("how", ["set", "written"])
+def test_a_change_through_data_is_seen_by_the_next_use(placement, how):
+    def run(mesh):
+        x = split(full(6, 4), mesh, Shard(1))
+        weight = in_layout(full(4).requires_grad_(), mesh, placement)
+        (x * weight).sum()  # without a backward: the move is kept
+        if how == "set":
+            weight.data = in_layout(full(4) * 3, mesh, placement)
+        else:
+            weight.data.mul_(3)
+        assert (x * weight).sum().item() == (full(6, 4) * full(4) * 3).sum().item()
+
+    ranks(run)
+
+
+def test_data_may_get_another_layout_after_a_use():
+    def run(mesh):
+        x = split(full(6, 4), mesh, Shard(1))
+        weight = in_layout(full(4).requires_grad_(), mesh, Replicate())
+        (x * weight).sum()
+        weight.data = in_layout(full(4), mesh, Shard(0))
+        (x * weight).sum().backward()
+        assert weight.grad.layout is weight.layout
+        assert torch.equal(weight.grad.full_tensor(), full(6, 4).sum(0))
 
     ranks(run)
 

@@ -350,6 +350,42 @@ def test_checkpointing_saves_a_part_as_it_is_now() -> None:
     simulate(main, 2)
 
 
+def test_writing_to_a_diagonal_that_is_split_is_refused_and_the_remedy_works() -> None:
+    def main() -> None:
+        x = on_mesh(X, (2,), Shard(0))
+        with pytest.raises(DispatchError, match=r"result of diagonal, .*or clone\(\) it"):
+            x.diagonal().add_(1)
+        remedy = x.diagonal().clone()
+        assert remedy.add_(1).tolist() == [1 + x[at, at].item() for at in range(4)]
+
+    simulate(main, 2)
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda part: part.detach(),
+    "data": lambda part: part.data,
+    "detach of a view": lambda part: part[0].detach(),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
+@pytest.mark.parametrize(
+    "write",
+    [lambda part: part.add_(1.0), lambda part: torch._foreach_add_([part], 1.0)],
+    ids=["add_", "foreach"],
+)
+def test_an_alias_of_a_severed_view_is_not_written(
+    alias: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]
+) -> None:
+    def main() -> None:
+        x = on_mesh(X, (2,), Shard(0))
+        part = alias(x[1:3])
+        with pytest.raises(DispatchError, match="would not reach the original"):
+            write(part)
+
+    simulate(main, 2)
+
+
 # ---- what fails for one rank's part of a batch
 
 EYES = torch.eye(3, dtype=torch.float64).repeat(5, 1, 1)

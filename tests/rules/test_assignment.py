@@ -226,6 +226,16 @@ def test_replicated_stays_replicated() -> None:
     run(main)
 
 
+def test_an_indexed_row_of_a_split_dim_is_written_to() -> None:
+    def main() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(1.0, 11.0).reshape(5, 2), mesh, [Shard(0)])
+        x[1] += 1
+        assert x[1].tolist() == [4.0, 5.0]
+
+    run(main)
+
+
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_put_into_a_number(accumulate: bool) -> None:
     sample = Sample(torch.tensor(2.0).double(), torch.tensor(0), torch.tensor(5.0).double())

@@ -4,7 +4,16 @@ import pytest
 import torch
 from support.rules import leaf
 
-from shardwise import Layout, Replicate, Shard, explicit, init_device_mesh, listen, simulate
+from shardwise import (
+    Layout,
+    Replicate,
+    Shard,
+    explicit,
+    fallback,
+    init_device_mesh,
+    listen,
+    simulate,
+)
 from shardwise.policy import PolicyError
 from shardwise.rules.reshape import matched
 from shardwise.testing import Sample, check_rule, distributed
@@ -183,5 +192,15 @@ def test_each_row_as_often_as_is_said_for_it():
                 x.repeat_interleave(repeats, 0, output_size=9)
         with pytest.raises(RuntimeError, match="repeats must have the same size"):
             x.repeat_interleave(torch.tensor([1, 2]), 0)
+
+    on((2,), run)
+
+
+def test_sizes_may_be_tensors():
+    def run(mesh):
+        x = distributed(torch.zeros(6, 4), Layout.from_placements(mesh, (6, 4), [Shard(0)]))
+        with fallback("replicate"):
+            for count in (2, 3, 6):  # the value is no part of a plan
+                assert x.reshape(torch.tensor(count), -1).shape == (count, 24 // count)
 
     on((2,), run)

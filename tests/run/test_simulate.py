@@ -731,6 +731,34 @@ def test_the_line_shown_is_outside_of_torch_where_that_called_the_package() -> N
     assert str(caught.value).count(f"at {__file__}:") == 2
 
 
+def test_an_operator_on_one_rank_only_is_found_where_the_ranks_parted() -> None:
+    def mistake() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
+        if mesh.get_rank() == 0:
+            x.sum().item()
+        x.mean().item()
+
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.simulate(mistake, 2)
+    first, second = mistake.__code__.co_firstlineno + 4, mistake.__code__.co_firstlineno + 5
+    message = str(caught.value)
+    assert "from different lines" in message
+    assert f"rank 0: at {__file__}:{first}" in message
+    assert f"rank 1: at {__file__}:{second}" in message
+
+
+def test_ranks_may_meet_from_different_lines() -> None:
+    def program() -> float:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x = sw.distribute_tensor(torch.full((5, 2), 5.5), mesh, [sw.Shard(0)])
+        if mesh.get_rank() == 0:
+            return x.sum().item()
+        return x.sum().item()
+
+    assert sw.simulate(program, 2) == [55.0, 55.0]
+
+
 # ---- after the end
 
 
