@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 from hypothesis import settings
 
@@ -19,6 +20,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every test is of the CPU
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns on hosts that cannot resolve their own name
 # Sums are rounded differently by other numbers of threads. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What a process compiles of shardwise and of the tests is there for the next: tests start many.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell starts what runs in its background with interrupts ignored, and so would every process
 # that tests start; some of them are about Ctrl-C.

@@ -149,7 +149,7 @@ def outcome_of(version: str, selection: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         short = ("--model", "tiny", "--steps", "4", "--output", folder)
         row["demo"] = in_words(run(python, "-m", "shardwise", "demo", *short)[0])
-    _, printed = run(*make, "test", f"ARGS=-q {selection}".rstrip())
+    _, printed = run(*make, "test-all", f"ARGS=-q {selection}".rstrip())
     return row | counts(printed)
 
 
@@ -174,7 +174,7 @@ TITLE = """# Versions of torch
 
 What `make compatibility` found: with each version of torch that shardwise supports it runs `make
 lint`, imports shardwise in a new process with warnings as errors, and runs `shardwise doctor
---self-test`, the programs of the README, a short `shardwise demo`, and `make test`. The last
+--self-test`, the programs of the README, a short `shardwise demo`, and `make test-all`. The last
 columns count the tests. *xfailed* are defects of torch's own DTensor, tensor parallelism and
 ShardedTensor that shardwise does not have: a test shows each of them. *skipped* are tests of what
 the machine lacks, such as network namespaces; *deselected* are tests of packages that are not

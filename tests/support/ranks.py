@@ -1,4 +1,4 @@
-"""Fixtures: real ranks over gloo, started once for all tests of a process that use them."""
+"""Four real ranks over gloo, started once for all tests of a process that use them."""
 
 from collections.abc import Iterator
 
@@ -49,3 +49,18 @@ def pool_apart() -> Iterator[Pool]:
 def workers4_apart(pool_apart: Pool) -> sw.Workers:
     """Four others, for tests that destroy their default group. They must start with a new one."""
     return pool_apart.get()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files whose tests share the ranks first.
+
+    pytest-xdist hands out tests in order, so that one of its processes runs all of these and the
+    ranks are started once, not once in each process.
+    """
+    sharing = {item.path for item in items if {"pool", "pool_apart"} & set(_fixtures(item))}
+    items.sort(key=lambda item: item.path not in sharing)
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
