@@ -40,4 +40,4 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
-pytest_plugins = ["support.missing_packages", "support.ranks"]
+pytest_plugins = ["support.missing_packages", "support.ranks", "support.slow"]

@@ -10,6 +10,7 @@ import shardwise as sw
 from shardwise import cli
 
 
+@pytest.mark.slow
 def test_calibrate_measures_local_processes_and_writes_the_file(tmp_path, capsys):
     path = tmp_path / "costs.json"
     arguments = ["calibrate", "--mesh", "2x1", "--names", "dp,tp", "--output", str(path)]

@@ -213,6 +213,7 @@ def training(folder):
     return any(path.stat().st_size for path in folder.glob("*/losses"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
 def test_ctrl_c_ends_every_process_without_a_traceback(tmp_path):
     """To all processes, as a terminal does, or to the first one alone."""

@@ -121,6 +121,7 @@ def test_every_check_can_fail(check, monkeypatch):
         function()
 
 
+@pytest.mark.slow
 def test_the_command_runs_its_self_test_in_a_process_of_its_own():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "shardwise", "doctor", "--self-test"],

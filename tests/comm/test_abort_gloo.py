@@ -85,6 +85,7 @@ def test_a_peer_of_a_rank_that_aborts_does_not_wait_for_its_timeout(workers4):
     workers4.run(a_peer_that_waits)
 
 
+@pytest.mark.slow
 def test_a_default_group_that_is_aborted_may_be_started_again():
     assert sw.launch(the_default_group, 2, timeout=180) == [3, 3]
 

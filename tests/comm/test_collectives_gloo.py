@@ -57,6 +57,7 @@ def fresh4(workers4_apart: sw.Workers, tmp_path: Path) -> sw.Workers:
     return workers4_apart
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("case", "where"), [*product(CASES, WHERES), *IN_PLACE_RUNS])
 def test_collectives_of_real_ranks(workers4: sw.Workers, case: str, where: str) -> None:
     ran_with = workers4.run(run_case, ALL_CASES[case], WHERES[where], exact=False)

@@ -22,12 +22,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 ALL_CASES = CASES | IN_PLACE_CASES
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("case", "where"), [*product(CASES, WHERES), *IN_PLACE_RUNS])
 def test_collectives_of_simulated_ranks(case: str, where: str) -> None:
     ran_with = sw.simulate(run_case, 4, ALL_CASES[case], WHERES[where], exact=True)
     check_membership(WHERES[where], ran_with)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_collectives_of_fewer_ranks(case: str, world_size: int) -> None:

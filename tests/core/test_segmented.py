@@ -684,6 +684,7 @@ def _values(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [

@@ -6,6 +6,7 @@ import re
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -69,5 +70,6 @@ def run(folder):
     assert shapes == [(4, 8)] * 4
 
 
+@pytest.mark.slow
 def test_the_page_on_exported_programs_is_a_program_that_runs(workers4, tmp_path):
     workers4.run(run, str(tmp_path))

@@ -51,6 +51,7 @@ def batch_of_rows():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_a_row_may_take_and_return_its_part_of_the_batch(workers4):
     workers4.run(batch_of_rows)
@@ -76,6 +77,7 @@ def used_as_torch_does():
         made.module()(torch.randn(65, 3, 8))
 
 
+@pytest.mark.slow
 def test_a_program_is_copied_decomposed_unflattened_and_compiled_as_others_are(workers4):
     workers4.run(used_as_torch_does)
 
@@ -103,6 +105,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_saved_programs_run_where_there_is_torch_only(tmp_path):
     """Also those of a group that is not torch's default one."""
     case = CASES["sdpa"]

@@ -80,6 +80,7 @@ def trained(name, optimizer, kind, backend=None):
     return step.unshard(pieces), losses, found, eager
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "name, optimizer, kind",
     [
@@ -97,6 +98,7 @@ def test_a_step_as_a_graph_trains_as_one_process_does(workers4, name, optimizer,
         assert Counter(found) == Counter(eager)
 
 
+@pytest.mark.slow
 def test_a_step_can_be_compiled(workers4):
     wanted = trained_alone("mlp", "adam", STEPS)
     for state, losses, _, _ in workers4.run(trained, "mlp", "adam", "both", "aot_eager"):

@@ -34,12 +34,14 @@ def outcome(name, decomposed, path):
 SLOW = "the same Llama, dynamic"  # tests/export/test_export_gloo.py has one
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", [name for name in CASES if name != SLOW])
 def test_a_program_for_each_rank_returns_what_the_original_returns(workers4, name, tmp_path):
     for counted in workers4.run(outcome, name, False, tmp_path):
         assert counted == Counter(CASES[name].collectives)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -70,6 +72,7 @@ def ready_plan(kind, sequence_parallel):
     return collectives(local)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind, sequence_parallel", [("styles", True), ("plan", False)])
 def test_the_ready_plans_for_a_llama_fit_its_program(workers4, kind, sequence_parallel):
     counted = workers4.run(ready_plan, kind, sequence_parallel)

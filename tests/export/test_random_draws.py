@@ -112,6 +112,7 @@ def test_dims_of_size_1_do_not_change_what_is_drawn():
     assert rows.numbers != Draw("turned", (4, 6), (0, 1)).numbers
 
 
+@pytest.mark.slow
 def test_decomposed_programs_draw_what_one_process_does():
     functions = [*DROPOUTS[2:4], DROPOUTS[5], *NUMBERS[:2], NUMBERS[8]]
     original = torch.export.export(Module(*functions), (X,)).run_decompositions()

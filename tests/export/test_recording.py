@@ -206,6 +206,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_a_view_of_a_split_dim_may_be_written_to(write, decomposed):

@@ -141,6 +141,7 @@ FIXED = [(name, False) for name, case in CASES.items() if case.dynamic is None]
 DECOMPOSED = [(name, True) for name in ("written", "cache by slice", "image, training")]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name, decomposed", FIXED + DECOMPOSED)
 def test_all_ranks_meet_in_the_same_collectives_in_the_same_order(name, decomposed):
     exported, plan = program(name, decomposed), CASES[name].plan

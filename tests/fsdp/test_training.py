@@ -29,6 +29,7 @@ from shardwise import DTensor
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
+@pytest.mark.sampled(every=2)
 @EVERY_WAY
 @pytest.mark.parametrize("features", TOGETHER)
 def test_ten_steps_are_those_of_one_process(way, features):
@@ -36,6 +37,7 @@ def test_ten_steps_are_those_of_one_process(way, features):
     check(WAYS[way], Task(**fields), variation)
 
 
+@pytest.mark.sampled(every=3)
 @EVERY_WAY
 def test_ten_steps_in_single_precision_are_those_of_one_process(way):
     fields, variation = FEATURES["all of it, reentrant"]

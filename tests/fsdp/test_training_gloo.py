@@ -48,12 +48,14 @@ def check(workers, way, task, variation):
     compare(outcomes, alone(task), TOLERANCES[task.dtype])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("way", FOUR)
 def test_ten_steps_are_those_of_one_process(workers4, way):
     fields, variation = FEATURES["all of it"]
     check(workers4, FOUR[way], Task(**fields), variation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", FOUR)
 def test_ten_steps_in_single_precision_are_those_of_one_process(workers4, way):
     fields, variation = FEATURES["all of it, reentrant"]
@@ -88,6 +90,7 @@ def test_mixed_precision_rounds_as_one_process_does(workers4, way, reduce_dtype)
     compare(outcomes, expected, 1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases(meshes=[(4,), (2, 2)]))
 def test_a_random_model_sharded_at_random_trains_as_in_one_process(workers4, case):
@@ -104,6 +107,7 @@ def counted(reshard):
     return found, model.peak / BLOCK, model.context.pool.nbytes / BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reshard", "blocks"), [(True, 2), (False, LAYERS)])
 def test_after_every_step_nothing_is_alive_but_shards_and_a_few_buffers(workers4, reshard, blocks):
     for found, peak, kept in workers4.run(counted, reshard):

@@ -14,6 +14,7 @@ def alone(name, dtype):
     return train(name, dtype)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_that_of_one_process(name, plan):
@@ -27,6 +28,7 @@ def test_training_is_that_of_one_process(name, plan):
     sw.simulate(run, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_in_float32_is_that_of_one_process(name, plan):

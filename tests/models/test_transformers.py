@@ -190,6 +190,7 @@ def generate(model, **options):
 # ---- training
 
 
+@pytest.mark.sampled(every=3)
 @attentions
 @heads
 @meshes
@@ -277,6 +278,7 @@ def test_the_ready_plans_train_the_same(name, sequence_parallel):
 # ---- generation
 
 
+@pytest.mark.sampled(every=3)
 @attentions
 @heads
 @meshes

@@ -31,6 +31,7 @@ def test_of_another():
 """
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_what_is_deselected_is_named_and_counted(processes, tmp_path):
     (tmp_path / "conftest.py").write_bytes(Path(missing_packages.__file__).read_bytes())

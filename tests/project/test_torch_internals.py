@@ -156,6 +156,7 @@ import shardwise, shardwise.sharded
 """
 
 
+@pytest.mark.slow
 def test_a_torch_without_rpc_will_do() -> None:
     command = [sys.executable, "-c", WITHOUT_RPC]
     run = subprocess.run(command, capture_output=True, check=False, text=True)

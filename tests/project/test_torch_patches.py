@@ -180,6 +180,7 @@ sw.simulate(train, 1)
 """
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["SGD", "Adafactor"])
 def test_an_optimizer_made_before_shardwise_is_imported_is_refused_with_stale_parameters(
     name: str,

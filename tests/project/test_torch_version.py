@@ -95,6 +95,7 @@ except UserWarning as warning:
     assert done.stdout == "TorchVersionWarning ['shardwise.errors']\n"
 
 
+@pytest.mark.slow
 def test_the_ways_to_silence_it_that_the_warning_names_do():
     assert run("import shardwise", "2.16.0", SHARDWISE_TORCH_VERSION_CHECK="0").stderr == ""
     warning = run("import shardwise", "2.16.0").stderr
@@ -102,6 +103,7 @@ def test_the_ways_to_silence_it_that_the_warning_names_do():
     assert run(f"import warnings\n{call}\nimport shardwise", "2.16.0").stderr == ""
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_host_speaks_for_all():
     assert run("import shardwise", "2.16.0", LOCAL_RANK="1").stderr == ""
     assert "TorchVersionWarning" in run("import shardwise", "2.16.0", LOCAL_RANK="0").stderr

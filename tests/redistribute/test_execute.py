@@ -70,6 +70,7 @@ def check_moves(mesh: DeviceMesh, found: list[Pair], full: torch.Tensor, costs: 
 # ---- values
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("costs", [None, BYTES_ONLY], ids=["default costs", "bytes only"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
@@ -80,6 +81,7 @@ def test_every_pair_of_layouts_gives_the_slice_of_the_full_tensor(
     check_moves(mesh, pairs(mesh, shape), numbered(shape), costs)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("costs", [None, BYTES_ONLY], ids=["default costs", "bytes only"])
 @pytest.mark.parametrize("shape", [(7,), (4, 6), (5, 3), (3, 2, 5)], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(2, 3), (2, 4), (2, 2, 2)], ids=str)

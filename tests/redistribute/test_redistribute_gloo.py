@@ -256,6 +256,7 @@ def test_small_moves_hold_what_their_plan_says_and_not_much_less(workers4: sw.Wo
     check_peaks(workers4, MEMORY)
 
 
+@pytest.mark.slow
 def test_large_moves_hold_what_their_plan_says_and_not_much_less(workers4: sw.Workers) -> None:
     check_peaks(workers4, [tuple(map(enlarged, row)) for row in MEMORY])
 

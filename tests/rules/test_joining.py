@@ -37,6 +37,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_plain_call_in_every_layout(name):
     fn, samples = CASES[name]

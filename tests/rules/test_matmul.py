@@ -122,6 +122,7 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_agrees_with_the_plain_call_on_every_layout(name):
     check(*PRODUCTS[name])

@@ -101,6 +101,7 @@ def test_avg_pool() -> None:
     check(F.avg_pool3d, Sample(values(1, 2, 4, 5, 3), 2, 1, 1))
 
 
+@pytest.mark.slow
 def test_adaptive() -> None:
     check(
         F.adaptive_avg_pool2d,

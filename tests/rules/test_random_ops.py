@@ -126,6 +126,7 @@ def results(function: Callable[..., Any], mesh_shape: tuple[int, ...]) -> list[A
     return [each for rank in per_rank for each in rank]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_same_global_tensor_on_every_layout(name: str) -> None:
     with sw.fallback("replicate"):

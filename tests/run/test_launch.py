@@ -141,6 +141,7 @@ def load_with_processes() -> list[int]:
     return [batch.sum().item() for batch in loader]
 
 
+@pytest.mark.slow
 def test_a_rank_may_have_processes_of_its_own(workers: sw.Workers) -> None:
     assert workers.run(load_with_processes) == [[1, 5, 9]] * 2
 
@@ -173,6 +174,7 @@ def test_nothing_listens_but_on_loopback(workers: sw.Workers) -> None:
         assert {address.partition(":")[0] for address in found} == {LOOPBACK}
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_do_not_meet() -> None:
     with ThreadPoolExecutor() as pool:
         first, second = (pool.submit(sw.launch, summed, 2, start) for start in (10, 200))
@@ -335,6 +337,7 @@ def leave(folder: Path, how: Callable[[], None]) -> None:
     dist.barrier()
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "how, message",
     [
@@ -353,6 +356,7 @@ def test_a_rank_that_ends_is_reported_and_ends_the_others(
     assert_gone(noted_pids(tmp_path), 2)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_rank_is_seen_while_a_process_of_its_own_goes_on(tmp_path: Path) -> None:
     noted = tmp_path / "child"
     with pytest.raises(sw.RankError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
@@ -384,6 +388,7 @@ def hang(folder: Path) -> None:
         _run()
 
 
+@pytest.mark.slow
 def test_a_timeout_says_where_each_rank_was(tmp_path: Path) -> None:
     with sw.Workers(3) as workers:
         workers.run(rank)  # they have imported this file
@@ -418,6 +423,7 @@ def test_a_bad_timeout_is_refused(timeout: Any) -> None:
         sw.launch(rank, 2, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(sw.RankError, match=r"rank 0 raised .*: Unknown backend type nosuch"):
         sw.launch(rank, 1, backend="nosuch")
@@ -470,6 +476,7 @@ def run_python(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
@@ -494,6 +501,7 @@ def test_functions_and_classes_of_the_main_script_work(way: str, tmp_path: Path)
     assert (done.stdout, done.stderr, done.returncode) == ("answered\n", "", 0)
 
 
+@pytest.mark.slow
 def test_an_interactive_session_needs_cloudpickle() -> None:
     done = run_python("-c", f"import sys\nsys.modules['cloudpickle'] = None\n{SCRIPT}")
     assert done.returncode == 1
@@ -505,6 +513,7 @@ def test_an_interactive_session_needs_cloudpickle() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, shardwise as sw\nsw.launch(os.getpid, 2)\n")
@@ -516,6 +525,7 @@ def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
     assert last.endswith('A script must call launch under `if __name__ == "__main__":`\n')
 
 
+@pytest.mark.slow
 def test_a_slow_start_is_no_timeout_of_the_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -528,6 +538,7 @@ def test_a_slow_start_is_no_timeout_of_the_run(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
+@pytest.mark.slow
 def test_workers_that_are_never_closed_end_with_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # TemporaryDirectory has a finalizer, which settles when the other finalizers run at exit.
@@ -599,6 +610,7 @@ def assert_interrupted(process: subprocess.Popen[str]) -> str:
     return ranks
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_killed_parent(sleepers: subprocess.Popen[str]) -> None:
     pids = printed_pids(sleepers)
     assert all(map(is_running, pids))
@@ -606,6 +618,7 @@ def test_no_rank_outlives_a_killed_parent(sleepers: subprocess.Popen[str]) -> No
     assert_gone(pids, 2, seconds=PATIENCE)
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_the_ranks(sleepers: subprocess.Popen[str]) -> None:
     pids = printed_pids(sleepers)
     for pid in pids:
@@ -645,6 +658,7 @@ def test_ctrl_c_is_for_the_parent_alone_which_ends_the_ranks(
     assert_gone(pids, 2)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_ranks_start_ends_them(sleepers: subprocess.Popen[str]) -> None:
     assert wait_until(lambda: len(started_ranks(sleepers.pid)) == 2, PATIENCE)
     pids = started_ranks(sleepers.pid)

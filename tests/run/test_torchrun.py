@@ -153,6 +153,7 @@ def test_simulated_and_launched_ranks_run_the_program(workers4: sw.Workers) -> N
     assert workers4.run(program) == ANSWERS
 
 
+@pytest.mark.slow
 def test_torchrun_needs_no_set_up(script: Path) -> None:
     assert_answered(torchrun("--standalone", "--nproc-per-node=4", script))
 
@@ -210,6 +211,7 @@ def agents(network: Network, *arguments: object) -> Done:
     return torchrun(*where, "--nproc-per-node=2", *arguments, hosts=network.hosts)
 
 
+@pytest.mark.slow
 def test_two_agents_on_a_host_are_two_hosts_and_a_script_may_join_the_ranks_itself(
     script: Path,
 ) -> None:
@@ -278,5 +280,6 @@ def lay_cable(names: list[str]) -> None:
         ip("-n", name, "link", "set", "lo", "up")
 
 
+@pytest.mark.slow
 def test_two_agents_on_a_network_need_no_set_up(script: Path, network: Network) -> None:
     assert_answered(agents(network, script))

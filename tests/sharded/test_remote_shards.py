@@ -349,5 +349,6 @@ def placed_by_name():
         sharded.empty(ChunkShardingSpec(0, ["tester/cpu"]), 3)
 
 
+@pytest.mark.slow
 def test_shards_are_placed_by_the_names_of_workers(workers):
     workers.run(placed_by_name)

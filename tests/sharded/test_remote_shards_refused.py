@@ -41,6 +41,7 @@ def not_running(missing):
         x.remote_shards()
 
 
+@pytest.mark.slow
 def test_without_rpc_an_error_says_how_to_start_it(workers3):
     workers3.run(not_running, "0, 1, 2")
 
@@ -56,6 +57,7 @@ def some_are_workers(path):
     stopped()
 
 
+@pytest.mark.slow
 def test_missing_workers_and_other_numbers_are_refused_on_all_ranks(workers3, tmp_path):
     workers3.run(some_are_workers, str(tmp_path / "store"))
 
