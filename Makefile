@@ -35,13 +35,13 @@ help: ## List the targets
 demo: $(STAMP) ## Run the demo (ARGS="--mode fsdp --steps 20" varies it)
 	@$(BIN)/shardwise demo $(ARGS)
 
-test: $(STAMP) ## Run the tests that are quick, of every part (ARGS="-k name" is passed to pytest; "-n 0" for a debugger)
+test: $(STAMP) ## Run the quick tests, of every feature (ARGS="-k name" is passed to pytest; "-n 0" for a debugger)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-rest: $(STAMP) ## Run the tests that `make test` leaves out
+test-rest: $(STAMP) ## Run the slow tests, which `make test` leaves out
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: $(STAMP) ## Run all tests but the sweep
+test-all: $(STAMP) ## Run all tests, quick and slow
 	$(PYTEST) $(ARGS)
 
 lint: $(STAMP) ## Check format, lint and types
@@ -52,7 +52,7 @@ lint: $(STAMP) ## Check format, lint and types
 bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ONLY)
 
-sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage.md
+sweep: $(STAMP) ## Run the exhaustive tests of tests/sweep (nightly), and write docs/op-coverage.md
 	$(PYTEST) tests/sweep $(ARGS)
 	@PYTHONPATH=tests $(BIN)/python -m support.op_db --page
 
