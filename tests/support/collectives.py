@@ -60,7 +60,7 @@ class Where:
         return sw.DeviceMesh("cpu", self.ranks, mesh_dim_names=self.names)
 
     def communicator(self) -> sw.Communicator | None:
-        """The calling rank's, or None if it stands outside."""
+        """Return the calling rank's communicator, or None if the rank is not in the mesh."""
         mesh = self.mesh()
         return None if mesh.get_coordinate() is None else sw.communicator(mesh, self.axes)
 
@@ -91,7 +91,7 @@ def value(
     form: str = "contiguous",
     salt: Any = 0,
 ) -> torch.Tensor:
-    """What the rank at `index` puts in."""
+    """Return the input of the rank at `index`."""
     name = repr((index, tuple(shape), str(dtype), salt))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if dtype is torch.bool:
@@ -116,7 +116,7 @@ def forms(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def laid_out(x: torch.Tensor, form: str) -> torch.Tensor:
-    """The same values (but for "expanded": those of the first row), another way in memory."""
+    """Return the same values in another memory format ("expanded" repeats the first row)."""
     if form == "contiguous":
         return x
     if form == "transposed":
@@ -142,7 +142,7 @@ def laid_out(x: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """`torch.equal`, also for dtypes that it does not know."""
+    """Compare bit by bit, also dtypes that `torch.equal` does not support."""
     if x.dtype in (*MOVED_ONLY, torch.complex32):
         return x.shape == y.shape and torch.equal(bits(x), bits(y))
     return torch.equal(x, y)
@@ -163,12 +163,12 @@ def values(
     form: str = "contiguous",
     salt: Any = 0,
 ) -> list[torch.Tensor]:
-    """What every rank puts in, laid out plainly."""
+    """Return the inputs of all ranks, contiguous."""
     return [plain(value(index, shape, dtype, form, salt)) for index in range(comm.size)]
 
 
 def size_patterns(count: int) -> Iterator[list[int]]:
-    """Lengths of the pieces of `count` ranks: even, uneven, none, all on the last."""
+    """Return lengths of the pieces of `count` ranks: even, uneven, none, all on the last."""
     yield [2] * count
     yield [(3 * index + 1) % 4 for index in range(count)]
     yield [0] * count
@@ -185,7 +185,7 @@ def allowed(op: str, dtype: torch.dtype) -> bool:
 
 
 def reduced(contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction in rank order; half types in float32, rounded once."""
+    """Reduce in rank order, half types in float32 and rounded once."""
     dtype = contributions[0].dtype
     stacked = torch.stack(list(contributions))
     if dtype in UNSIGNED:
@@ -209,7 +209,7 @@ def check_reduced(
     inputs: Sequence[torch.Tensor],
     exact: bool,
 ) -> None:
-    """`exact`: the sums were made in rank order. Otherwise allow for another order."""
+    """Check a reduction: bit by bit if `exact` (sums in rank order), else with a tolerance."""
     expected = reduced(contributions, op)
     dtype = expected.dtype
     inexact = (dtype.is_floating_point or dtype.is_complex) and op in ("sum", "avg", "product")
@@ -230,14 +230,14 @@ def check_reduced(
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Half types in what they are reduced in."""
+    """Convert half types to the dtype in which they are reduced."""
     if x.dtype is torch.complex32:
         return x.to(torch.complex64)
     return x.float() if x.dtype in HALF else x
 
 
 def ulps_apart(x: torch.Tensor, y: torch.Tensor) -> int:
-    """The largest number of representable values between two half-type tensors."""
+    """Return the largest number of representable values between two half-type tensors."""
 
     def place(half: torch.Tensor) -> torch.Tensor:
         bits = half.view(torch.int16).int()
@@ -249,7 +249,7 @@ def ulps_apart(x: torch.Tensor, y: torch.Tensor) -> int:
 def check(
     result: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Exactly these values, in a tensor that has nothing to do with the inputs."""
+    """Check that a result has exactly these values and shares no memory with the inputs."""
     check_fresh(result, expected, inputs)
     assert same(result, expected), f"{result} != {expected}"
 
@@ -278,7 +278,7 @@ def untouched(*inputs: torch.Tensor) -> Iterator[None]:
 
 
 def both_forms(comm: sw.Communicator, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-    """The results of the synchronous and of the asynchronous form."""
+    """Return the results of the synchronous and of the asynchronous form."""
     pending = getattr(comm, name + "_async")(*args, **kwargs)
     assert isinstance(pending, sw.Pending)
     result = pending.wait()
@@ -578,7 +578,7 @@ def send_recv(comm: sw.Communicator, exact: bool) -> None:
     after, before = (comm.index + 1) % comm.size, (comm.index - 1) % comm.size
 
     def around(shape: Sequence[int], dtype: torch.dtype, form: str = "contiguous") -> None:
-        """Pass on around the ring, asynchronously and then in turn."""
+        """Pass a tensor around the ring, asynchronously and then in turn."""
         x = value(comm.index, shape, dtype, form)
         like = torch.zeros(tuple(shape), dtype=dtype)
         with untouched(x, like):
@@ -602,8 +602,10 @@ def send_recv(comm: sw.Communicator, exact: bool) -> None:
 
 
 def exchange(comm: sw.Communicator, exact: bool) -> None:
-    """Everybody sends to those after it in the ring that an even number of steps leads to, and to
-    the next: some pairs exchange, some do not, and pieces are uneven and empty."""
+    """Send to the ranks at even distances in the ring, and to the next one.
+
+    Some pairs exchange and some do not; pieces are uneven and empty.
+    """
 
     def peers(index: int) -> list[int]:
         steps = [step for step in range(1, comm.size) if step == 1 or step % 2 == 0]
@@ -631,7 +633,7 @@ def exchange(comm: sw.Communicator, exact: bool) -> None:
 
 
 def large_pieces_take_another_way(comm: sw.Communicator, exact: bool) -> None:
-    """Above a size moves are made of messages between pairs; the results are the same."""
+    """Above a size, moves are messages between pairs of ranks; the results are the same."""
     rows = [70_000 + 10_000 * index for index in range(comm.size)]
     mine = torch.arange(rows[comm.index] * 4, dtype=torch.float32).reshape(-1, 4) + comm.index
     whole = torch.cat(
@@ -663,7 +665,7 @@ def several_sends_arrive_in_order(comm: sw.Communicator, exact: bool) -> None:
 
 
 def barrier(comm: sw.Communicator, exact: bool) -> None:
-    """Nobody leaves before everybody has come."""
+    """No rank leaves the barrier before every rank has reached it."""
     for name in ("barrier", "barrier_async"):
         time.sleep(0.01 * comm.index)
         came = time.monotonic()
@@ -700,7 +702,7 @@ def gather_objects(comm: sw.Communicator, exact: bool) -> None:
 
 
 def many_under_way_at_once(comm: sw.Communicator, exact: bool) -> None:
-    """Waited for in an order that differs from that of the start, and from rank to rank."""
+    """Wait in an order that differs from the order of the starts, and between ranks."""
     n = comm.size
     x, y = value(comm.index, (n, 3)), value(comm.index, (n, 2), torch.int64)
     sizes = [index % 3 for index in range(n)]
@@ -754,7 +756,7 @@ def many_under_way_at_once(comm: sw.Communicator, exact: bool) -> None:
 
 
 def results_belong_to_the_rank_alone(comm: sw.Communicator, exact: bool) -> None:
-    """Each rank writes its own number over every result; nobody else must see it."""
+    """Each rank overwrites every result with its own number; no other rank may see it."""
     x = value(comm.index, (comm.size, 2))
     pieces = [value(comm.index, (2,)) for _ in range(comm.size)]
     results = [
@@ -823,7 +825,7 @@ def reductions_by_torchs_objects(comm: sw.Communicator, exact: bool) -> None:
 
 
 class Unreadable:
-    """Its pickle cannot be read."""
+    """An object whose pickle cannot be loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("no number",)
@@ -837,7 +839,7 @@ def an_error_of_a_result_comes_from_wait_on_every_rank(comm: sw.Communicator, ex
 
 
 def gather_objects_waits_for_lengths_only(comm: sw.Communicator, exact: bool) -> None:
-    """`gather_objects_async` returns when all have come, not when all have waited."""
+    """`gather_objects_async` returns once all ranks have called it, before any has waited."""
     came = time.monotonic()
     pending = comm.gather_objects_async(came)
     started = time.monotonic()
@@ -879,7 +881,7 @@ CASES: dict[str, Callable[[sw.Communicator, bool], None]] = {
 def run_case(
     case: Callable[[sw.Communicator, bool], None], where: Where, exact: bool
 ) -> tuple[int, ...] | None:
-    """Run a case on the calling rank; returns the ranks it ran with, None if it stands outside."""
+    """Run a case on the calling rank; return the ranks it talked to, None if not in the mesh."""
     comm = where.communicator()
     if comm is None:
         return None

@@ -1,7 +1,7 @@
-"""Collectives that write to memory the caller has, checked as those of collectives.py are;
-and channels, on which they go on beside others.
+"""Collectives that write into memory of the caller, checked as those of collectives.py are, and
+collectives on separate channels.
 
-What is written is often a part of something larger, all of which is looked at afterwards.
+The memory is often a part of a larger buffer, which is checked as a whole afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Place:
     """Memory for a tensor of a shape, within a larger buffer of zeros.
 
     Arguments:
-        spread: whether it takes every second element of a row.
+        spread: whether the tensor takes every second element of a row.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, spread: bool) -> None:
@@ -58,7 +58,7 @@ class Place:
             assert not self.tensor.is_contiguous()
 
     def check_beside(self) -> None:
-        """Nothing was written but the tensor."""
+        """Check that nothing outside of the tensor was written."""
         rest = self._buffer.clone()
         rest[self._inner] = torch.zeros((), dtype=torch.float32).to(rest.dtype)
         assert not bits(rest).any(), "wrote beside its place"
@@ -69,7 +69,7 @@ def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def waited(comm: sw.Communicator, name: str) -> list[Callable[..., Any]]:
-    """The synchronous form, and the other with a wait."""
+    """Return the synchronous form, and the asynchronous one followed by a wait."""
     start = getattr(comm, f"{name}_async")
     return [getattr(comm, name), lambda *args, **kwargs: start(*args, **kwargs).wait()]
 
@@ -101,7 +101,7 @@ def all_reduce_in_place(comm: sw.Communicator, exact: bool) -> None:
 
 
 def all_reduce_in_place_of_what_lies_differently(comm: sw.Communicator, exact: bool) -> None:
-    """Each rank adds up its values, however they are stored."""
+    """Each rank stores its values in another memory format; the sums are the same."""
     for form, op in product(("neg", "transposed", "offset"), ("sum", "avg", "max")):
         for shape in ((3, 5), (1, 1)):  # of one element all are contiguous
             x = value(comm.index, shape, form=form if comm.index == 0 else "contiguous")
@@ -140,7 +140,7 @@ def all_gather_into(comm: sw.Communicator, exact: bool) -> None:
 
 
 def all_gather_into_a_megabyte(comm: sw.Communicator, exact: bool) -> None:
-    """From there on it is made of messages between pairs."""
+    """From this size on, the gather is made of messages between pairs of ranks."""
     count = -(-(1 << 18) // comm.size)
     x = torch.arange(count, dtype=torch.float32) + comm.index
     for given, skips in product((x, torch.stack([x, x], 1)[:, 0]), (False, True)):
@@ -156,7 +156,7 @@ def all_gather_into_a_megabyte(comm: sw.Communicator, exact: bool) -> None:
 
 
 def shapes_of(count: int) -> dict[str, Callable[[int, int], Shape]]:
-    """The shape of each rank's piece of the first, second and third tensor."""
+    """Return the shape of each rank's piece of the first, second and third tensor."""
     patterns = list(size_patterns(count))
     uneven, none, last = patterns[1:]
     return {
@@ -267,7 +267,7 @@ def inputs_in_place_may_require_grad(comm: sw.Communicator, exact: bool) -> None
 
 
 def several_in_place_under_way_at_once(comm: sw.Communicator, exact: bool) -> None:
-    """Waited for in an order that differs from that of the start, and from rank to rank."""
+    """Wait in an order that differs from the order of the starts, and between ranks."""
     everybody, me = range(comm.size), comm.index
     started: list[tuple[sw.Pending[Any], torch.Tensor, torch.Tensor]] = []
     for turn in range(3):
@@ -310,7 +310,7 @@ def reductions_in_place_without_meaning_are_refused(comm: sw.Communicator, exact
 
 
 def channels_have_an_order_of_their_own(comm: sw.Communicator, exact: bool) -> None:
-    """Ranks start the same collectives in other orders; only within a channel they must agree."""
+    """Ranks start the same collectives in different orders: they agree only within a channel."""
     mesh = sw.DeviceMesh("cpu", comm.ranks, mesh_dim_names=("x",))
     names = ("", "one", "other")
     channels = [sw.communicator(mesh, "x", channel=name) for name in names]

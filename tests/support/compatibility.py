@@ -24,12 +24,12 @@ VERSIONS = sorted(path.stem for path in (ROOT / "constraints").glob("[0-9]*.txt"
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same with every version of torch.
+    """Something that differs between versions of torch.
 
     Arguments:
-        versions: of torch, as users say them: "2.13", "2.14 and newer".
-        what: a user or a reader of the tests notices.
-        why: what in torch is the reason, and what shardwise does about it.
+        versions: the versions of torch, as users write them: "2.13", "2.14 and newer".
+        what: what a user or a reader of the tests notices.
+        why: the reason in torch, and what shardwise does about it.
     """
 
     versions: str
@@ -112,7 +112,7 @@ def python_of(version: str) -> Path:
 
 
 def run(*command: str | Path) -> tuple[bool, str]:
-    """Run a command and show what it prints; returns whether it succeeded, and what it printed."""
+    """Run a command and show its output; return whether it succeeded, and the output."""
     print("$", *command, flush=True)
     # The make that runs this would hand its own variables down.
     inherited = {name: each for name, each in os.environ.items() if not name.startswith("MAKE")}
@@ -138,7 +138,7 @@ def in_words(is_right: bool) -> str:
 
 
 def outcome_of(version: str, selection: str) -> Row:
-    """Run every step with a version of torch; returns its row of the table."""
+    """Run every step with a version of torch; return its row of the table."""
     python, make = python_of(version), ("make", "--no-print-directory", f"TORCH={version}")
     row = {"torch": version}
     row["lint"] = in_words(run(*make, "lint")[0])
@@ -209,7 +209,7 @@ def table(heads: tuple[str, ...], rows: Iterable[Row]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run the versions that are asked for; returns the exit code."""
+    """Run the chosen versions; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("only", nargs="*", help=f"versions, of {', '.join(VERSIONS)} (all)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Functional collectives on simulated ranks: programs of all ranks run in one process."""
+"""Run exported programs of all ranks in one process: functional collectives on simulated ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.world import current
 
 
 class Routed(TorchDispatchMode):
-    """Hands torch's functional collectives to the communicators of simulated ranks."""
+    """Mode that hands torch's functional collectives to the communicators of simulated ranks."""
 
     def __init__(self, mesh: sw.DeviceMesh) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Routed(TorchDispatchMode):
 
 
 def collectives(program: torch.export.ExportedProgram) -> dict[str, int]:
-    """How many of each kind are in a program."""
+    """Count the collectives of a program, by kind."""
     return dict(
         Counter(
             node.target._opname
@@ -62,7 +62,7 @@ def collectives(program: torch.export.ExportedProgram) -> dict[str, int]:
 
 
 class Checked(fx.Interpreter):
-    """Runs a graph and compares the shape and dtype of each result with the node's metadata."""
+    """Interpreter that compares the shape and dtype of each result with the node's metadata."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -74,7 +74,7 @@ class Checked(fx.Interpreter):
 
 
 def check_metadata(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> None:
-    """Every node's metadata has the local shape; the signature names what there is."""
+    """Check that every node's metadata has local shapes and the signature names real nodes."""
     given = iter(pytree.tree_leaves((args, kwargs)))
     held = {**program.state_dict, **program.constants}
     inputs = [

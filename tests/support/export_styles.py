@@ -1,4 +1,4 @@
-"""Models and the styles of their modules: for tensor_parallel_transformation, ours and torch's."""
+"""Models with tensor-parallel styles for `tensor_parallel_transformation`, ours and torch's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Multihead(nn.Module):
 
 
 class Image(nn.Module):
-    """Convolutions, and a norm that keeps statistics."""
+    """Convolutions, and a norm with running statistics."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Image(nn.Module):
 
 
 class Cache(nn.Module):
-    """Keys that are written to a buffer, at positions that the user gives."""
+    """A key cache: a buffer that is written at positions given by the user."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Cache(nn.Module):
 
 
 class Extras(nn.Module):
-    """A buffer that is not saved, constants, several results, one of them twice, an alias."""
+    """A buffer that is not saved, constants, and several results: one twice, one an alias."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Extras(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what it is called with, and styles."""
+    """A model, its arguments and the styles of its modules."""
 
     model: Callable[[], nn.Module]
     styles: dict[str, Any]
@@ -101,7 +101,7 @@ class Case:
         return torch.export.export(model, args, kwargs, dynamic_shapes=self.dynamic)
 
     def expected(self, times: int = 2) -> list[Any]:
-        """What the model returns when it is called several times."""
+        """Return the results of several calls of the model."""
         model, args, kwargs = self.made()
         return called(model, args, kwargs, times)
 
@@ -207,7 +207,7 @@ CASES: dict[str, Case] = {
 
 
 def collectives(program: ExportedProgram) -> Counter[str]:
-    """How many of each kind there are in a program."""
+    """Count the collectives of a program, by kind."""
     return Counter(
         node.target._opname
         for node in program.graph.nodes

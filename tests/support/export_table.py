@@ -1,7 +1,7 @@
 """`PYTHONPATH=tests python -m support.export_table [--page]`: compare with torch's own.
 
-Both are given the same programs, before and after `run_decompositions()`, and the same styles, on
-two ranks over gloo. With --page the table is written into docs/export.md.
+Both get the same programs, before and after `run_decompositions()`, and the same styles, on two
+ranks over gloo. --page writes the table into docs/export.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def theirs(program: torch.export.ExportedProgram, case: Case, rank: int) -> Any:
 
 
 def outcome(transform: Callable[..., Any], program: Any, case: Case, rank: int) -> str:
-    """What comes of it: the number of collectives, or what went wrong."""
+    """Return the number of collectives, or the error in a few words."""
     try:
         local = transform(copy.deepcopy(program), case, rank)
         _, args, kwargs = case.made()
@@ -75,7 +75,7 @@ def outcome(transform: Callable[..., Any], program: Any, case: Case, rank: int) 
 
 
 def outcomes() -> dict[str, list[str]]:
-    """Of each case: torch's and ours as exported, torch's and ours decomposed. On every rank."""
+    """Return for each case: torch and shardwise as exported, torch and shardwise decomposed."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)

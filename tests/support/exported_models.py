@@ -1,4 +1,4 @@
-"""Models that are exported, and plans for them: what programs for each rank must get right."""
+"""Models to export, with plans that lay them out on a mesh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MLP_PLAN = {"up.*": ROWS, "down.weight": COLUMNS}
 
 
 class Attention(nn.Module):
-    """Written by hand, with a causal mask; or by torch's function."""
+    """Attention with a causal mask, written by hand or with torch's function."""
 
     def __init__(self, width=16, heads=4, fused=False):
         super().__init__()
@@ -81,7 +81,7 @@ class FusedQKV(nn.Module):
 
 
 class MultiheadAttention(nn.Module):
-    """torch's, with a mask of the user's or none."""
+    """torch's module, with or without a mask of the user."""
 
     def __init__(self, need_weights=False):
         super().__init__()
@@ -103,7 +103,7 @@ MULTIHEAD_PLAN = {
 
 
 class Encoder(nn.Module):
-    """Two layers of torch's, without dropout."""
+    """Two of torch's encoder layers, without dropout."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ ENCODER_PLAN = {
 
 
 class Tied(nn.Module):
-    """An embedding that is the output layer too, and a block between."""
+    """An embedding that is also the output layer, and a block between."""
 
     def __init__(self, count=21):
         super().__init__()
@@ -142,7 +142,7 @@ class Tied(nn.Module):
 
 
 class Image(nn.Module):
-    """Convolutions and norms over channels that are split."""
+    """Convolutions and norms over split channels."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ IMAGE_PLAN = {
 
 
 class Cache(nn.Module):
-    """Attention that remembers keys and values: positions of a split buffer are written to."""
+    """Attention with a cache of keys and values: positions of a split buffer are written."""
 
     def __init__(self, by_index=True, heads=4, longest=8):
         super().__init__()
@@ -195,7 +195,7 @@ CACHE_PLAN = {**ATTENTION_PLAN, "keys": COLUMNS, "values": COLUMNS}
 
 
 class Written(nn.Module):
-    """Buffers, constants and inputs of all kinds, some of them written to."""
+    """Buffers, constants and inputs of all kinds, some of which are written."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ class WritesInput(nn.Module):
 
 
 class Outputs(nn.Module):
-    """None, numbers, nested, one twice, a view of another, an input, a parameter."""
+    """Results of all kinds: None, numbers, nested, one twice, a view, an input, a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +242,7 @@ class Outputs(nn.Module):
 
 
 class Kept(nn.Module):
-    """Dropout that does nothing, and integers and booleans."""
+    """Dropout with probability 0, and integer and boolean tensors."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ class Autocast(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what it is called with, a plan."""
+    """A model, its arguments and a plan."""
 
     model: Callable[[], nn.Module]
     args: Callable[[], tuple[Any, ...]]
@@ -301,7 +301,7 @@ class Case:
         return self.args(), self.kwargs()
 
     def all_inputs(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Those of the example twice, and of other sizes."""
+        """Return the example inputs twice, and inputs of other sizes."""
         first = self.inputs()
         return [first, first, *((other(), first[1]) for other in self.others)]
 
@@ -438,7 +438,7 @@ CASES: dict[str, Case] = {
 
 @functools.cache
 def program(name: str, decomposed: bool = False) -> torch.export.ExportedProgram:
-    """The exported program of a case: nobody may change it."""
+    """Return the exported program of a case. It is cached: do not change it."""
     if decomposed:
         with warnings.catch_warnings():
             # torch itself erases a node twice for a buffer that is written and returned, since
@@ -451,7 +451,7 @@ def program(name: str, decomposed: bool = False) -> torch.export.ExportedProgram
 
 
 def runs(model: Callable[..., Any], inputs: list[tuple[Any, Any]]) -> list[Any]:
-    """What a model returns for each of several inputs; and these afterwards."""
+    """Return the results of a model for each of several inputs, and the inputs afterwards."""
     results = []
     for each in inputs:
         args, kwargs = copy.deepcopy(each)

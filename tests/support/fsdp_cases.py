@@ -1,4 +1,4 @@
-"""What tests of sharded modules share: small models, ranks, and one process to compare with."""
+"""Small models for FSDP, simulated ranks that train them, and one process to compare with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 5  # divides nothing
 
 
 class Block(nn.Module):
-    """A layer with a norm and a residual."""
+    """A layer with a norm and a residual connection."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some blocks and a head."""
+    """Several blocks and a head."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -43,30 +43,32 @@ class Net(nn.Module):
 
 
 def made(kind: Callable[[], nn.Module] = Net) -> Any:
-    """The same model at every call, in double precision."""
+    """Return a model in double precision, with the same values at every call."""
     torch.manual_seed(0)
     return kind().double()
 
 
 def batch(rows: int = 8, width: int = WIDTH, seed: int = 1) -> torch.Tensor:
-    """The whole batch, the same at every call."""
+    """Return the whole batch, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, width, generator=generator, dtype=torch.float64)
 
 
 def on_ranks(run: Callable[[sw.DeviceMesh], Any], count: int = 2) -> list[Any]:
-    """Run `run(mesh)` on simulated ranks along one axis; the results by rank."""
+    """Run `run(mesh)` on simulated ranks along one axis; return the results by rank."""
     return sw.simulate(lambda: run(init_device_mesh("cpu", (count,), ("dp",))), count)
 
 
 def mine(x: torch.Tensor, mesh: sw.DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a batch."""
+    """Return this rank's rows of a batch."""
     return x.chunk(mesh.size())[mesh.get_rank()]
 
 
 def shard_all(model: Any, mesh: sw.DeviceMesh, **options: Any) -> Any:
-    """Each of `model.layers`, and then the model; all are gathered again in backward, unless told
-    otherwise. By default small ones would not be, as backward begins with them."""
+    """Shard each of `model.layers` and then the model; backward gathers all of them again.
+
+    By default, small groups would stay gathered, because backward begins with them.
+    """
     options.setdefault("reshard_after_forward", True)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
@@ -83,7 +85,7 @@ def train(
     steps: int = 3,
     loss: Callable[[Any, torch.Tensor], torch.Tensor] = mean_square,
 ) -> Any:
-    """Some steps on one batch; the model, for the sake of what comes next."""
+    """Train on one batch for some steps; return the model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -93,13 +95,13 @@ def train(
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """The whole of a DTensor; every rank must ask."""
+    """Return the whole of a DTensor. Every rank must call it."""
     found = tensor.detach()
     return found.full_tensor() if isinstance(found, sw.DTensor) else found
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Both modules have the same parameters and gradients; every rank must ask."""
+    """Check that both modules have the same parameters and gradients. Every rank must call it."""
     names = [name for name, _ in theirs.named_parameters()]
     assert [name for name, _ in ours.named_parameters()] == names
     for (name, mine), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -116,7 +118,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str = "") -> No
 
 
 def assert_at_rest(model: nn.Module) -> None:
-    """Nothing is gathered, or under way, and all modules hold their shards."""
+    """Check that nothing is gathered or in flight and that all modules hold their shards."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             for unit in module._fsdp_group.units:
@@ -135,12 +137,12 @@ def check_trains_as_one(
     steps: int = 3,
     also: Sequence[Callable[[Any], Any]] = (),
 ) -> None:
-    """A model on several ranks, each with its part of a batch, trains as in one process.
+    """Check that ranks with a part of the batch each train as one process on the whole batch.
 
     Arguments:
-        kind: makes it.
+        kind: makes the model.
         shard: shards it over a mesh.
-        also: what else holds for the model afterwards, on every rank.
+        also: further checks of the trained model, run on every rank.
     """
     inputs = batch() if x is None else x
     plain = train(made(kind), inputs, steps, loss)
@@ -161,7 +163,7 @@ def check_trains_as_one(
 
 
 def apart(model: Any) -> Any:
-    """Let each group travel alone, so that its collectives can be counted."""
+    """Let each group communicate alone, so that its collectives can be counted."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_all_reduce_hook(lambda gradients: None)
@@ -169,7 +171,7 @@ def apart(model: Any) -> Any:
 
 
 def sharded(mesh: sw.DeviceMesh, **options: Any) -> Any:
-    """Four groups that travel alone, and know their order."""
+    """Return a model of four groups that communicate alone and know their order."""
     model = apart(shard_all(made(), mesh, **options))
     mean_square(model, mine(batch(), mesh)).backward()
     model.zero_grad()
@@ -177,7 +179,7 @@ def sharded(mesh: sw.DeviceMesh, **options: Any) -> Any:
 
 
 def kinds(mesh: sw.DeviceMesh, call: Callable[[], Any]) -> list[str]:
-    """The collectives of a call."""
+    """Return the kinds of the collectives of a call."""
     events, _ = heard(mesh, call)
     return [event.kind for event in events]
 
@@ -187,7 +189,7 @@ def by_layer(model: Any, mesh: sw.DeviceMesh) -> Any:
 
 
 def by_layer_apart(model: Any, mesh: sw.DeviceMesh) -> Any:
-    """No two units travel together."""
+    """Shard by layer, each unit with collectives of its own."""
     shard_all(model, mesh)
     for each in (model, *model.layers):
         each.set_all_reduce_hook(lambda gradients: None)

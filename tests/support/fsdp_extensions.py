@@ -1,4 +1,4 @@
-"""Extensions for the gathering of parameters, and one process that does alike."""
+"""Extensions of the all-gather of parameters, and one process that computes the same."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ def same_before_short(shard, mesh):
 
 
 def same_after(shard, gathered, metadata, param_dtype, *, out=None):
-    """The parameter lives where it was gathered to."""
+    """Keep the parameter in the memory it was gathered into."""
     (whole,) = gathered
     if out is None:
         return whole, ()
@@ -24,7 +24,7 @@ def same_after(shard, gathered, metadata, param_dtype, *, out=None):
 
 
 def copied_after(shard, gathered, metadata, param_dtype, *, out=None):
-    """The parameter is made of what was gathered."""
+    """Make the parameter a copy of the gathered tensors."""
     whole = gathered[0].to(param_dtype, copy=True)
     if out is None:
         return whole, (whole,)
@@ -33,7 +33,7 @@ def copied_after(shard, gathered, metadata, param_dtype, *, out=None):
 
 
 def quantised(weight):
-    """Bytes and a scale for each row."""
+    """Return bytes, and a scale for each row."""
     scale = weight.abs().amax(1) / 127
     return torch.round(weight / scale[:, None]).to(torch.int8), scale
 
@@ -56,7 +56,7 @@ def matrices(model):
 
 
 def extend(model, before, after=same_after):
-    """All matrices."""
+    """Extend all matrices of a model."""
     for parameter in matrices(model):
         parameter.fsdp_pre_all_gather = before
         parameter.fsdp_post_all_gather = after
@@ -64,7 +64,7 @@ def extend(model, before, after=same_after):
 
 
 class Same(torch.Tensor):
-    """A plain tensor, re-typed."""
+    """A subclass without state of its own."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         assert type(self) is Same
@@ -80,7 +80,7 @@ class SameShort(Same):
 
 
 class Within(torch.Tensor):
-    """A tensor that has another in it, as those of quantisation libraries; computes with that."""
+    """A tensor that wraps another one, as in quantisation libraries, and computes with it."""
 
     @staticmethod
     def __new__(cls, inner, note):
@@ -131,7 +131,7 @@ def quantise(model):
 
 
 def train_quantised(model, x, steps):
-    """In one process: compute with quantised matrices, and give their gradients to the others."""
+    """Train in one process: compute with quantised matrices, and pass their gradients on."""
     masters = {name: each.detach().clone() for name, each in model.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=0.05)
     for _ in range(steps):

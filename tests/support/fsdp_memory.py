@@ -1,5 +1,6 @@
-"""What a sharded model takes, counted in two ways: by its own books, and by looking at every tensor
-that Python knows."""
+"""Memory of a sharded model, counted in two ways: by its own counters, and over all tensors that
+Python knows.
+"""
 
 import gc
 from contextlib import suppress
@@ -16,7 +17,7 @@ BLOCK = (2 * WIDTH * HIDDEN) * 8
 
 
 def live_bytes():
-    """The memory of all tensors."""
+    """Return the memory of all tensors."""
     gc.collect()
     found = {}
     with as_local():
@@ -30,7 +31,7 @@ def live_bytes():
 
 
 class Counted:
-    """A model that is trained, and what it takes on the way."""
+    """A model in training, and the memory it takes at each point."""
 
     def __init__(self, mesh, reshard=True):
         torch.manual_seed(0)
@@ -65,8 +66,10 @@ class Counted:
         assert self.gathered == 0
 
     def beside_shards(self, before, ranks):
-        """What is alive in this process, where so many ranks run, beyond what was before, shards
-        and the buffers that are kept for the next step; as a part of all parameters."""
+        """Return the memory beyond the start, the shards and the buffers kept for the next step.
+
+        It is a fraction of all parameters, for a process that runs `ranks` ranks.
+        """
         arenas = {id(unit.arena): unit.arena for unit in self.context.units}
         shards = sum(arena.flat.nbytes for arena in arenas.values())
         kept = shards + self.context.pool.nbytes

@@ -1,5 +1,6 @@
 """A small model, and every way to train it: in one process on whole batches, or on data-parallel
-ranks that get a part each. Shared by simulated and real ranks."""
+ranks with a part of each batch. Shared by simulated and real ranks.
+"""
 
 import functools
 import math
@@ -75,7 +76,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What one process does too."""
+    """The training, as one process does it."""
 
     dtype: torch.dtype = torch.float64
     sizes: tuple[int, int, int] = (7, 6, 10)
@@ -98,9 +99,9 @@ class Way:
     """How ranks share the work.
 
     Arguments:
-        shape, names: the mesh; with an axis "tp", the others are data-parallel.
+        shape, names: the mesh; axes other than "tp" are data-parallel.
         prepare: makes a module data-parallel.
-        lay_out: makes it tensor-parallel before, if there is that axis.
+        lay_out: makes it tensor-parallel first, if there is an axis "tp".
     """
 
     shape: tuple[int, ...]
@@ -114,18 +115,18 @@ class Way:
 
     @property
     def data_shape(self):
-        """Of the data-parallel axes; each of their ranks has a part of the batch."""
+        """Return the sizes of the data-parallel axes, over which the batch is split."""
         return self.shape if self.lay_out is None else self.shape[:1]
 
 
 @dataclass(frozen=True)
 class Variation:
-    """What must change nothing.
+    """A change of the schedule that must not change any value.
 
     Arguments:
-        microbatches: into how many each part is cut.
-        sync: when gradients travel: of "every" microbatch; of the "last", with those of the others;
-            for HSDP "shards": each over the shard axis, the last along the other.
+        microbatches: the number of microbatches of each part.
+        sync: when gradients are reduced: for "every" microbatch; with the "last" for all of them;
+            for HSDP "shards": each over the shard axis, and the last one over the other axis.
         regions, checkpointed: see `Net`.
         options: for `fully_shard` or `replicate`.
     """
@@ -199,12 +200,12 @@ PLAN = {
 
 
 def by_plan(model, mesh):
-    """Every parameter lies on the axis."""
+    """Lay out every parameter on the axis."""
     shard_module(model, mesh, PLAN)
 
 
 def by_styles(model, mesh):
-    """Norms, the embedding and the head do not."""
+    """Lay out the parameters except those of norms, the embedding and the head."""
     styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
         parallelize_module(block, mesh, styles)
@@ -233,12 +234,12 @@ UNEVEN_SIZES = (5, 7, 3)
 
 
 def columns(parameter):
-    """Matrices split along their second dim."""
+    """Split matrices along their second dim."""
     return Shard(1) if parameter.dim() > 1 else Shard(0)
 
 
 def some_whole(parameter):
-    """Matrices split along their last dim, and the rest on every rank."""
+    """Split matrices along their last dim, and replicate the rest."""
     return Replicate() if parameter.dim() == 1 else Shard(-1)
 
 
@@ -301,7 +302,7 @@ def whole(tensor):
 
 @functools.cache
 def alone(task):
-    """One process, on whole batches."""
+    """Train in one process, on whole batches."""
     model, batches = build(task)
 
     def accumulate(step):
@@ -313,7 +314,7 @@ def alone(task):
 
 
 def as_rank(way, task, variation=PLAIN):
-    """One of several ranks, on its part of every batch."""
+    """Train as one of several ranks, on its part of every batch."""
     mesh = sw.init_device_mesh("cpu", way.shape, way.names)
     model, batches = build(task)
     if way.lay_out is not None:
@@ -347,7 +348,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def check(way, task, variation=PLAIN):
-    """Simulated ranks train as one process does."""
+    """Check that simulated ranks train as one process does."""
     outcomes = sw.simulate(lambda: as_rank(way, task, variation), way.ranks)
     compare(outcomes, alone(task), TOLERANCES[task.dtype])
 
@@ -358,7 +359,7 @@ def check_memory(model):
 
 
 def compare(outcomes, expected, tolerance):
-    """What the ranks have, each and together, is what one process has."""
+    """Compare the results of each rank, and the whole of their shards, with one process."""
     for step, loss in enumerate(expected.losses):
         mean = sum(outcome.losses[step] for outcome in outcomes) / len(outcomes)
         assert abs(mean - loss) <= tolerance, (step, mean, loss)

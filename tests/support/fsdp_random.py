@@ -1,4 +1,4 @@
-"""Random small models, sharded in random ways: what ranks train is what one process trains."""
+"""Random small models, sharded in random ways and trained as in one process."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ ROWS, STEPS = 24, 3
 
 
 class Layer(nn.Module):
-    """One of a few kinds, with parameters of 0 to 3 dims."""
+    """A layer of one of a few kinds, with parameters of 0 to 3 dims."""
 
     def __init__(self, kind, width, out):
         super().__init__()
@@ -50,8 +50,7 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers one after the other; some are called twice or not at all, some computed anew in
-    backward."""
+    """Layers one after the other; some are called twice or not at all, some are checkpointed."""
 
     def __init__(self, layers, calls, checkpointed):
         super().__init__()
@@ -71,18 +70,18 @@ class Case:
     """A model, and how it is sharded and trained.
 
     Arguments:
-        kinds: of the layers, each with the width of its result.
-        ties: the weight of one layer is that of another of the same kind and shape, if it can be.
-        placements: for each parameter a dim to split, or more: whole, or as it comes.
-        groups: of which layers each call of `fully_shard` is, and how it reshards.
-        root: how the call on the whole model reshards; "none" if there is no such call.
+        kinds: the kinds of the layers, each with its output width.
+        ties: pairs of layers of the same kind and shape that share their weight.
+        placements: for each parameter the dim to split; larger numbers mean replicated or default.
+        groups: the layers of each call of `fully_shard`, and how it reshards.
+        root: how the call on the whole model reshards; "none" without such a call.
         mesh: one axis, or two for HSDP.
-        reduces_once: only the last microbatch's backward reduces gradients.
-        evaluates: there is a forward without gradients before each step.
-        passes: how many forwards one backward is of.
+        reduces_once: only the backward of the last microbatch reduces gradients.
+        evaluates: a forward without gradients precedes each step.
+        passes: the number of forwards before each backward.
         keeps: parameters stay gathered after backward.
-        limits: of the bytes that travel together, of those whose own row is not copied, and of
-            those that travel by themselves: such as these models have, if they are small.
+        limits: three limits in bytes: of groups that communicate together, of groups whose own row
+            is not copied, and of groups that communicate alone; small, as these models are.
     """
 
     width: int
@@ -236,7 +235,7 @@ def trained(case, is_sharded):
 
 @contextmanager
 def limited(case):
-    """With its limits, for all ranks of this process."""
+    """Set the limits of a case for all ranks of this process."""
     places = ((building, "COALESCED"), (gathering, "LARGE"), (unit, "DIRECT"))
     with ExitStack() as stack:
         for (module, name), value in zip(places, case.limits, strict=True):
@@ -251,7 +250,7 @@ def check_case(case):
 
 
 def trained_in_process(case):
-    """As one rank of its own process."""
+    """Train as one rank in a process of its own."""
     with limited(case):
         return trained(case, True)
 

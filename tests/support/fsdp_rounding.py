@@ -1,4 +1,4 @@
-"""Mixed precision in one process: what each rank does, one after the other, with its roundings."""
+"""Mixed precision in one process: the computation of each rank in turn, with its roundings."""
 
 import math
 
@@ -12,7 +12,7 @@ from support.fsdp_models import Variation, alone, as_rank, build, compare, loss_
 
 
 def check_rounding(way, task, reduce_dtype, *variation):
-    """Simulated ranks that compute in bfloat16 train as one process that does."""
+    """Check that simulated ranks in bfloat16 train as one process that rounds alike."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     variation = Variation(*variation, options={"mp_policy": policy})
     outcomes = sw.simulate(lambda: as_rank(way, task, variation), way.ranks)
@@ -22,8 +22,10 @@ def check_rounding(way, task, reduce_dtype, *variation):
 
 
 def rounding(way, task, variation):
-    """One process, which computes what each rank does one after the other; with tensor parallelism
-    as many as that needs."""
+    """Train in one process, which computes the part of each rank in turn.
+
+    With tensor parallelism it computes the parts of as many ranks as that needs.
+    """
     if way.lay_out is None:
         return rounded(way, task, variation, None)
     return sw.simulate(
@@ -77,7 +79,7 @@ def rounded(way, task, variation, mesh):
 
 
 def reduced(gradients, shape):
-    """Halves are summed in single precision, divided and rounded; along the last axis first."""
+    """Sum halves in single precision, divide and round; over the last axis first."""
     dtype = gradients[0].dtype
     for size in reversed(shape):
         gradients = [

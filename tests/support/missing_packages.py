@@ -37,7 +37,7 @@ def _missing(item: pytest.Item) -> str | None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand what was deselected from a process of pytest-xdist to the one that reports."""
+    """Send the deselected tests from a pytest-xdist process to the one that reports."""
     if hasattr(session.config, "workeroutput"):
         found = [(*key, count) for key, count in session.config.stash[MISSING].items()]
         session.config.workeroutput["missing"] = found
@@ -45,7 +45,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: pytest.Item, error: object) -> None:
-    """Take it from the first of them: all collect the same tests."""
+    """Take the deselected tests of the first process: all collect the same tests."""
     found = getattr(node, "workeroutput", {}).get("missing", [])
     known = node.config.stash[MISSING]
     if found and not known:

@@ -14,7 +14,7 @@ MOST_ELEMENTS = 400
 
 
 class Step:
-    """One operator of a program: what it does to the values so far."""
+    """One operator of a program, and the earlier values it is applied to."""
 
     def __init__(self, name, operands, run, relays=False):
         self.name, self.operands, self.run, self.relays = name, operands, run, relays
@@ -91,7 +91,7 @@ BINARY = {
 
 @st.composite
 def programs(draw, most_steps=7):
-    """Shapes of inputs, and steps; each step's operands are numbers of earlier values."""
+    """Draw shapes of inputs, and steps whose operands are numbers of earlier values."""
     shapes = draw(
         st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=3)
     )
@@ -157,8 +157,10 @@ MESHES = [(2,), (3,), (2, 2)]
 
 
 def check_program(program, mesh_shape, choices):
-    """Compare values and gradients. `choices` says which layout each input, and each value that a
-    step relays, has."""
+    """Compare values and gradients with the plain program.
+
+    `choices` picks the layout of each input, and of each value that a step redistributes.
+    """
     shapes, steps = program
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]

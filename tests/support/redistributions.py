@@ -1,7 +1,7 @@
-"""What the tests of redistribution share: all layouts of a mesh, and tensors lying in them.
+"""All layouts of a mesh, and tensors in these layouts, for the tests of redistribution.
 
-The references here know nothing of `Layout.box` nor of plans: a shard is cut out of the full tensor
-by nested `torch.chunk`, and the value of a pending tensor is computed from all its contributions.
+The references here use neither `Layout.box` nor plans: a shard is cut out of the full tensor by
+nested `torch.chunk`, and the value of a pending tensor is computed from all its contributions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def places(mesh: DeviceMesh) -> Iterator[Place]:
 def layouts(
     mesh: DeviceMesh, shape: Sequence[int], ops: Sequence[str] = ("sum",)
 ) -> Iterator[Layout]:
-    """Every layout: each axis whole, pending or splitting a dim; nested shards in every order."""
+    """Yield every layout: each axis whole, pending or splitting a dim; all orders of nesting."""
     for uses in product([None, *ops, *range(len(shape))], repeat=mesh.ndim):
         split = [[axis for axis, use in enumerate(uses) if use == dim] for dim in range(len(shape))]
         partial = {axis: use for axis, use in enumerate(uses) if isinstance(use, str)}
@@ -49,7 +49,7 @@ def layouts(
 def pairs(
     mesh: DeviceMesh, shape: Sequence[int], most: int | None = None, ops: Sequence[str] = ("sum",)
 ) -> list[Pair]:
-    """Every ordered pair of layouts, or the same `most` of them in every run."""
+    """Return every ordered pair of layouts, or a fixed sample of `most` pairs."""
     found = list(product(layouts(mesh, shape, ops), repeat=2))
     if most is None or len(found) <= most:
         return found
@@ -68,12 +68,12 @@ def pending_axes(layout: Layout) -> set[int]:
 
 
 def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """1, 2, 3, ...: small integers, so that sums are exact in any order."""
+    """Return 1, 2, 3, ...: small integers, so that sums are exact in any order."""
     return torch.arange(1, math.prod(shape) + 1, dtype=dtype).reshape(tuple(shape))
 
 
 def piece(full: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
-    """The shard at `place` of the full tensor."""
+    """Return the shard at `place` of the full tensor."""
     for dim, axes in enumerate(layout.shard_order):
         for axis in axes:
             chunks = full.chunk(layout.mesh.shape[axis], dim)
@@ -83,7 +83,7 @@ def piece(full: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
 
 
 def contributions(full: torch.Tensor, count: int, op: str) -> list[torch.Tensor]:
-    """`count` tensors, all different, that `op` reduces to the full one."""
+    """Return `count` different tensors that `op` reduces to the full one."""
     shifts = [torch.full_like(full, 2 * index + 1) for index in range(count - 1)]
     match op:
         case "sum":
@@ -109,14 +109,14 @@ REDUCE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
 
 
 def local_tensor(full: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
-    """What the rank at `place` holds, as a tensor of its own."""
+    """Return the local tensor of the rank at `place`."""
     for axis, op in layout.partial:
         full = contributions(full, layout.mesh.shape[axis], op)[place[axis]]
     return piece(full, layout, place).clone(memory_format=torch.contiguous_format)
 
 
 def value_at(layout: Layout, locals: dict[Place, torch.Tensor], place: Place) -> torch.Tensor:
-    """What the shard at `place` is worth, once all its pending reductions are done."""
+    """Return the value of the shard at `place` after all its pending reductions."""
     if not layout.partial:
         return locals[place]
     ends: dict[Place, torch.Tensor] = locals
@@ -133,7 +133,7 @@ def value_at(layout: Layout, locals: dict[Place, torch.Tensor], place: Place) ->
 
 
 def moved(pair: Pair, full: torch.Tensor, costs: Costs | None = None) -> torch.Tensor:
-    """This rank's piece after a move, checked for what one rank can check alone."""
+    """Return this rank's piece after a move, with the checks that one rank can make alone."""
     src, dst = pair
     place = src.mesh.get_coordinate()
     assert place is not None

@@ -1,4 +1,4 @@
-"""Errors that users meet: ours, and with all that they need to know."""
+"""Checks of the errors that users see."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from shardwise.errors import ShardwiseError
 
 @contextmanager
 def refused(*parts: str) -> Iterator[None]:
-    """The body raises our error, which is a ValueError and says all of `parts`."""
+    """Check that the body raises a ShardwiseError and ValueError that contains all of `parts`."""
     with pytest.raises(ShardwiseError) as caught:
         yield
     assert isinstance(caught.value, ValueError)

@@ -1,4 +1,4 @@
-"""What tests of RPC workers share."""
+"""RPC workers for tests."""
 
 import torch.distributed as dist
 from torch.distributed import rpc
@@ -8,7 +8,7 @@ def started(path, ranks=(0, 1, 2, 3)):
     """Start RPC.
 
     Arguments:
-        ranks: of each process among the workers; None for one that is none.
+        ranks: the worker number of each process; None for a process that is no worker.
     """
     rank = dist.get_rank()
     if ranks[rank] is None:
@@ -28,6 +28,6 @@ def stopped():
 
 
 def group_of(ranks):
-    """A process group of these ranks; None on the others."""
+    """Return a process group of these ranks; None on the others."""
     group = dist.new_group(ranks)
     return group if dist.get_rank() in ranks else None

@@ -1,4 +1,4 @@
-"""What tests of DTensors and of rules share: numbers, tensors of them on ranks, what is heard."""
+"""Values, DTensors of them on simulated ranks, and the collectives of a call."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ _drawn = torch.Generator().manual_seed(1)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """A leaf of normal numbers, others at every call: for samples."""
+    """Return a leaf of normal numbers, other ones at every call: for samples."""
     return torch.randn(shape, generator=_drawn, dtype=dtype).requires_grad_()
 
 
 def values(
     *shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """A leaf of normal numbers, the same for the same arguments: each rank can make it."""
+    """Return a leaf of normal numbers that depend on the arguments only: each rank can make it."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
 
 
 def full(*shape: int) -> torch.Tensor:
-    """1, 2, 3, ... in this shape."""
+    """Return 1, 2, 3, ... in this shape."""
     return torch.arange(1.0, math.prod(shape) + 1).reshape(shape)
 
 
 def ranks(
     run: Callable[[sw.DeviceMesh], Any], count: int = 2, shape: Sequence[int] | None = None
 ) -> list[Any]:
-    """Run `run(mesh)` on simulated ranks; the results by rank."""
+    """Run `run(mesh)` on simulated ranks; return the results by rank."""
     return sw.simulate(lambda: run(sw.init_device_mesh("cpu", shape or (count,))), count)
 
 
 def in_layout(x: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
-    """A leaf in these placements, of a tensor that every rank has: that or contributions to it."""
+    """Distribute a tensor that every rank has, as contributions where it is pending; a leaf."""
     return distributed(x, sw.Layout.from_placements(mesh, x.shape, placements))
 
 
 def split(
     tensor: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement, **options: Any
 ) -> sw.DTensor:
-    """A tensor that every rank has, in these placements."""
+    """Distribute a tensor that every rank has."""
     return sw.distribute_tensor(tensor, mesh, placements, src_data_rank=None, **options)
 
 
 def heard(mesh: sw.DeviceMesh, call: Callable[[], Any]) -> tuple[list[Event], Any]:
-    """The collectives that this rank takes part in during a call, and the call's result."""
+    """Return the collectives that this rank takes part in during a call, and the call's result."""
     events: list[Event] = []
     with listen(events.append):
         result = call()
@@ -62,7 +62,7 @@ def heard(mesh: sw.DeviceMesh, call: Callable[[], Any]) -> tuple[list[Event], An
 
 
 def with_zeros(*shape: int) -> torch.Tensor:
-    """`values` with two zeros in one column and one in another."""
+    """Return `values` with two zeros in one column and one in another."""
     x = values(*shape).detach().clone()
     x[1, 1] = 0
     x[3, 1] = 0
@@ -71,7 +71,7 @@ def with_zeros(*shape: int) -> torch.Tensor:
 
 
 def check_second_order(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-    """The gradient of the squares of the gradient, with dim 0 split over three ranks."""
+    """Compare the gradient of the squared gradient, with dim 0 split over three ranks."""
 
     def second(x: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
@@ -86,7 +86,7 @@ def check_second_order(function: Callable[[torch.Tensor], torch.Tensor], x: torc
 
 
 def check_modules(modules: Sequence[nn.Module], x: torch.Tensor, dim: int) -> None:
-    """What modules make of a tensor that is split over four ranks is what they make of it whole."""
+    """Compare modules on a tensor that is split over ranks with the same on the whole tensor."""
 
     def run(mesh: sw.DeviceMesh) -> None:
         for module in modules:

@@ -1,4 +1,4 @@
-"""What tests of modules with sharded parameters share: a small model, and ways to cut it."""
+"""A small model, and ways to shard it, for the tests of modules with sharded parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS, WIDTH, HIDDEN, CLASSES = 11, 5, 7, 3  # nothing divides
 
 
 class Recommender(nn.Module):
-    """A table of which bags are looked up, and two layers; all in double precision."""
+    """An embedding bag and two layers, in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,18 +40,18 @@ BAGS = torch.tensor([[0, 3, 10], [2, 2, 7], [9, 1, 4], [5, 6, 8]])
 
 
 def cut(model: nn.Module, specs: dict[str, ShardingSpec]) -> Any:
-    """A model with these parameters sharded."""
+    """Return a model with these parameters sharded."""
     shard_module(model, ShardingPlan(dict(specs)))
     return model
 
 
 def whole(tensor: Any) -> Any:
-    """A tensor on every rank."""
+    """Return a tensor gathered on every rank."""
     return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
 
 
 def refused_on_all(run, count=2):
-    """The message of the error that every rank raises."""
+    """Return the message of the error that every rank raises."""
 
     def caught():
         with pytest.raises(ShardedTensorError) as error:
@@ -62,7 +62,7 @@ def refused_on_all(run, count=2):
 
 
 def in_order(count: int) -> dict[str, ShardingSpec]:
-    """The model cut over ranks in order: rows of the table, hidden units."""
+    """Shard the model over ranks in order: rows of the table, hidden units."""
     ranks = range(count)
     return {
         "table.weight": chunks(0, *ranks),
@@ -73,7 +73,7 @@ def in_order(count: int) -> dict[str, ShardingSpec]:
 
 
 def permuted(count: int) -> dict[str, ShardingSpec]:
-    """Over ranks in another order, and the columns of the table."""
+    """Shard over ranks in another order, and the columns of the table."""
     ranks = [*range(1, count), 0]
     return {"table.weight": chunks(1, *ranks), "fc1.weight": chunks(1, *ranks)}
 

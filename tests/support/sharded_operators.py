@@ -1,4 +1,4 @@
-"""What tests of operators on sharded tensors share: specs of many kinds, and one process."""
+"""Specs of many kinds, and one process to compare with, for operators on sharded tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ on_ranks = sw.simulate
 
 
 def boxes(*shards: tuple[int, list[int], list[int]]) -> sh.EnumerableShardingSpec:
-    """Shards by rank, offsets and sizes."""
+    """Return a spec of shards by rank, offsets and sizes."""
     return cut(*((offsets, sizes, rank) for rank, offsets, sizes in shards))
 
 
 def layouts(count: int) -> dict[str, sh.ShardingSpec]:
-    """Specs of a (5, 4) tensor that are layouts, on so many ranks."""
+    """Return specs of a (5, 4) tensor that are layouts, on this many ranks."""
     found: dict[str, sh.ShardingSpec] = {
         "rows": chunks(0, *range(count)),
         "columns": chunks(-1, *range(count)),
@@ -43,7 +43,7 @@ def layouts(count: int) -> dict[str, sh.ShardingSpec]:
 
 
 def odd(count: int) -> dict[str, sh.ShardingSpec]:
-    """Specs of a (5, 4) tensor that are no layouts."""
+    """Return specs of a (5, 4) tensor that are no layouts."""
     last = count - 1
     return {
         "bricks": boxes(
@@ -55,18 +55,18 @@ def odd(count: int) -> dict[str, sh.ShardingSpec]:
 
 
 def all_specs(count: int) -> dict[str, sh.ShardingSpec]:
-    """Those and those."""
+    """Return the specs of `layouts` and of `odd`."""
     return {**layouts(count), **odd(count)}
 
 
 def values(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    """A leaf of normal numbers, the same for the same arguments: each rank can make it."""
+    """Return a leaf of normal numbers that depend on the arguments only: each rank can make it."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(grad)
 
 
 def whole(value: Any) -> Any:
-    """A result as one process has it."""
+    """Return a result as one process has it."""
     if isinstance(value, sh.ShardedTensor | sw.DTensor):
         return value.full_tensor().detach()
     if isinstance(value, torch.Tensor):
@@ -77,7 +77,7 @@ def whole(value: Any) -> Any:
 
 
 def gradient(tensor: sh.ShardedTensor) -> torch.Tensor:
-    """The gradient of a leaf, whole; zero where there is none."""
+    """Return the whole gradient of a leaf; zero if it has none."""
     pieces = [
         torch.zeros_like(each.tensor) if each.tensor.grad is None else each.tensor.grad
         for each in tensor.local_shards()
@@ -86,14 +86,14 @@ def gradient(tensor: sh.ShardedTensor) -> torch.Tensor:
 
 
 def followed(message: str, tensor: sh.ShardedTensor) -> sh.ShardedTensor:
-    """A tensor after what a message tells to do."""
+    """Apply the remedy that an error message names."""
     start = message.index("x.reshard(")
     advice = message[start : message.index(" makes them so", start)]
     return eval(advice, {"x": tensor, "ChunkShardingSpec": sh.ChunkShardingSpec})  # type: ignore[no-any-return]
 
 
 def backward(result: Any) -> None:
-    """Let gradients flow from every element of a result, from each another one."""
+    """Run backward from every element of a result, each with another gradient."""
     results = result if isinstance(result, list | tuple) else [result]
     started = [each for each in results if isinstance(each, torch.Tensor) and each.requires_grad]
     seeds = [
@@ -110,10 +110,10 @@ def check(
     count: int,
     differentiable: bool = True,
 ) -> None:
-    """A function of sharded tensors is that of the tensors they make up, and so are gradients.
+    """Compare a function of sharded tensors, and its gradients, with those of the whole tensors.
 
     Arguments:
-        specs: how each input is cut.
+        specs: the spec of each input.
     """
     alone = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs]
     expected = function(*alone)

@@ -1,4 +1,4 @@
-"""What tests of optimizers of sharded parameters share: ways to cut a model, and to train it."""
+"""Ways to shard and train a model, for the tests of optimizers of sharded parameters."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ TARGETS = torch.tensor([0, 2, 1, 0])
 
 
 def uneven(count):
-    """Several shards per rank, of a rank none, of another size each; a bias on two ranks."""
+    """Shard unevenly: several shards on a rank, none on another; a bias on two ranks."""
     last = count - 1
     return {
         "table.weight": chunks(0, *range(count), *range(count)),
@@ -48,7 +48,7 @@ OPTIMIZERS = {
 
 
 def loss_of(model):
-    """The loss, with each parameter used as it is cut: those that are no layout as a whole."""
+    """Return the loss; parameters whose shards are no layout are gathered first."""
     named = {name: whole(each) for name, each in named_params_with_sharded_tensor(model)}
     logits = torch.func.functional_call(model, named, (BAGS,))
     return nn.functional.cross_entropy(logits, TARGETS)

@@ -1,4 +1,4 @@
-"""What tests of sharded tensors share: specs, tensors that every rank can make, refusals."""
+"""Specs, tensors that every rank can make, and checks of errors for sharded tensors."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ DTYPES = [
 
 
 def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    """A dim in chunks, held by these ranks in this order."""
+    """Return the spec of a dim in chunks, held by these ranks in this order."""
     return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
 
 
 def shard_at(offsets: Sequence[int], sizes: Sequence[int], rank: int = 0) -> ShardMetadata:
-    """A shard of a rank."""
+    """Return the metadata of a shard on a rank."""
     return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
 
 
 def rows(
     rank: int, count: int = 2, width: int = 3, offset: int | None = None, **options: Any
 ) -> Shard:
-    """Two rows of a tensor of three columns, the rank's."""
+    """Return the rank's two rows of a tensor of three columns."""
     start = rank * count if offset is None else offset
     tensor = torch.full((count, width), float(rank), **options)
     return Shard(tensor, shard_at([start, 0], [count, width], rank))
 
 
 def cut(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableShardingSpec:
-    """Boxes by their offsets, sizes and ranks."""
+    """Return the spec of boxes, given by offsets, sizes and ranks."""
     return EnumerableShardingSpec([shard_at(*each) for each in shards])
 
 
 def rank_here() -> int:
-    """The global rank that asks."""
+    """Return the global rank of the caller."""
     return world.current().rank
 
 
 def numbers(size: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """1, 2, 3, ... as far as the dtype goes, in this size; the same on every rank."""
+    """Return 1, 2, 3, ... (modulo 13 in dtypes of one byte); the same on every rank."""
     count = torch.arange(1, math.prod(size) + 1).reshape(tuple(size))
     return (count % 13 if dtype.itemsize == 1 else count).to(dtype)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether shape, dtype and every bit are the same."""
+    """Return whether shape, dtype and every bit are the same."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     first, second = (each.detach().contiguous().reshape(-1) for each in (one, other))
@@ -78,8 +78,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_cut_of(x: ShardedTensor, whole: torch.Tensor, spec: ShardingSpec | None = None) -> bool:
-    """Whether each of this rank's shards is the part of `whole` that its metadata says, and whether
-    they are the shards that a spec, by default its own, gives to this rank."""
+    """Return whether this rank's shards are parts of `whole` as their metadata says.
+
+    They must also be the shards that `spec`, by default the tensor's own, gives to this rank.
+    """
     spec = x.sharding_spec() if spec is None else spec
     described = spec.build_metadata(whole.shape, x.metadata().tensor_properties)
     mine = [each for each in described.shards_metadata if each.placement.rank() == rank_here()]
@@ -94,7 +96,7 @@ def is_cut_of(x: ShardedTensor, whole: torch.Tensor, spec: ShardingSpec | None =
 
 
 def heard(call: Callable[[], Any]) -> list[Event]:
-    """The collectives that this rank takes part in during a call."""
+    """Return the collectives that this rank takes part in during a call."""
     events: list[Event] = []
     with listen(events.append):
         call()
@@ -102,7 +104,7 @@ def heard(call: Callable[[], Any]) -> list[Event]:
 
 
 def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
-    """The message of the error that a call raises; nothing if it raises none."""
+    """Return the message of the error that a call raises; an empty text if it raises none."""
     try:
         call()
     except kind as error:
@@ -111,20 +113,20 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
 
 
 def refused(call: Callable[[], Any], message: str) -> None:
-    """A call is refused with a message like this one."""
+    """Check that a call raises an error with a message like this one."""
     with pytest.raises(ShardedTensorError, match=message):
         call()
 
 
 def refusals(build: Callable[[int], Any], ranks: int = 3) -> list[str]:
-    """What each rank is told, on all of which `build(rank)` must be refused."""
+    """Return the messages of all ranks, each of which must refuse `build(rank)`."""
     messages = sw.simulate(lambda: refusal(lambda: build(rank_here())), ranks)
     assert all(messages), messages
     return messages
 
 
 def refused_alike(build: Callable[[int], Any], *words: str, ranks: int = 3) -> None:
-    """All ranks are told the same, with these words in it."""
+    """Check that all ranks raise the same message, which contains these words."""
     messages = refusals(build, ranks)
     assert len({each.rsplit(" [", 1)[0] for each in messages}) == 1, messages
     for word in words:

@@ -8,7 +8,7 @@ from support.sharded_tensors import chunks, shard_at
 
 @st.composite
 def tilings(draw, size, ranks):
-    """Boxes of a tensor, by cuts of cuts: some empty, several on a rank, none on another."""
+    """Draw boxes that tile a tensor: some empty, several on a rank, none on another."""
     boxes = [((0,) * len(size), tuple(size))]
     for _ in range(draw(st.integers(0, 6))):
         offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -24,7 +24,7 @@ def tilings(draw, size, ranks):
 
 @st.composite
 def specs(draw, size, ranks):
-    """Chunks in any order, or any boxes."""
+    """Draw chunks in any order, or any boxes."""
     if draw(st.booleans()):
         owners = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks + 1)
         return chunks(draw(st.integers(-len(size), len(size) - 1)), *draw(owners))
@@ -33,7 +33,7 @@ def specs(draw, size, ranks):
 
 @st.composite
 def journeys(draw):
-    """A size, a number of ranks, and some specs to go through."""
+    """Draw a size, a number of ranks, and specs to reshard through."""
     ranks = draw(st.integers(2, 4))
     size = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
     return ranks, size, draw(st.lists(specs(size, ranks), min_size=2, max_size=4))

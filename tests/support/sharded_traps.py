@@ -20,7 +20,7 @@ RANKS = 4
 
 
 def shardwise(group: Any) -> SimpleNamespace:
-    """shardwise's names, and a way to make groups of ranks."""
+    """Return shardwise's names, and a function that makes groups of ranks."""
     from shardwise import sharded
 
     def shard(tensor: torch.Tensor, spec: Any, process_group: Any) -> Any:
@@ -31,7 +31,7 @@ def shardwise(group: Any) -> SimpleNamespace:
 
 
 def torch_own() -> SimpleNamespace:
-    """torch's names."""
+    """Return torch's names."""
     from torch.distributed._shard import _shard_tensor, sharded_tensor, sharding_spec
 
     def shard(tensor: torch.Tensor, spec: Any, process_group: Any) -> Any:
@@ -54,29 +54,29 @@ _NAMES = [
 
 
 def here() -> int:
-    """The global rank that asks."""
+    """Return the global rank of the caller."""
     return world.current().rank
 
 
 def chunks(lib: Any, dim: int, *ranks: int) -> Any:
-    """A dim in chunks, held by these ranks."""
+    """Return the spec of a dim in chunks, held by these ranks."""
     return lib.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
 
 
 def boxes(lib: Any, *shards: tuple[list[int], list[int], int]) -> Any:
-    """Boxes by offsets, sizes and ranks."""
+    """Return the spec of boxes, given by offsets, sizes and ranks."""
     return lib.EnumerableShardingSpec(
         [lib.ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for offsets, sizes, rank in shards]
     )
 
 
 def cut(lib: Any, spec: Any, tensor: torch.Tensor, process_group: Any = None) -> Any:
-    """A tensor that every rank has, in shards."""
+    """Shard a tensor that every rank has."""
     return lib.shard(tensor, spec, process_group)
 
 
 def gathered(x: Any, like: torch.Tensor, dst: int = 0) -> torch.Tensor | None:
-    """The whole tensor on one rank."""
+    """Return the whole tensor on one rank."""
     out = torch.empty_like(like) if here() == dst else None
     x.gather(dst, out)
     return out

@@ -1,4 +1,4 @@
-"""What `make test` leaves out: tests marked `slow`, and of those marked `sampled` the most."""
+"""Choose the tests that `make test` leaves out: those marked `slow`, and most of `sampled` ones."""
 
 from collections import Counter
 
@@ -7,10 +7,10 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `sampled(every=3)` leave each third set of parameters quick.
+    """Leave one in `every` sets of parameters of a test marked `sampled(every=...)` quick.
 
-    The others are slow. An `every` that has no factor in common with the number of values of a
-    parameter lets the quick ones have each of them.
+    The others are slow. Choose an `every` without a common factor with the number of values of a
+    parameter: the quick sets then cover all its values.
     """
     seen: Counter[str] = Counter()
     for item in items:

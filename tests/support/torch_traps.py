@@ -1,4 +1,4 @@
-"""Programs that run with either import, shardwise or torch: for what torch gets wrong."""
+"""Run a program with either import, shardwise or torch: for what torch gets wrong."""
 
 import torch
 
@@ -8,7 +8,7 @@ RANKS = 4
 
 
 def library(name):
-    """What a program imports: `lib.DTensor`, `lib.Shard`, ... of either."""
+    """Return the module that a program imports, with `DTensor`, `Shard`, ..."""
     if name == "shardwise":
         return sw
     import torch.distributed.tensor
@@ -30,7 +30,7 @@ def values(*shape):
 
 
 def outcome(trap, name):
-    """Whether a program is right on this rank; every rank takes part in the verdict."""
+    """Run a program on this rank; return its error, or an empty text."""
     try:
         trap(library(name))
     except Exception as error:

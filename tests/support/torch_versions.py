@@ -1,4 +1,4 @@
-"""What tests expect of the installed torch, where its versions differ."""
+"""Expectations that depend on the installed version of torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ INSTALLED = Version(torch.__version__).release
 
 
 def since(version: str) -> bool:
-    """Whether the installed torch is of this version, or later; of 2.14's if it is 2.14.1."""
+    """Return whether the installed torch is of this version or newer; 2.14.1 counts as 2.14."""
     return Version(version).release <= INSTALLED
 
 
 def torch_bug(reason: str, *, fixed_in: str | None = None) -> pytest.MarkDecorator:
-    """Mark a test that torch fails, strictly, before the version that mends it; then it passes.
+    """Mark a test as a strict expected failure of torch, before the version that fixes it.
 
     Arguments:
-        reason: what of torch is wrong.
+        reason: what is wrong in torch.
         fixed_in: the first version without the bug, as "2.14"; None while there is none.
     """
     is_fixed = fixed_in is not None and since(fixed_in)
@@ -32,8 +32,7 @@ def torch_bug(reason: str, *, fixed_in: str | None = None) -> pytest.MarkDecorat
 def torch_bugs(
     reason: str, programs: Iterable[Callable[..., Any]], fixed_in: Mapping[Any, str]
 ) -> list[Any]:
-    """Programs that torch gets wrong, as parameters of a test, each up to the version in which it
-    is mended."""
+    """Return parameters of a test: programs that torch gets wrong before their version."""
     return [
         pytest.param(each, id=each.__name__, marks=torch_bug(reason, fixed_in=fixed_in.get(each)))
         for each in programs

@@ -1,6 +1,6 @@
 """Models written for one process, and ways to lay them out: shared by simulated and real ranks.
 
-Not one line of the models knows of ranks. Sizes do not divide evenly on purpose.
+The models do not know of ranks. Their sizes do not divide evenly on purpose.
 """
 
 import torch
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Two blocks, and an embedding that is the output layer too."""
+    """Two blocks, and an embedding that is also the output layer."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Gpt(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions with batch norm, a skip, pooling and a classifier."""
+    """Convolutions with batch norm, a skip connection, pooling and a classifier."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class ResidualBlock(nn.Module):
 
 
 class Lstm(nn.Module):
-    """A cell written by hand, run over a sequence."""
+    """An LSTM cell written by hand, run over a sequence."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ MODELS = {"gpt": Gpt, "residual": ResidualBlock, "lstm": Lstm, "encoder": Encode
 
 
 def fitting(placements, ndim):
-    """The placements, whole where the tensor has no such dim."""
+    """Return the placements, replicated where the tensor has no such dim."""
     return [
         each if not isinstance(each, Shard) or -ndim <= each.dim < ndim else Replicate()
         for each in placements
@@ -146,7 +146,7 @@ PLANS = {
 
 
 def train(name, dtype, steps=5, mesh=None, plan=None):
-    """Losses, first gradients and final parameters of a training, as plain whole tensors."""
+    """Return losses, first gradients and final parameters of a training, as plain whole tensors."""
     torch.manual_seed(0)
     model = MODELS[name]().to(dtype)
     data = [each.to(dtype) if each.is_floating_point() else each for each in model.data()]
@@ -174,7 +174,7 @@ def train(name, dtype, steps=5, mesh=None, plan=None):
 
 
 def distribute(model, mesh, vectors, matrices):
-    """Make every parameter and buffer a DTensor; those that are shared stay shared."""
+    """Make every parameter and buffer a DTensor; shared ones stay shared."""
     made = {}
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
@@ -203,7 +203,7 @@ def whole(tensor):
 
 
 def compare(ours, plain, dtype):
-    """1e-10 relative in float64, 1e-5 in float32; of losses, gradients and parameters."""
+    """Compare losses, gradients and parameters: 1e-10 relative in float64, 1e-5 in float32."""
     tolerance = 1e-10 if dtype is torch.float64 else 1e-5
     for mine, theirs in zip(ours[0], plain[0], strict=True):
         assert abs(mine - theirs) <= tolerance * abs(theirs), (mine, theirs)

@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """A block: a norm with a buffer beside it, attention, and what came."""
+    """A block: a norm with a buffer, attention, and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def start(model: nn.Module, optimizer: str) -> dict[str, Any]:
-    """The state before the first step."""
+    """Return the state before the first step."""
     params = {name: each.detach().clone() for name, each in model.named_parameters()}
     if optimizer == "sgd":
         return {"params": params}
@@ -108,7 +108,7 @@ def start(model: nn.Module, optimizer: str) -> dict[str, Any]:
 
 
 def training_step(name: str, optimizer: str, model: nn.Module | None = None) -> Any:
-    """A step of the model: fn(state, batch) -> (new_state, outputs)."""
+    """Return a step of the model: fn(state, batch) -> (new_state, outputs)."""
     model = model_of(name) if model is None else model
     loss_of = MODELS[name][1]
 

@@ -1,5 +1,6 @@
-"""Which layouts of a sample's tensors are tried: each of each tensor, and a fixed sample of the
-combinations."""
+"""The layouts that are tried for the tensors of a sample: each layout of each tensor, and a fixed
+sample of the combinations.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Case = tuple[How, ...]
 
 
 def ways(tensor: torch.Tensor, axes: int) -> list[How]:
-    """Every way a tensor can lie on a mesh of so many axes."""
+    """Return every layout of a tensor on a mesh of `axes` axes."""
     per_axis: list[Placement] = [Replicate(), *map(Shard, range(tensor.dim()))]
     if tensor.dtype not in _NOT_ADDED and not (tensor.is_floating_point() and tensor.itemsize == 1):
         per_axis.append(Partial())
@@ -31,8 +32,10 @@ def ways(tensor: torch.Tensor, axes: int) -> list[How]:
 
 
 def cases(tensors: Sequence[torch.Tensor], axes: int, most: int, seed: str) -> list[Case]:
-    """At most so many cases. As far as they go, every tensor lies in each of its ways once, with
-    the others in any."""
+    """Return at most `most` cases.
+
+    As far as that goes, every tensor has each of its layouts once, with any layouts of the others.
+    """
     generator = random.Random(seed)
     choices = [ways(each, axes) for each in tensors]
     found: dict[Case, None] = {}
@@ -48,7 +51,7 @@ def cases(tensors: Sequence[torch.Tensor], axes: int, most: int, seed: str) -> l
 
 
 def single_splits(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, Case]]:
-    """On a mesh of one axis: one dim of one tensor is split, all else is whole."""
+    """Return the cases on a mesh of one axis in which one dim of one tensor is split."""
     whole: list[How] = [(Replicate(),)] * len(tensors)
     return [
         (at, dim, (*whole[:at], (Shard(dim),), *whole[at + 1 :]))
@@ -59,7 +62,7 @@ def single_splits(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, Case]
 
 
 def shown(case: Case) -> str:
-    """A case in a message: `S(0) R, P S(1)`."""
+    """Format a case for a message: `S(0) R, P S(1)`."""
 
     def short(placement: Placement) -> str:
         if isinstance(placement, Shard):

@@ -1,4 +1,4 @@
-"""What op_db has: operators, their samples, the forms in which they can be called."""
+"""The operators of op_db, their samples, and the forms in which they can be called."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Entry:
     info: Any
 
     def kinds(self) -> list[torch.dtype]:
-        """The dtypes to try: those of the operator's domain."""
+        """Return the dtypes to try, of those the operator supports."""
         has = self.info.supported_dtypes("cpu")
         found = [dtype for kind in KINDS if (dtype := getattr(torch, kind)) in has]
         return found or sorted(has, key=str)[:1]
 
     @property
     def sets_seed(self) -> bool:
-        """Whether op_db's function sets torch's seed itself: a random operator."""
+        """Return whether op_db's function sets torch's seed itself, as random operators do."""
         names: tuple[str, ...] = getattr(getattr(self.info.op, "__code__", None), "co_names", ())
         return "wrapper_set_seed" in names
 
     def samples(self, dtype: torch.dtype, most: int) -> list[Call]:
-        """Some samples, the first and others by a fixed seed."""
+        """Return at most `most` samples: the first, and others by a fixed seed."""
         torch.manual_seed(zlib.crc32(self.name.encode()))
         grad = self.info.supports_autograd and dtype in (torch.float64, torch.complex128)
         made = list(self.info.sample_inputs("cpu", dtype, requires_grad=grad))
@@ -56,7 +56,7 @@ class Entry:
         return [small[0], *(small[at] for at in sorted(picked))]
 
     def forms(self) -> dict[str, Callable[..., Any]]:
-        """The function, and the method, in-place and out= forms if there are."""
+        """Return the function and its method, operator, in-place and out= forms, if any."""
         info = self.info
         found: dict[str, Callable[..., Any]] = {"function": info.op}
         if info.method_variant is not None and info.method_variant is not info.op:
@@ -88,11 +88,11 @@ class Call:
     form: str = "function"
 
     def in_form(self, form: str) -> Call:
-        """The same sample for another form of the operator."""
+        """Return the same sample for another form of the operator."""
         return replace(self, form=form, fn=self.entry.forms()[form])
 
     def on(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result with these tensors in place of its own."""
+        """Call the operator with these tensors in place of the sample's own."""
         args, kwargs = self.sample.filled(tensors)
         return self.fn(*args, **kwargs)
 
@@ -115,7 +115,7 @@ def _as_call(entry: Entry, dtype: torch.dtype, number: int, made: Any) -> Call:
 
 
 def _on_copy(inplace: Callable[..., Any]) -> Callable[..., Any]:
-    """An in-place function on a copy of its first argument, which may then be a leaf."""
+    """Apply an in-place function to a copy of its first argument, which may be a leaf."""
 
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         return inplace(first.clone(), *args, **kwargs)
@@ -124,7 +124,7 @@ def _on_copy(inplace: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _into_out(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with `out=`: zeros of the right shapes, of some layout."""
+    """Call a function with `out=`: zeros of the right shapes, in some layout."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         made = op(*args, **kwargs)
@@ -147,7 +147,7 @@ def _zeros(made: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def entries() -> dict[str, Entry]:
-    """Every operator of op_db, by name."""
+    """Return every operator of op_db, by name."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     found: dict[str, Entry] = {}
@@ -160,5 +160,5 @@ def entries() -> dict[str, Entry]:
 
 
 def named(names: Sequence[str]) -> list[Entry]:
-    """These entries, or all."""
+    """Return the entries of these names, or all entries."""
     return [entries()[name] for name in names] if names else list(entries().values())

@@ -1,4 +1,4 @@
-"""What the sweep must find: what is refused and why, and what must not fall back."""
+"""The allowed outcomes: which operators are refused and why, which must not fall back."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _has_tensors(name: str) -> bool:
 
 
 def check(row: Row) -> None:
-    """Complain of what must not be, and warn of what was not compared."""
+    """Raise if an outcome is not allowed, and warn of values that were not compared."""
     warn_of_unstable(row.name, row.unstable)
     shown = "\n".join([f"{row.name}: {row.outcome} {row.counts}", *row.texts])
     assert row.outcome != "wrong", shown

@@ -1,4 +1,4 @@
-"""A call on our DTensors, in `simulate`, and what came of it."""
+"""Run a call on our DTensors, on simulated ranks, and judge the outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from support.op_db.reference import (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case on all ranks."""
+    """The outcome of one case on all ranks."""
 
     kind: str
     """"rule", "fallback", "refused" or "wrong"."""
@@ -46,7 +46,7 @@ class Outcome:
 def outcomes(
     call: Call, mesh_shape: tuple[int, ...], cases: Sequence[Case], expected: Reference
 ) -> list[Outcome]:
-    """What comes of these cases."""
+    """Return the outcome of each case."""
     ranks = math.prod(mesh_shape)
     attempt = _Attempt(call, mesh_shape, expected)
     try:
@@ -66,7 +66,7 @@ ORDER = ("wrong", "refused", "fallback", "rule")
 
 
 def _joined(by_rank: Sequence[Outcome]) -> Outcome:
-    """What came of a case, by what each rank says: the worst; all must refuse if one does."""
+    """Join the outcomes of all ranks: the worst counts, and all must refuse if one does."""
     worst = min(by_rank, key=lambda each: ORDER.index(each.kind))
     if worst.kind == "refused" and any(each.kind != "refused" for each in by_rank):
         return Outcome("wrong", f"only some ranks refuse: {worst.text}")
@@ -86,7 +86,7 @@ class _Attempt:
         return f"{text} on {self.mesh_shape} as {shown(case)}"
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        """On one rank: what comes of each case."""
+        """Return the outcome of each case on one rank."""
         mesh = init_device_mesh("cpu", self.mesh_shape)
         with fallback("replicate"):
             return [self.outcome(mesh, case) for case in cases]
@@ -108,7 +108,7 @@ class _Attempt:
         return Outcome("fallback" if fell else "rule", "", heard)
 
     def problem(self, mesh: DeviceMesh, case: Case, events: list[Event]) -> str:
-        """What is wrong with a case, or nothing."""
+        """Return what is wrong with a case, or an empty text."""
         inputs = [
             distributed(each, Layout.from_placements(mesh, each.shape, how))
             for each, how in zip(self.call.sample.tensors(), case, strict=True)
@@ -140,7 +140,7 @@ class _Attempt:
         return _of_gradients([each for each in inputs if each.requires_grad], expected)
 
     def of_views(self, results: Sequence[Any], inputs: Sequence[DTensor]) -> str:
-        """A view of an input where torch returns one, or a copy that cannot be written to."""
+        """Check that a result is a view where torch returns one, or a copy marked as such."""
         tensors = [each for each in results if isinstance(each, torch.Tensor)]
         for at, (result, of) in enumerate(zip(tensors, self.expected.views, strict=True)):
             with as_local():
@@ -164,7 +164,7 @@ def _of_types(results: Sequence[Any]) -> str:
 
 
 def _of_gradients(inputs: Sequence[DTensor], expected: Reference) -> str:
-    """What is wrong with the gradients. One that is missing is zero."""
+    """Return what is wrong with the gradients. A missing gradient is zero."""
     assert expected.gradients is not None
     for at, (leaf, want) in enumerate(zip(inputs, expected.gradients, strict=True)):
         zeros = torch.zeros(leaf.shape, dtype=leaf.dtype)

@@ -1,4 +1,4 @@
-"""What came of an operator, over all its samples, forms, dtypes, meshes and layouts."""
+"""The outcome of an operator, over all its samples, forms, dtypes, meshes and layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.op_db.reference import Reference, reference
 
 
 class Effort(NamedTuple):
-    """How much of each operator is tried."""
+    """How many cases of each operator are tried."""
 
     samples: int
     """With the main dtype, as a function."""
@@ -46,7 +46,7 @@ NOTHING = "nothing to split"
 
 @dataclass
 class Row:
-    """One operator: what is said of it."""
+    """The outcome of one operator: a row of the page."""
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """The worst of all cases."""
+        """Return the worst outcome of all cases."""
         return next((each for each in ours.ORDER if self.counts.get(each)), NOTHING)
 
     def add(self, outcome: Outcome, form: str) -> None:
@@ -81,7 +81,7 @@ class Row:
 
 
 class Attempt(NamedTuple):
-    """A call to be compared on one mesh, for these cases."""
+    """A call to compare on one mesh, in these cases."""
 
     call: Call
     mesh: tuple[int, ...]
@@ -89,8 +89,10 @@ class Attempt(NamedTuple):
 
 
 def attempts(entry: Entry, effort: Effort) -> Iterator[Attempt]:
-    """What is tried of an operator: its main dtype thoroughly, each other dtype and form once or
-    so. Which mesh a sample meets is a matter of its place in the list."""
+    """Yield what is tried: the main dtype thoroughly, each other dtype and form about once.
+
+    The mesh of a sample follows from its position.
+    """
     turn = zlib.crc32(entry.name.encode())
     main, *others = entry.kinds() or [None]
     if main is None:
@@ -121,7 +123,7 @@ def attempts(entry: Entry, effort: Effort) -> Iterator[Attempt]:
 
 
 def row_of(name: str, effort: Effort, beside_torch: bool = False) -> Row:
-    """Try an operator, with torch's DTensor beside ours if asked to."""
+    """Try an operator, and torch's DTensor beside ours if asked to."""
     entry = entries()[name]
     row = Row(name)
     with warnings.catch_warnings():
@@ -164,7 +166,7 @@ def _try_theirs(row: Row, attempt: Attempt, known: Reference) -> None:
 
 
 def _try_splits(row: Row, expected: dict[Call, Reference | None]) -> None:
-    """Split each dim of each tensor alone, of one sample, and see what that costs."""
+    """Split each dim of each tensor of one sample alone, and note the cost."""
     calls = [
         call for call, known in expected.items() if call.form == "function" and known is not None
     ]
@@ -192,7 +194,7 @@ def _shown(tensor: torch.Tensor) -> str:
 
 
 def _cost(outcome: Outcome) -> str:
-    """What a split costs: nothing, or what is communicated, in bytes to one of two ranks."""
+    """Return what a split costs: nothing, or the bytes that one of two ranks receives."""
     if outcome.kind not in ("rule", "fallback"):
         return f" ({outcome.kind})"
     parts = []

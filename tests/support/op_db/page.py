@@ -1,4 +1,4 @@
-"""docs/op-coverage.md: what the sweep found, of every operator."""
+"""docs/op-coverage.md: the outcome of every operator in the sweep."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ROWS = ROOT / "build" / "op_db"
 
 
 def store(row: Row) -> None:
-    """Keep what was found for the page."""
+    """Store a row for the page."""
     ROWS.mkdir(parents=True, exist_ok=True)
     (ROWS / f"{row.name}.json").write_text(json.dumps(asdict(row), indent=1))
 
 
 def stored() -> list[Row]:
-    """What was found of every operator; raises if some were not tried."""
+    """Return the stored rows of all operators; raise if some were not tried."""
     missing = [name for name in entries() if not (ROWS / f"{name}.json").exists()]
     if missing:
         raise SystemExit(
@@ -39,24 +39,24 @@ def stored() -> list[Row]:
 
 
 def written(rows: Sequence[Row], before: str = "") -> str:
-    """The page.
+    """Return the page.
 
     Arguments:
-        before: the page as it was. What it says of operators that only other versions of torch have
-            is kept.
+        before: the previous page, whose rows of operators that only other versions of torch have
+            are kept.
     """
     return "\n".join(_lines(sorted(rows, key=lambda row: row.name.lower()), before)) + "\n"
 
 
 def listed(text: str) -> dict[str, str]:
-    """The lines of a page that are of one operator each, by its name."""
+    """Return the lines of a page that describe one operator each, by name."""
     _, _, tables = text.partition("\n## All\n")
     lines = (line for line in tables.splitlines() if line.startswith("| `"))
     return {line.split("`")[1].replace("\\|", "|"): line for line in lines}
 
 
 def outcome_of(line: str) -> str:
-    """What came of the operator of such a line."""
+    """Return the outcome that such a line states."""
     return line.split(" | ")[1]
 
 
@@ -158,7 +158,7 @@ def _line(row: Row) -> str:
 
 
 def _between(first: str | None, end: str | None) -> str:
-    """The versions of torch that have an operator, in words."""
+    """Return the versions of torch that have an operator, in words."""
     return " ".join([f"since {first}"] * bool(first) + [f"before {end}"] * bool(end))
 
 

@@ -1,4 +1,4 @@
-"""What a call gives in one process, and how results are compared with that."""
+"""The result of a call in one process, and the comparison of results with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNFILLED = ("empty", "new_empty")
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What one call gives in one process."""
+    """The result of one call in one process."""
 
     results: list[Any]
     """Tensors, and whatever else a call returns."""
@@ -40,13 +40,13 @@ class Reference:
     """The same, of the gradients."""
 
     def unstable_names(self) -> list[str]:
-        """What is not compared, by name."""
+        """Return the names of results and gradients that are not compared."""
         results = [f"result {at}" for at in sorted(self.unstable)]
         return results + [f"gradient of input {at}" for at in sorted(self.unstable_gradients)]
 
 
 def reference(call: Call) -> Reference | None:
-    """What a call gives; None if torch itself refuses it."""
+    """Compute the reference of a call; None if torch itself refuses the call."""
     try:
         results, gradients, views = on_plain(call, SEED)
         again, gradients_again, _ = on_plain(call, SEED)
@@ -74,7 +74,7 @@ def reference(call: Call) -> Reference | None:
 
 
 def _differing(again: Sequence[Any], first: Sequence[Any]) -> frozenset[int]:
-    """The positions at which a second call gives something else."""
+    """Return the positions at which a second call gives other values."""
     pairs = enumerate(zip(again, first, strict=True))
     return frozenset(
         at
@@ -86,7 +86,7 @@ def _differing(again: Sequence[Any], first: Sequence[Any]) -> frozenset[int]:
 def on_plain(
     call: Call, seed: int
 ) -> tuple[list[Any], list[torch.Tensor | None] | None, list[list[int]]]:
-    """Results, gradients, and of what inputs the results are views."""
+    """Return results, gradients, and for each result the inputs of which it is a view."""
     inputs = [each.detach().clone().requires_grad_(each.requires_grad and call.form != "out")
               for each in call.sample.tensors()]  # fmt: skip
     torch.manual_seed(seed)
@@ -124,7 +124,7 @@ def _on_one_rank(call: Call) -> tuple[list[Any], list[torch.Tensor | None] | Non
 
 
 def unambiguous(call: Call, inputs: Sequence[torch.Tensor], made: Any) -> Any:
-    """A result with what indices point to in their place, where they may be any of equals."""
+    """Replace indices, which may point to any of several equal values, by those values."""
     if call.entry.info.name != "topk":
         return made
     found, indices = made
@@ -134,7 +134,7 @@ def unambiguous(call: Call, inputs: Sequence[torch.Tensor], made: Any) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What a result is made of: tensors, numbers, ..."""
+    """Yield the tensors, numbers, ... of a result."""
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         for each in value:
             yield from leaves(each)
@@ -143,7 +143,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory is; 0 if it has none."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # as of a sparse one
@@ -170,11 +170,11 @@ def difference(
     values: bool = True,
     unstable: frozenset[int] = frozenset(),
 ) -> str:
-    """What is wrong with a list of results, or nothing.
+    """Return what is wrong with a list of results, or an empty text.
 
     Arguments:
-        values: whether values are compared, or only types, shapes, dtypes and layouts.
-        unstable: the positions of results whose values are not.
+        values: whether to compare values, or only types, shapes, dtypes and memory formats.
+        unstable: the positions of results whose values are not compared.
     """
     if len(got) != len(want):
         return f"{len(got)} results, expected {len(want)}"

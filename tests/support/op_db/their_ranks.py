@@ -39,15 +39,15 @@ Task = Callable[[int, DeviceMesh], Any]
 
 
 class DisagreementError(RuntimeError):
-    """The ranks do not meet in the same collectives: real ones would hang."""
+    """The ranks do not call the same collectives: real ranks would hang."""
 
 
 class TooLongError(RuntimeError):
-    """A run took longer than it may."""
+    """A run exceeded its time."""
 
 
 class _Stopped(BaseException):
-    """Ends a rank because another has failed. Not an Exception: DTensor must not catch it."""
+    """Ends a rank because another failed. Not an Exception, so that DTensor cannot catch it."""
 
 
 class _Meeting:
@@ -72,7 +72,7 @@ class _Meeting:
 
 
 class Ranks:
-    """As many ranks as a mesh has, to run one task after another."""
+    """The ranks of a mesh, which run one task after another."""
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         self.size = math.prod(mesh_shape)
@@ -102,10 +102,10 @@ class Ranks:
                     raise error
 
     def run(self, task: Task, seconds: float) -> list[Any]:
-        """What each rank returns. Raises the error of the first rank that has one.
+        """Run a task; return the result of each rank, or raise the error of the first that fails.
 
         Arguments:
-            seconds: how long it may take, of this process's time: the machine may be busy.
+            seconds: how long it may take, in CPU time of this process: the machine may be busy.
 
         After a `TooLongError` these ranks may be stuck: make new ones.
         """
@@ -125,7 +125,7 @@ class Ranks:
         return [result for _, result, _ in sorted(ended, key=lambda each: each[0])]
 
     def _ends(self, seconds: float) -> list[tuple[int, Any, BaseException | None]]:
-        """How the ranks end, in the order in which they do."""
+        """Yield how the ranks end, in that order."""
         start, ended = time.process_time(), []
         latest = time.monotonic() + _SLOWEST * seconds
         while len(ended) < self.size:
@@ -140,11 +140,11 @@ class Ranks:
     # ---- called on the threads of the ranks
 
     def me(self) -> int:
-        """The rank that this thread is."""
+        """Return the rank of the calling thread."""
         return self.threads.index(threading.current_thread())
 
     def meeting(self, collective: Any, group: Any) -> _Meeting:
-        """The collective that a rank of this group comes to."""
+        """Return the collective that a rank of this group joins next."""
         key = (group.pg_name, tuple(dist.get_process_group_ranks(group)))
         found = self.meetings.get(key)
         if found is None:
@@ -157,13 +157,13 @@ class Ranks:
         return found
 
     def wait(self, me: int) -> None:
-        """Let others run until this rank can go on."""
+        """Let other ranks run until this rank can go on."""
         with self.lock:
             self._pass_on(me)
             self._sleep(me)
 
     def go_on(self, ranks: list[int]) -> None:
-        """These ranks can go on, each when it is its turn."""
+        """Let these ranks go on, one after the other."""
         with self.lock:
             self.ready.update(ranks)
 
@@ -202,7 +202,7 @@ class Ranks:
         self.lock.notify_all()
 
     def _abandon(self) -> None:
-        """Stop what can be stopped: Python code, but no loop of C++."""
+        """Stop what can be stopped: Python code, but not a loop in C++."""
         with self.lock:
             stuck = self.threads[self.turn]
             self.failed = True

@@ -1,6 +1,6 @@
-"""A call on torch's own DTensors, and what came of it, to show beside ours.
+"""Run a call on torch's own DTensors, to show the outcome beside ours.
 
-It is asked for less than ours: views, types of results and random values are not compared.
+Views, types of results and random values are not checked, unlike those of ours.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def outcomes(
     expected: Reference,
     seconds: float = 10.0,
 ) -> list[str]:
-    """What comes of these cases: for each "pass", or in a few words what is wrong.
+    """Return the outcome of each case: "pass", or in a few words what is wrong.
 
-    With many inputs, DTensor may search minutes for a strategy; after one case that takes so long
+    With many inputs, DTensor may search minutes for a strategy: after one case that takes too long
     the rest are not tried.
     """
     attempt = _Attempt(call, expected)
@@ -53,7 +53,7 @@ def outcomes(
 
 
 def kind(outcome: str) -> str:
-    """An outcome without the details: "wrong value", "backward: raises RuntimeError", ..."""
+    """Return an outcome without its details: "wrong value", "backward: raises RuntimeError", ..."""
     backward = outcome.startswith(_BACKWARD)
     first, _, _ = outcome.removeprefix(_BACKWARD).partition(": ")
     if first.startswith("result "):  # of several
@@ -62,7 +62,7 @@ def kind(outcome: str) -> str:
 
 
 def is_even(tensors: Sequence[torch.Tensor], mesh_shape: tuple[int, ...], case: Case) -> bool:
-    """Whether a case is one of one axis, whole or evenly split."""
+    """Return whether a case has one axis and every tensor is whole or evenly split."""
     return len(mesh_shape) == 1 and all(
         not how[0].is_partial()
         and not (isinstance(how[0], our.Shard) and tensor.shape[how[0].dim] % mesh_shape[0])
@@ -71,12 +71,12 @@ def is_even(tensors: Sequence[torch.Tensor], mesh_shape: tuple[int, ...], case: 
 
 
 def of_value(outcome: str) -> str:
-    """An outcome, whatever came of the gradients."""
+    """Return the outcome of the values, without that of the gradients."""
     return PASS if outcome.startswith(_BACKWARD) else outcome
 
 
 class _BackwardError(Exception):
-    """What was raised after the results were right."""
+    """An error of the backward, after the results were right."""
 
 
 _made: dict[tuple[int, ...], Ranks] = {}
@@ -96,7 +96,7 @@ class _Attempt:
     expected: Reference
 
     def outcome(self, mesh_shape: tuple[int, ...], case: Case, seconds: float) -> str:
-        """What comes of one case."""
+        """Return the outcome of one case."""
         state = torch.get_rng_state()
         try:
             problems = _ranks(mesh_shape).run(lambda rank, mesh: self.problem(mesh, case), seconds)
@@ -112,7 +112,7 @@ class _Attempt:
         return next(filter(None, problems), PASS)
 
     def problem(self, mesh: DeviceMesh, case: Case) -> str:
-        """On one rank: what is wrong with a case, or nothing."""
+        """Return what is wrong with a case on one rank, or an empty text."""
         expected, plain = self.expected, self.call.sample.tensors()
         inputs = [_distributed(each, mesh, how) for each, how in zip(plain, case, strict=True)]
         if self.call.form != "out":
@@ -133,7 +133,7 @@ class _Attempt:
         return problem and _BACKWARD + problem
 
     def problem_of_gradients(self, made: Any, inputs: Sequence[DTensor]) -> str:
-        """The same, of the gradients. One that is missing is zero."""
+        """Return what is wrong with the gradients. A missing gradient is zero."""
         outputs = [each for each in tensors_in(self.call.graded(made)) if each.requires_grad]
         if not outputs:
             return "the result requires no gradient"
@@ -147,7 +147,7 @@ class _Attempt:
 
 
 def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, how: How) -> DTensor:
-    """A tensor that every rank has, as it lies so: in the pieces and contributions of ours."""
+    """Distribute a tensor that every rank has, into the same shards and contributions as ours."""
     local = tensor.detach()
     placements: list[Any] = []
     coordinate = mesh.get_coordinate()
@@ -169,12 +169,12 @@ def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, how: How) -> DTensor:
 
 
 def _whole(made: Any) -> Any:
-    """A result with every tensor whole."""
+    """Return a result with every tensor gathered."""
     return pytree.tree_map_only(DTensor, DTensor.full_tensor, made)
 
 
 def _said(error: BaseException | None) -> str:
-    """An error in a few words."""
+    """Format an error in a few words."""
     text = str(error)
     if "does not have a sharding strategy registered" in text:
         return "no strategy"
