@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 ONLY ?=
 # One process for each core, of one thread. In order: one of them runs the tests of real ranks, which
-# share what is started for them, until another has nothing else left.
+# share what is started for them (tests/support/ranks.py), until another has nothing else left.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Comments that ignore an error of types are for the annotations of one version of torch.
@@ -24,10 +24,10 @@ $(error TORCH=$(TORCH): there is no $(CONSTRAINTS); expected one of: $(TORCHES))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench sweep exports compatibility clean
+.PHONY: help demo test test-rest test-all lint bench sweep exports compatibility clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  TORCH=version, with any target, chooses the version of torch and its environment:"
 	@echo "  $(foreach each,$(TORCHES),$(each) ($(if $(filter $(DEFAULT_TORCH),$(each)),.venv: the default,.venv-$(each))))"
@@ -35,7 +35,13 @@ help: ## List the targets
 demo: $(STAMP) ## Run the demo (ARGS="--mode fsdp --steps 20" varies it)
 	@$(BIN)/shardwise demo $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS="-k name" is passed to pytest; "-n 0" for a debugger)
+test: $(STAMP) ## Run the quick tests, of every feature (ARGS="-k name" is passed to pytest; "-n 0" for a debugger)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-rest: $(STAMP) ## Run the slow tests, which `make test` leaves out
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(STAMP) ## Run all tests, quick and slow
 	$(PYTEST) $(ARGS)
 
 lint: $(STAMP) ## Check format, lint and types
@@ -46,15 +52,15 @@ lint: $(STAMP) ## Check format, lint and types
 bench: $(STAMP) ## Run the benchmarks (ONLY="import_time" chooses)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ONLY)
 
-sweep: $(STAMP) ## Run the long tests of tests/sweep, and write docs/op-coverage.md
+sweep: $(STAMP) ## Run the exhaustive tests of tests/sweep (nightly), and write docs/op-coverage.md
 	$(PYTEST) tests/sweep $(ARGS)
-	@PYTHONPATH=tests $(BIN)/python -m op_db --page
+	@PYTHONPATH=tests $(BIN)/python -m support.op_db --page
 
 exports: $(STAMP) ## Try torch's own transformation of exported programs, and write it into docs/export.md
-	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m export_table --page
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.export_table --page
 
 compatibility: ## Run everything with each version of torch, and write docs/compatibility.md (ONLY="2.15.0" chooses)
-	@$(PYTHON) tests/compatibility.py $(ONLY)
+	@$(PYTHON) tests/support/compatibility.py $(ONLY)
 
 clean: ## Remove the environments of all versions of torch, caches and build products
 	rm -rf .venv .venv-[0-9]* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

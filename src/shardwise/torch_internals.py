@@ -1,6 +1,7 @@
 """Every private name of torch that shardwise uses, in one place.
 
-No other module reads an underscored name of torch (`tests/test_torch_internals.py` checks it).
+No other module reads an underscored name of torch: `tests/project/test_torch_internals.py` checks
+it.
 Three kinds of names need not be listed here: aten's underscored operators (`torch._foreach_add_`),
 methods of torch's classes that ours override, and torch's own DTensor in `interop`.
 

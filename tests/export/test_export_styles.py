@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from export_cases import MLP, Attention, Tied
-from export_styles import called, collectives
+from support.export_styles import called, collectives
+from support.exported_models import MLP, Attention, Tied
 from torch import nn
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard

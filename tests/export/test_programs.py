@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from export_cases import CASES, program, runs
-from export_ranks import Routed, check_metadata, collectives
+from support.export_ranks import Routed, check_metadata, collectives
+from support.exported_models import CASES, program, runs
 
 import shardwise as sw
 from shardwise import Shard
@@ -54,6 +54,7 @@ def agrees(got, want, case):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=case.tolerance)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_get_what_one_process_does(name):
     case = CASES[name]
@@ -71,6 +72,7 @@ def test_two_ranks_get_what_one_process_does(name):
 MORE_RANKS = [name for name in CASES if "dynamic" not in name and "llama" not in name]
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", [*MORE_RANKS, "mlp, dynamic"])
 def test_four_ranks_get_it_from_decomposed_programs(name):
     case = CASES[name]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from export_cases import BATCH, MLP, MLP_PLAN, ROWS
+from support.exported_models import BATCH, MLP, MLP_PLAN, ROWS
 from torch import nn
 
 import shardwise as sw

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.op_db import theirs
+from support.op_db.entries import Call, entries
+from support.op_db.reference import reference
 
-from op_db import theirs
-from op_db.entries import Call, entries
-from op_db.reference import reference
 from shardwise import Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.testing import Sample
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
@@ -57,6 +57,7 @@ CASES: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("key, shape", CASES, ids=lambda each: repr(each).replace("\n", ""))
 def test_every_key_with_every_layout(key: Any, shape: tuple[int, ...]) -> None:
     check_rule(
@@ -222,6 +223,16 @@ def test_replicated_stays_replicated() -> None:
         x[1:3] = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
         assert x.placements == (Replicate(),)
         assert x.to_local().tolist() == [0, 1, 1, 0]
+
+    run(main)
+
+
+def test_an_indexed_row_of_a_split_dim_is_written_to() -> None:
+    def main() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(1.0, 11.0).reshape(5, 2), mesh, [Shard(0)])
+        x[1] += 1
+        assert x[1].tolist() == [4.0, 5.0]
 
     run(main)
 

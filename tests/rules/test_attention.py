@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import values
+from support.rules import values
 from torch import nn
 
 from shardwise import (
@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_plain_call_on_every_layout(name):
     check([CASES[name]])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import leaf, ranks
+from support.rules import full, leaf, ranks, split
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -140,6 +140,15 @@ def test_copy_keeps_the_layout_and_takes_any():
             torch.zeros(5, 2).copy_(target)
 
     on_two_ranks(run)
+
+
+def test_new_tensor_takes_the_global_values_of_dtensors():
+    def run(mesh):
+        x = split(full(5, 2), mesh, Shard(0))
+        assert x.new_tensor([x.sum(), 1.0]).tolist() == [55.0, 1.0]
+        assert torch.equal(x.new_tensor(x.tolist()).full_tensor(), full(5, 2))
+
+    ranks(run)
 
 
 def test_python_functions_are_applied_to_each_element_where_it_is():

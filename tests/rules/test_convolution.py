@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import in_layout, values
+from support.rules import in_layout, values
 from torch import nn
 
 import shardwise as sw
@@ -137,6 +137,7 @@ def test_conv3d() -> None:
     check(F.conv3d, Sample(values(1, 2, 4, 3, 5), values(2, 2, 2, 2, 3), values(2), padding=1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_padding_by_name() -> None:
     input, bias = values(1, 2, 7, 6), values(2)
@@ -156,6 +157,7 @@ def test_groups() -> None:
     )
 
 
+@pytest.mark.slow
 def test_transposed() -> None:
     check(
         torch.conv_transpose1d,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import heard, in_layout, ranks, values
+from support.rules import heard, in_layout, ranks, values
 
 import shardwise as sw
 from shardwise.testing import Sample, check_rule
@@ -32,6 +32,7 @@ def check(function: Any, *args: Any, most: int = 5, **kwargs: Any) -> None:
     check_rule(function, samples, mesh_shapes=((3,), (2, 2)), most=most)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_cross_entropy_of_classes(smoothing: float, weighted: bool) -> None:
@@ -48,6 +49,7 @@ def test_cross_entropy_of_classes(smoothing: float, weighted: bool) -> None:
     check(F.cross_entropy, values(4), targets(classes=4), **options)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_cross_entropy_of_probabilities(smoothing: float, weighted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import check_second_order, values, with_zeros
+from support.rules import check_second_order, values, with_zeros
 
 from shardwise import Shard, init_device_mesh, listen, simulate
 from shardwise.layout import Layout

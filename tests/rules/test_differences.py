@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from rule_cases import heard, in_layout, ranks, values
+from support.rules import heard, in_layout, ranks, values
 
 from shardwise import DeviceMesh, Shard
 from shardwise.testing import Sample, check_rule

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from rule_cases import check_second_order, values
+from support.rules import check_second_order, values
 
 from shardwise import Replicate, init_device_mesh, simulate
 from shardwise.layout import Layout

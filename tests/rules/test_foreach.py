@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -24,6 +24,7 @@ def pair():
 POSITIVE = [leaf(5, 2).detach().sigmoid().requires_grad_(), leaf(3).detach().sigmoid()]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", foreach.POINTWISE)
 def test_pointwise(name):
     unary = getattr(torch, f"_foreach_{name}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
@@ -112,6 +113,7 @@ def test_scatter_add(fn: Any) -> None:
     )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
 def test_scatter_reduce(reduce: str) -> None:
     for include_self in (True, False):
@@ -215,6 +217,28 @@ def test_writing_to_split_rows_sends_nothing() -> None:
 
     simulate(main, 2)
     assert events == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_scatter_with_an_index_of_one_row_writes_to_the_first_only(ranks: int, dim: int) -> None:
+    index = torch.zeros((1, 4) if dim == 1 else (6, 1), dtype=torch.int64)
+    plain = torch.arange(24.0, dtype=torch.float64).reshape(6, 4) / 7
+    source = plain + 1
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x.scatter(dim, index, 3.0),
+        lambda x: x.clone().scatter_(dim, index, 3.0),
+        lambda x: x.scatter_add(dim, index, source),
+        lambda x: x.scatter_reduce(dim, index, source, "amax"),
+    ]
+
+    def run() -> list[torch.Tensor]:
+        x = distribute_tensor(plain, init_device_mesh("cpu", (ranks,)), [Shard(1 - dim)])
+        return [call(x).full_tensor() for call in calls]  # type: ignore[attr-defined]
+
+    for found in simulate(run, ranks):
+        for have, call in zip(found, calls, strict=True):
+            torch.testing.assert_close(have, call(plain))
 
 
 def test_take_along_dim_takes_negative_indices() -> None:

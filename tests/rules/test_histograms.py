@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import heard, in_layout, ranks, values
+from support.rules import heard, in_layout, ranks, values
 
 from shardwise import DeviceMesh, DispatchError, Replicate, Shard
 from shardwise.testing import Sample, check_rule

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import check_modules, in_layout, values
+from support.rules import check_modules, in_layout, values
 from torch import nn
 
 import shardwise as sw
@@ -37,6 +37,7 @@ def test_a_split_plane_grows_where_it_lies() -> None:
     assert second == ([[[8, 8, 12, 12]]], [[[7, 9, 11, 12]]], ["all_to_all"])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 def test_planes(mode: str) -> None:
     input = values(2, 3, 5, 4)
@@ -49,6 +50,7 @@ def test_planes(mode: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_modes_and_numbers_of_dims() -> None:
     line, cube = values(2, 3, 5), values(1, 2, 3, 2, 4)
     check(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import Layout, init_device_mesh, listen, simulate
 from shardwise.testing import Sample, check_rule, distributed
@@ -37,6 +37,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_plain_call_in_every_layout(name):
     fn, samples = CASES[name]

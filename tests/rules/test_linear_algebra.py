@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from rule_cases import heard, in_layout, leaf, ranks, values
+from support.rules import heard, in_layout, leaf, ranks, values
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard

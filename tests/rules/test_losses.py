@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import values
+from support.rules import values
 
 import shardwise as sw
 from shardwise.comm import Event, listen

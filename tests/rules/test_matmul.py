@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import heard, in_layout, leaf, ranks, values
+from support.rules import heard, in_layout, leaf, ranks, values
 
 from shardwise import (
     DeviceMesh,
@@ -122,6 +122,7 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_agrees_with_the_plain_call_on_every_layout(name):
     check(*PRODUCTS[name])

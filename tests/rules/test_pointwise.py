@@ -42,6 +42,7 @@ WITHOUT_GRADIENT = {
 ARGUMENTS = {"mvlgamma": (2,), "polygamma": None, "threshold": (0.3, 0.1)}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", pointwise.UNARY + pointwise.ACTIVATIONS)
 def test_unary(name):
     x = between(0.1, 0.9, 5, 2)
@@ -77,6 +78,7 @@ INTEGERS_ONLY = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", pointwise.BINARY)
 def test_binary_with_broadcasting(name):
     if name in INTEGERS_ONLY:
@@ -146,6 +148,7 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name):
     function, samples = CALLS[name]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import check_modules, in_layout, values
+from support.rules import check_modules, in_layout, values
 from torch import nn
 
 import shardwise as sw
@@ -101,6 +101,7 @@ def test_avg_pool() -> None:
     check(F.avg_pool3d, Sample(values(1, 2, 4, 5, 3), 2, 1, 1))
 
 
+@pytest.mark.slow
 def test_adaptive() -> None:
     check(
         F.adaptive_avg_pool2d,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import ranks
+from support.rules import ranks
 from torch import nn
 
 import shardwise as sw
@@ -126,6 +126,7 @@ def results(function: Callable[..., Any], mesh_shape: tuple[int, ...]) -> list[A
     return [each for rank in per_rank for each in rank]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_same_global_tensor_on_every_layout(name: str) -> None:
     with sw.fallback("replicate"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule_cases import heard, in_layout, leaf, ranks, values
+from support.rules import heard, in_layout, leaf, ranks, values
 from torch import nn
 
 import shardwise as sw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import heard, in_layout, ranks, values, with_zeros
+from support.rules import heard, in_layout, ranks, values, with_zeros
 
 from shardwise import DeviceMesh, DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.layout import Layout

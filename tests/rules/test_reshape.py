@@ -2,9 +2,18 @@
 
 import pytest
 import torch
-from rule_cases import leaf
+from support.rules import leaf
 
-from shardwise import Layout, Replicate, Shard, explicit, init_device_mesh, listen, simulate
+from shardwise import (
+    Layout,
+    Replicate,
+    Shard,
+    explicit,
+    fallback,
+    init_device_mesh,
+    listen,
+    simulate,
+)
 from shardwise.policy import PolicyError
 from shardwise.rules.reshape import matched
 from shardwise.testing import Sample, check_rule, distributed
@@ -46,6 +55,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_plain_call_in_every_layout(name):
     fn, samples = CASES[name]
@@ -183,5 +193,15 @@ def test_each_row_as_often_as_is_said_for_it():
                 x.repeat_interleave(repeats, 0, output_size=9)
         with pytest.raises(RuntimeError, match="repeats must have the same size"):
             x.repeat_interleave(torch.tensor([1, 2]), 0)
+
+    on((2,), run)
+
+
+def test_sizes_may_be_tensors():
+    def run(mesh):
+        x = distributed(torch.zeros(6, 4), Layout.from_placements(mesh, (6, 4), [Shard(0)]))
+        with fallback("replicate"):
+            for count in (2, 3, 6):  # the value is no part of a plan
+                assert x.reshape(torch.tensor(count), -1).shape == (count, 24 // count)
 
     on((2,), run)

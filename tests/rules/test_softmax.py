@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import heard, in_layout, ranks, values
+from support.rules import heard, in_layout, ranks, values
 
 import shardwise as sw
 from shardwise.testing import Sample, check_rule, distributed

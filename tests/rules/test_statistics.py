@@ -128,6 +128,7 @@ def test_norms_of_half_types_and_of_complex_numbers():
     simulate(run, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:at..nuclear_norm is deprecated")
 def test_the_other_spellings_of_norms():
     def check(function, *samples):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import leaf
+from support.rules import leaf
 
 from shardwise import DispatchError, Layout, explicit, init_device_mesh, listen, simulate
 from shardwise.policy import PolicyError
@@ -142,16 +142,19 @@ ORDERS = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_agree_with_the_plain_call_in_every_layout(name):
     check_rule(VIEWS[name][0], VIEWS[name][1], most=18, mesh_shapes=((3,), (2, 2)))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_agree_with_the_plain_call_in_every_layout(name):
     check_rule(PARTS[name][0], PARTS[name][1], most=18, mesh_shapes=((3,), (2, 2)))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ORDERS)
 def test_rows_in_another_order_agree_with_the_plain_call_in_every_layout(name):
     check_rule(ORDERS[name][0], ORDERS[name][1], most=18, mesh_shapes=((3,), (2, 2)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shard_cases import (
+from support.sharded_tensors import (
     chunks,
     rank_here,
     refusal,

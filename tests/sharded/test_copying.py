@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from shard_cases import chunks, cut, heard, is_cut_of, numbers, rank_here, refusal, same
+from support.sharded_tensors import chunks, cut, heard, is_cut_of, numbers, rank_here, refusal, same
 from torch import nn
 
 import shardwise as sw

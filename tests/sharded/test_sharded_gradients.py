@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import all_specs, boxes, chunks, gradient, layouts, odd, on_ranks, values
+from support.sharded_operators import (
+    all_specs,
+    boxes,
+    chunks,
+    gradient,
+    layouts,
+    odd,
+    on_ranks,
+    values,
+)
 
 import shardwise as sw
 import shardwise.sharded as sh

@@ -5,8 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from shard_cases import chunks
-from sharded_module_cases import (
+from support.sharded_modules import (
     BAGS,
     CUTS,
     Recommender,
@@ -14,6 +13,7 @@ from sharded_module_cases import (
     refused_on_all,
     whole,
 )
+from support.sharded_tensors import chunks
 from torch import nn
 
 import shardwise as sw

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from operator_cases import (
+from support.rules import heard
+from support.sharded_operators import (
     all_specs,
     boxes,
     check,
@@ -21,7 +22,6 @@ from operator_cases import (
     values,
     whole,
 )
-from rule_cases import heard
 
 import shardwise as sw
 import shardwise.sharded as sh

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from shard_cases import chunks
-from shard_cases import cut as boxes
-from sharded_module_cases import (
+from support.sharded_modules import (
     BAGS,
     Recommender,
     cut,
@@ -12,7 +10,7 @@ from sharded_module_cases import (
     permuted,
     whole,
 )
-from sharded_optimizer_cases import (
+from support.sharded_optimizers import (
     CUTS,
     OPTIMIZERS,
     TARGETS,
@@ -23,6 +21,8 @@ from sharded_optimizer_cases import (
     train,
     uneven,
 )
+from support.sharded_tensors import chunks
+from support.sharded_tensors import cut as boxes
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
 

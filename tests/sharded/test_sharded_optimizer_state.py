@@ -5,21 +5,21 @@ import io
 
 import pytest
 import torch
-from shard_cases import chunks
-from sharded_module_cases import (
+from support.sharded_modules import (
     Recommender,
     cut,
     in_order,
     permuted,
     whole,
 )
-from sharded_optimizer_cases import (
+from support.sharded_optimizers import (
     check,
     expected_after,
     sharded_optimizer,
     train,
     uneven,
 )
+from support.sharded_tensors import chunks
 from torch import nn, optim
 
 import shardwise as sw

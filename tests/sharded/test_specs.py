@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_cases import chunks, cut, is_cut_of, numbers, refusal, shard_at
+from support.sharded_tensors import chunks, cut, is_cut_of, numbers, refusal, shard_at
 from torch.distributed.remote_device import _remote_device
 
 import shardwise as sw

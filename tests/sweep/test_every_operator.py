@@ -1,10 +1,10 @@
 """Every operator of op_db on DTensors, beside torch's; what is found makes docs/op-coverage.md."""
 
 import pytest
-from op_db.entries import entries
-from op_db.expected import check
-from op_db.outcomes import SWEEP, row_of
-from op_db.page import store
+from support.op_db.entries import entries
+from support.op_db.expected import check
+from support.op_db.outcomes import SWEEP, row_of
+from support.op_db.page import store
 
 
 @pytest.mark.parametrize("name", entries())

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from redistribute_cases import BYTES_ONLY, Pair, check_everywhere, moved, numbered, pairs, places
+from support.redistributions import (
+    BYTES_ONLY,
+    Pair,
+    check_everywhere,
+    moved,
+    numbered,
+    pairs,
+    places,
+)
 
 import shardwise as sw
 from shardwise import DeviceMesh

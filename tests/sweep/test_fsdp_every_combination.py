@@ -1,8 +1,8 @@
-"""Every pair of what tests/test_fsdp_*.py show together. For `make sweep`."""
+"""Every pair of what the tests of tests/fsdp show together. For `make sweep`."""
 
 import pytest
 import torch
-from fsdp_models import (
+from support.fsdp_models import (
     FEATURES,
     UNEVEN,
     UNEVEN_SIZES,
@@ -13,7 +13,7 @@ from fsdp_models import (
     columns,
     some_whole,
 )
-from fsdp_rounding import check_rounding
+from support.fsdp_rounding import check_rounding
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 

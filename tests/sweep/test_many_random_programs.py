@@ -1,10 +1,10 @@
-"""As tests/test_random_programs.py, many more and longer ones."""
+"""As tests/models/test_random_programs.py, many more and longer ones."""
 
 import warnings
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program_cases import MESHES, check_program, programs
+from support.random_programs import MESHES, check_program, programs
 
 
 @settings(max_examples=2000)

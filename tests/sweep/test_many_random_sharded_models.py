@@ -1,7 +1,7 @@
-"""As tests/test_fsdp_random.py, many more. For `make sweep`."""
+"""As tests/fsdp/test_random_models.py, many more. For `make sweep`."""
 
-from fsdp_random import cases, check_case
 from hypothesis import given, settings
+from support.fsdp_random import cases, check_case
 
 
 @settings(max_examples=2000)

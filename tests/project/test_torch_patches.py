@@ -1,0 +1,213 @@
+"""What shardwise changes in torch is listed, made once, and can be taken back."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import checkpoint
+
+import shardwise as sw
+from shardwise import optimizers, torch_internals, torch_patches
+from shardwise.parallel import shard_module
+
+
+@pytest.fixture(autouse=True)
+def _installed_afterwards() -> Iterator[None]:
+    yield
+    torch_patches.install()
+
+
+def changed_places() -> dict[str, Any]:
+    """What the patches change, as it is now."""
+    masked, frame = torch_internals.masked_module, torch_internals.CheckpointFrame
+    transforms, vmap = torch_internals.transforms_module, torch_internals.vmap_module
+    return {
+        "apply": inspect.getattr_static(torch.autograd.Function, "apply"),
+        "_add_batch_dim": vmap._add_batch_dim,
+        "_wrap_for_grad": transforms._wrap_for_grad,
+        "_wrap_functional_tensor": transforms._wrap_functional_tensor,
+        "checkpoint": checkpoint._allowed_determinism_checks_to_fns["default"],
+        "save_inputs": frame.save_inputs,
+        "_input_mask": masked._input_mask,
+        "state": inspect.getattr_static(
+            optim.Optimizer, "_process_value_according_to_param_policy"
+        ),
+        "foreach": tuple(map(tuple, torch_internals.foreach_types)),
+        "hooks": tuple(_global_optimizer_pre_hooks.values()),
+        "after": tuple(_global_optimizer_post_hooks.values()),
+        **{kind.__name__: vars(kind).get("step") for kind in optimizers.POINTWISE},
+    }
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is a wrapper of shardwise, whatever name it took over."""
+    return bool(function.__code__.co_filename == optimizers.__file__)
+
+
+def test_no_step_is_wrapped_twice() -> None:
+    for kind in optimizers.POINTWISE:
+        ours = inspect.unwrap(kind.step, stop=is_ours)
+        assert is_ours(ours) and not is_ours(inspect.unwrap(ours.__wrapped__, stop=is_ours))
+
+
+def test_installing_again_changes_nothing() -> None:
+    before = changed_places()
+    torch_patches.install()
+    assert changed_places() == before
+
+
+def test_uninstall_takes_every_change_back_and_install_makes_it_again() -> None:
+    ours = changed_places()
+    torch_patches.uninstall()
+    without = changed_places()
+    assert not torch_patches.is_installed()
+    assert [name for name in ours if ours[name] == without[name]] == []
+    assert all("shardwise" not in str(inspect.getmodule(value)) for value in without.values())
+    steps = [inspect.unwrap(kind.step, stop=is_ours) for kind in optimizers.POINTWISE]
+    assert not any(map(is_ours, steps))
+    torch_patches.uninstall()
+    assert changed_places() == without
+    torch_patches.install()
+    assert [name for name, value in changed_places().items() if value == without[name]] == []
+
+
+def test_every_patch_gives_its_name_and_reason() -> None:
+    assert len(torch_patches.PATCHES) == 10
+    assert all(patch.name and len(patch.reason) > 40 for patch in torch_patches.PATCHES)
+
+
+def test_if_a_patch_fails_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_patches.uninstall()
+    without = changed_places()
+
+    def fail() -> Any:
+        raise RuntimeError("no such place")
+
+    broken = torch_patches.Patch("torch.nowhere", "It is there to fail.", fail)
+    monkeypatch.setattr(torch_patches, "PATCHES", (*torch_patches.PATCHES, broken))
+    with pytest.raises(RuntimeError, match="no such place"):
+        torch_patches.install()
+    assert changed_places() == without
+
+
+def test_a_change_made_by_others_meanwhile_stays() -> None:
+    apply = torch_internals.masked_module._input_mask
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **kwargs)
+
+    torch_internals.masked_module._input_mask = theirs
+    try:
+        torch_patches.uninstall()
+        assert torch_internals.masked_module._input_mask is theirs
+    finally:
+        torch_internals.masked_module._input_mask = apply.__wrapped__
+
+
+def test_an_optimizer_steps_as_before_while_the_patches_are_gone() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = optim.SGD([weight], lr=1.0)
+    for is_installed in (True, False, True):
+        (torch_patches.install if is_installed else torch_patches.uninstall)()
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    assert weight.tolist() == [-2.0] * 3
+
+
+def test_modules_are_named_only_while_somebody_listens() -> None:
+    call = nn.Module.__call__
+    with sw.listen(lambda event: None):
+        assert nn.Module.__call__ is not call
+        torch_patches.uninstall()
+        assert nn.Module.__call__ is call
+        torch_patches.install()
+        assert nn.Module.__call__ is not call
+    assert nn.Module.__call__ is call
+
+
+def test_a_module_call_that_others_have_wrapped_meanwhile_stays() -> None:
+    call, heard = nn.Module.__call__, []
+
+    def theirs(module: nn.Module, *args: Any) -> Any:
+        heard.append(module)
+        return call(module, *args)
+
+    nn.Module.__call__ = theirs
+    try:
+        with sw.listen(lambda event: None):
+            nn.Identity()(torch.ones(1))
+        assert len(heard) == 1
+        assert nn.Module.__call__ is theirs
+    finally:
+        nn.Module.__call__ = call
+
+
+# An optimizer that is made before shardwise is imported is watched as all others are.
+
+EARLY = """
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+model = nn.Linear(4, 4)
+early = optim.{name}(model.parameters(), lr=0.5)
+optim.SGD([torch.ones(1)], lr=0.1), optim.AdamW([torch.ones(1)])  # their steps are hooked now
+
+import shardwise as sw
+from shardwise import Shard
+from shardwise.parallel import shard_module
+
+def train():
+    mesh = sw.init_device_mesh("cpu", (1,), ("tp",))
+    shard_module(model, mesh, {{"weight": {{"tp": Shard(0)}}}})
+    model(torch.ones(2, 4)).sum().backward()
+    try:
+        early.step()
+    except sw.OptimizerError as error:
+        print("refused", error)
+    late = optim.AdamW(model.parameters(), lr=0.5)
+    kinds = []
+    late.register_step_pre_hook(lambda *_: kinds.append(type(model.weight).__name__))
+    late.step()
+    print(kinds, type(late.state[model.weight]["exp_avg"]).__name__)
+
+sw.simulate(train, 1)
+"""
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("name", ["SGD", "Adafactor"])
+def test_an_optimizer_made_before_shardwise_is_imported_is_refused_with_stale_parameters(
+    name: str,
+) -> None:
+    code = EARLY.format(name=name)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    assert run.returncode == 0, run.stderr
+    assert f"refused {name}: expected the parameters that the module has, got weight" in run.stdout
+    assert "['DTensor'] DTensor" in run.stdout
+
+
+def test_a_step_that_fails_leaves_dtensors_and_the_users_hooks_see_them() -> None:
+    def train() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,), ("tp",))
+        model = nn.Linear(4, 4)
+        shard_module(model, mesh, {"weight": {"tp": sw.Shard(0)}})
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(type(model.weight)))
+        optimizer.register_step_post_hook(lambda *_: seen.append(type(model.weight)))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert seen == [sw.DTensor] * 2
+        optimizer.param_groups[0]["momentum"] = "much"
+        with pytest.raises(Exception, match=r"much|str"):
+            optimizer.step()
+        assert type(model.weight) is sw.DTensor
+        assert type(model.weight.grad) is sw.DTensor
+
+    sw.simulate(train, 2)

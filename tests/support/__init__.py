@@ -1,0 +1,1 @@
+"""What tests share: cases, models, references of one process, and fixtures of real ranks."""

@@ -1,0 +1,164 @@
+"""The operators of op_db, their samples, and the forms in which they can be called."""
+
+from __future__ import annotations
+
+import functools
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor
+from shardwise.testing import Sample, distributed
+from support.op_db.cases import ways
+
+MOST_NUMBERS = 4000
+"""Samples with more numbers are left out where there are smaller ones: they show nothing else."""
+
+KINDS = ("float64", "float32", "complex128", "int64", "bool")
+"""The dtypes tried, of those that an operator has; gradients are of float64 and complex128."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One operator of op_db."""
+
+    name: str
+    info: Any
+
+    def kinds(self) -> list[torch.dtype]:
+        """Return the dtypes to try, of those the operator supports."""
+        has = self.info.supported_dtypes("cpu")
+        found = [dtype for kind in KINDS if (dtype := getattr(torch, kind)) in has]
+        return found or sorted(has, key=str)[:1]
+
+    @property
+    def sets_seed(self) -> bool:
+        """Return whether op_db's function sets torch's seed itself, as random operators do."""
+        names: tuple[str, ...] = getattr(getattr(self.info.op, "__code__", None), "co_names", ())
+        return "wrapper_set_seed" in names
+
+    def samples(self, dtype: torch.dtype, most: int) -> list[Call]:
+        """Return at most `most` samples: the first, and others by a fixed seed."""
+        torch.manual_seed(zlib.crc32(self.name.encode()))
+        grad = self.info.supports_autograd and dtype in (torch.float64, torch.complex128)
+        made = list(self.info.sample_inputs("cpu", dtype, requires_grad=grad))
+        calls = [_as_call(self, dtype, at, each) for at, each in enumerate(made)]
+        calls = [each for each in calls if each.sample.tensors()]
+        small = [each for each in calls if each.numbers <= MOST_NUMBERS] or calls[:1]
+        if len(small) <= most:
+            return small
+        picked = random.Random(self.name).sample(range(1, len(small)), most - 1)
+        return [small[0], *(small[at] for at in sorted(picked))]
+
+    def forms(self) -> dict[str, Callable[..., Any]]:
+        """Return the function and its method, operator, in-place and out= forms, if any."""
+        info = self.info
+        found: dict[str, Callable[..., Any]] = {"function": info.op}
+        if info.method_variant is not None and info.method_variant is not info.op:
+            found["method"] = info.method_variant
+        if info.operator_variant is not None:
+            found["operator"] = info.operator_variant
+        if info.inplace_variant is not None:
+            found["in place"] = _on_copy(info.inplace_variant)
+        if info.supports_out:
+            found["out"] = _into_out(info.op)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One sample of an operator, in one of its forms."""
+
+    entry: Entry
+    dtype: torch.dtype
+    number: int
+    """Which of the samples it is."""
+    sample: Sample
+    graded: Callable[[Any], Any]
+    """What of the result has a well-defined gradient, by op_db."""
+    broadcasts: bool
+    """Whether the result is larger than the first input, which then cannot be changed in place."""
+    fn: Callable[..., Any]
+    """What is called."""
+    form: str = "function"
+
+    def in_form(self, form: str) -> Call:
+        """Return the same sample for another form of the operator."""
+        return replace(self, form=form, fn=self.entry.forms()[form])
+
+    def on(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Call the operator with these tensors in place of the sample's own."""
+        args, kwargs = self.sample.filled(tensors)
+        return self.fn(*args, **kwargs)
+
+    @property
+    def numbers(self) -> int:
+        return sum(each.numel() for each in self.sample.tensors())
+
+
+def _as_call(entry: Entry, dtype: torch.dtype, number: int, made: Any) -> Call:
+    sample = Sample(made.input, *made.args, **made.kwargs)
+    return Call(
+        entry,
+        dtype,
+        number,
+        sample,
+        made.output_process_fn_grad,
+        made.broadcasts_input,
+        entry.info.op,
+    )
+
+
+def _on_copy(inplace: Callable[..., Any]) -> Callable[..., Any]:
+    """Apply an in-place function to a copy of its first argument, which may be a leaf."""
+
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        return inplace(first.clone(), *args, **kwargs)
+
+    return call
+
+
+def _into_out(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function with `out=`: zeros of the right shapes, in some layout."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = op(*args, **kwargs)
+        targets = tuple(map(_zeros, made)) if isinstance(made, tuple) else _zeros(made)
+        op(*args, **kwargs, out=targets)
+        return targets
+
+    return call
+
+
+def _zeros(made: torch.Tensor) -> torch.Tensor:
+    if not isinstance(made, DTensor):
+        return torch.zeros_like(made.detach())  # as torch's DTensor lies, if it is one
+    zeros = torch.zeros(made.shape, dtype=made.dtype)
+    mesh = made.layout.mesh
+    options = ways(zeros, mesh.ndim)
+    how = options[zlib.crc32(repr(made.layout).encode()) % len(options)]
+    return distributed(zeros, Layout.from_placements(mesh, zeros.shape, how))
+
+
+@functools.cache
+def entries() -> dict[str, Entry]:
+    """Return every operator of op_db, by name."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found: dict[str, Entry] = {}
+    for info in op_db:
+        variant = info.variant_test_name
+        name = f"{info.name}.{variant}" if variant else info.name
+        assert name not in found, f"op_db has {name} twice"
+        found[name] = Entry(name, info)
+    return found
+
+
+def named(names: Sequence[str]) -> list[Entry]:
+    """Return the entries of these names, or all entries."""
+    return [entries()[name] for name in names] if names else list(entries().values())
