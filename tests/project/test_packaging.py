@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = [pytest.mark.needs("pip"), pytest.mark.needs("setuptools")]  # uv has no pip
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # The files of a checkout that distributions are made of. They are copied, as building leaves files
 # behind and other tests may build at the same time.
