@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Placement, Replicate, Shard
-from shardwise.dispatch.entry import DispatchError
+from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.testing import distributed
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 import torch
 
@@ -158,3 +161,22 @@ def check_replicas(local: torch.Tensor, layout: Layout) -> None:
             f"local_tensor: called Replicate over {', '.join(map(mesh.axis_name, whole))}, "
             f"but the values on ranks {wrong} differ from the first rank's"
         )
+
+
+def differing_ranks(mesh: DeviceMesh, content: Any) -> tuple[list[int], list[int]]:
+    """Return the ranks whose bytes differ from those of the majority, and all other ranks.
+
+    The ranks compare digests: an all_gather of 8 bytes per rank. All ranks of the mesh call it.
+
+    Arguments:
+        content: this rank's bytes, or an object with a buffer of them.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.size() == 1 or mesh.is_abstract or mesh.device_type == "meta":
+        return [], ranks
+    digest = blake2b(content, digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=mesh.device_type)
+    digests = communicator(mesh).all_gather(mine).tolist()
+    common, _ = Counter(digests).most_common(1)[0]
+    others = [rank for rank, each in zip(ranks, digests, strict=True) if each != common]
+    return others, [rank for rank in ranks if rank not in others]

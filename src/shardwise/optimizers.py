@@ -17,7 +17,7 @@ import torch
 from torch import optim
 from torch.autograd.graph import increment_version
 
-from shardwise.copies import linked, outdate
+from shardwise.copies import linked, mark_outdated
 from shardwise.errors import ShardwiseError
 from shardwise.tensor import DTensor, laid_out, wrap
 
@@ -169,7 +169,7 @@ def on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
             for tensor in shards:
                 tensor.__class__ = DTensor
                 if linked.by_memory:
-                    outdate(tensor, type(self).__name__)
+                    mark_outdated(tensor, type(self).__name__)
             _wrap_new_state(self)
             _note_changes(self)
 
@@ -184,7 +184,7 @@ def _note_changes(optimizer: optim.Optimizer) -> None:
             increment_version([each for each in group["params"] if type(each) is DTensor])
         if linked.by_memory:
             for each in group["params"]:
-                outdate(each, type(optimizer).__name__)
+                mark_outdated(each, type(optimizer).__name__)
 
 
 def _shards(optimizer: optim.Optimizer) -> list[Any] | None:

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise import world
-from shardwise.agreement import disagreeing
 from shardwise.errors import ShardwiseError
+from shardwise.local_shards import differing_ranks
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.mesh import init_device_mesh as mesh_of_all_ranks
 
@@ -95,7 +95,7 @@ def check_if_suspect(mesh: DeviceMesh) -> None:
 
 def _divergence(mesh: DeviceMesh) -> str:
     """Which ranks differ, and what to do; nothing if they agree."""
-    others, same = disagreeing(mesh, torch.get_rng_state().numpy())
+    others, same = differing_ranks(mesh, torch.get_rng_state().numpy())
     if not others:
         return ""
     return (

@@ -28,6 +28,7 @@ from shardwise.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.placement import Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local, relabelled
 from shardwise.redistribute.plan import dual
+from shardwise.tensor_state import ensure_state, forget_moves, state_of
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
     TensorBase,
@@ -68,11 +69,11 @@ def unwrap(tensor: DTensor) -> torch.Tensor:
 def severed_by(tensor: torch.Tensor) -> str | None:
     """The operator whose result this is, or is a view of, if torch would have returned a view and
     here it is a copy. Within `as_local()`."""
-    severed: str | None = tensor.__dict__.get("_severed")
-    if severed is None:
+    notes = state_of(tensor)
+    if notes is None or notes.detached_by is None:
         base = base_of(tensor)
-        severed = None if base is None else base.__dict__.get("_severed")
-    return severed
+        notes = None if base is None else state_of(base)
+    return None if notes is None else notes.detached_by
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -320,19 +321,20 @@ class DTensor(torch.Tensor):
                 return local
             with as_local():  # autograd may give one tensor to two leaves
                 local = local.view_as(local)
-        local._is_gradient = True  # what is taken of it must be told when it is added to
+        ensure_state(local).is_gradient = True
         return wrap(local, layout)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             value = laid_out(value, dual(self._layout), "grad")
-            if "_link" in value.__dict__:
+            notes = ensure_state(value)
+            if notes.link is not None:
                 raise LayoutError(
                     "grad: this tensor is a part of another one, and of a dim that was split: what "
                     "backward adds to it would not reach that; clone() it"
                 )
-            value._is_gradient = True  # type: ignore[attr-defined]
+            notes.is_gradient = True
         with as_local():
             TensorBase.grad.__set__(self, value)
 
@@ -340,12 +342,12 @@ class DTensor(torch.Tensor):
     def data(self) -> DTensor:
         """The tensor without its history, sharing memory."""
         if self._layout.partial:  # what was reduced knows nothing of what is written here
-            self._forget_moves()
+            forget_moves(self)
         with as_local():
             result = wrap(TensorBase.data.__get__(self), self._layout)
             severed = severed_by(self)
         if severed is not None:
-            result._severed = severed  # type: ignore[attr-defined]
+            ensure_state(result).detached_by = severed
         return result
 
     @data.setter
@@ -353,16 +355,13 @@ class DTensor(torch.Tensor):
         layout = value._layout if isinstance(value, DTensor) else self._layout
         if not isinstance(value, DTensor):
             value = laid_out(value, layout, "data")
-        self._forget_moves()
+        forget_moves(self)
         with as_local():
             TensorBase.data.__set__(self, value)
         self._layout = layout
 
-    def _forget_moves(self) -> None:
-        """Drop what dispatch keeps of it for other uses; `dispatch.moving` says how."""
-
     def _renew(self) -> None:
-        """Bring it up to date; `copies` says which ones may be out of date, and how."""
+        """Bring it up to date. Only a `ViewCopy` can be out of date, and overrides this."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.Tensor.to`; itself, at once, if it is only asked for the device it is on."""

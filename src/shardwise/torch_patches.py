@@ -26,7 +26,7 @@ from shardwise import optimizers
 from shardwise.comm import trace
 from shardwise.comm.cause import in_module
 from shardwise.copies import as_ordinary, copies_in
-from shardwise.dispatch.functions import apply_to_dtensors
+from shardwise.dispatch.autograd import apply_to_dtensors
 from shardwise.errors import DispatchError
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import (
