@@ -50,16 +50,21 @@ class Link:
     """
 
     def __init__(
-        self, name: str, key: Any, base: DTensor, retake: Callable[[DTensor], DTensor], holds: bool
+        self,
+        name: str,
+        key: Any,
+        original: DTensor,
+        retake: Callable[[DTensor], DTensor],
+        holds: bool,
     ) -> None:
         self.name = name
         """The operator that took the copy."""
         self.key = key
         """The index of the original that gives the copy; None if there is none."""
         self.retake = retake
-        self._base: Callable[[], DTensor | None] = TensorWeakRef(base)
-        self.held = base if holds else None
-        self.memory = _memory_of(base)
+        self._original: Callable[[], DTensor | None] = TensorWeakRef(original)
+        self.held = original if holds else None
+        self.memory = _memory_of(original)
         """The memory of the original. While this reference exists, no other memory has the same
         address."""
         self.records = torch.is_grad_enabled()
@@ -73,14 +78,14 @@ class Link:
         """Whether gradients are recorded for that write."""
         _register(self)
 
-    def base(self) -> DTensor | None:
+    def original(self) -> DTensor | None:
         """Return the original, if it is alive and has the dims and the memory that it had."""
-        base = self._base()
-        return base if base is not None and _address_of(base) == self.memory.cdata else None
+        found = self._original()
+        return found if found is not None and _address_of(found) == self.memory.cdata else None
 
     def cut(self) -> None:
         """Forget the original, which has other dims now."""
-        self._base, self.held = lambda: None, None
+        self._original, self.held = lambda: None, None
 
 
 def link_of(tensor: torch.Tensor) -> Link | None:
@@ -121,17 +126,17 @@ def mark_outdated(tensor: torch.Tensor, name: str) -> None:
     """Mark the copies of a tensor's memory as out of date, because operator `name` writes to it."""
     for link in _links_to(_address_of(tensor)):
         link.outdated_by = name
-        link.held = link.base()  # needed to take the copy again
+        link.held = link.original()  # needed to take the copy again
 
 
 def mark_gradients_outdated(name: str) -> None:
     """Mark the copies of gradients as out of date, because `name` adds to gradients unseen."""
     for memory in list(linked.by_memory):
         for link in _links_to(memory):
-            base = link.base()
-            notes = None if base is None else state_of(base)
-            if base is not None and notes is not None and notes.is_gradient:
-                mark_outdated(base, name)
+            original = link.original()
+            notes = None if original is None else state_of(original)
+            if original is not None and notes is not None and notes.is_gradient:
+                mark_outdated(original, name)
 
 
 def has_other_dims(tensor: DTensor) -> None:
@@ -140,7 +145,7 @@ def has_other_dims(tensor: DTensor) -> None:
     Its copies can neither be taken again nor be written back.
     """
     for link in _links_to(_address_of(tensor)):
-        if link.base() is tensor:
+        if link.original() is tensor:
             link.cut()
 
 
@@ -163,13 +168,13 @@ class ViewCopy(DTensor):
     def _renew(self) -> None:
         """Take the copy again, if the original was written to since."""
         copy, link = self._copy, self._link
-        base = link.base()
-        if type(base) is ViewCopy:
-            base._renew()
+        original = link.original()
+        if type(original) is ViewCopy:
+            original._renew()
         by = link.outdated_by
         if by is None:
             return
-        if base is None:
+        if original is None:
             raise DispatchError(
                 f"this tensor is the result of {format_operator(link.name)}, of which torch would "
                 "return a view, but the dim was split and so it is a copy. The original was "
@@ -180,7 +185,7 @@ class ViewCopy(DTensor):
         mark_outdated(copy, by)
         # The history is that of the original now, whether or not gradients are recorded here.
         with torch.set_grad_enabled(link.records):
-            made = link.retake(base)
+            made = link.retake(original)
             with as_local():
                 # A leaf has no history, whatever it is a part of.
                 is_leaf = copy.is_leaf and copy.requires_grad
@@ -230,12 +235,12 @@ def format_operator(name: str) -> str:
 
 
 def link(
-    result: Any, base: Any, retake: Callable[[DTensor], Any], keys: Sequence[Any] = ()
+    result: Any, original: Any, retake: Callable[[DTensor], Any], keys: Sequence[Any] = ()
 ) -> None:
     """Link the detached copies among the results of a call to their original.
 
     Arguments:
-        base: the original.
+        original: the tensor that torch would return views of.
         retake: makes the results again, of the original.
         keys: the indices that give the results, for copies that were marked without one.
     """
@@ -250,13 +255,13 @@ def link(
             key = keys[number]
         # A view keeps its original alive. While gradients are recorded, that would double the
         # saved memory; but another copy may be all that is left of its own original.
-        holds = link_of(base) is not None or not each.requires_grad
-        notes.link = Link(name, key, base, _nth(retake, number), holds)
+        holds = link_of(original) is not None or not each.requires_grad
+        notes.link = Link(name, key, original, _nth(retake, number), holds)
         each.__class__ = ViewCopy
 
 
 def _nth(retake: Callable[[DTensor], Any], number: int) -> Callable[[DTensor], DTensor]:
-    return lambda base: list(tensors_in(retake(base)))[number]  # type: ignore[return-value]
+    return lambda original: list(tensors_in(retake(original)))[number]  # type: ignore[return-value]
 
 
 def _mark_view(tensor: DTensor, copy: ViewCopy) -> DTensor:
@@ -273,12 +278,12 @@ def is_copy(tensor: Any) -> bool:
     return notes is not None and notes.link is not None and notes.viewed_copy is None
 
 
-def is_up_to_date(copy: Any, base: DTensor, key: Any) -> bool:
-    """Tell whether a tensor is the copy of `base[key]`, and nothing was written since."""
+def is_up_to_date(copy: Any, original: DTensor, key: Any) -> bool:
+    """Tell whether a tensor is the copy of `original[key]`, and nothing was written since."""
     link = link_of(copy) if is_copy(copy) else None
     if link is None or link.outdated_by is not None:
         return False
-    return link.base() is base and type(link.key) is type(key) and bool(link.key == key)
+    return link.original() is original and type(link.key) is type(key) and bool(link.key == key)
 
 
 # ---- calls with copies
@@ -313,14 +318,14 @@ def as_ordinary(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
 
 def _write_back(tensor: ViewCopy) -> None:
     link, copy = tensor._link, tensor._copy
-    base = link.base()
+    original = link.original()
     link.is_written = False
-    assert base is not None, "`note_write` saw it before the call"
+    assert original is not None, "`note_write` saw it before the call"
     with as_local():
         value = wrap(copy.view_as(copy), copy._layout)  # an ordinary DTensor
     link.outdated_by = "__setitem__"  # it stays so if the write is refused, as to a leaf
     with torch.set_grad_enabled(link.is_write_recorded):
-        base[link.key] = value
+        original[link.key] = value
     link.outdated_by = None
 
 
@@ -359,8 +364,8 @@ def note_write(target: Any) -> bool:
 
 def _can_write_back(target: Any) -> bool:
     link = link_of(target)
-    base = None if link is None else link.base()
-    if link is None or link.key is None or base is None:
+    original = None if link is None else link.original()
+    if link is None or link.key is None or original is None:
         return False
     copy = ensure_state(target).viewed_copy
     if copy is not None:
@@ -370,5 +375,5 @@ def _can_write_back(target: Any) -> bool:
             if base_of(target) is not (copy if of_copy is None else of_copy):
                 return False
     with as_local():
-        is_copy = severed_by(base) is not None
-    return not is_copy or _can_write_back(base)
+        is_copy = severed_by(original) is not None
+    return not is_copy or _can_write_back(original)

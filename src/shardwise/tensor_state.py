@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-ATTRIBUTE = "_shardwise"
+ATTRIBUTE = "_tensor_state"
 """The attribute of a tensor that holds its state. The hot path of dispatch tests for it only."""
 
 
