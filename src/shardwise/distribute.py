@@ -275,7 +275,7 @@ def _move_inputs(flat: list[Any], in_placements: Any, redistribute_inputs: bool)
             if arg._layout is not layout:
                 if not redistribute_inputs:
                     raise LayoutError(
-                        f"in_placements[{at}]: expected an input that lies {layout!r}, got "
+                        f"in_placements[{at}]: expected an input of layout {layout!r}, got "
                         f"{arg._layout!r}; pass redistribute_inputs=True, or move it before"
                     )
                 arg = arg.redistribute(placements=wanted)

@@ -77,8 +77,8 @@ class LocalTypes:
                 kind = _GRADIENTS[type(placement).__name__]
                 raise LayoutError(
                     f"{argument}: {placement} on axis {self.mesh.axis_name(axis)} has gradients "
-                    f"{kind}, got {gradient}; a local tensor has one type, which also says how its "
-                    "gradient lies. Let func include what makes the two differ"
+                    f"{kind}, got {gradient}; the type of a local tensor also determines its "
+                    "gradient. Let func include the operation that makes the two differ"
                 )
             types[mesh_axis] = found
         self._spmd.assert_type(local, types)

@@ -121,9 +121,9 @@ class ProtocolField:
 
     def __set__(self, tensor: Any, value: Any) -> None:
         # Before it loads, torch copies the fields to the tensor that replaces one without memory.
-        if value != (here := self.__get__(tensor)):
+        if value != (expected := self.__get__(tensor)):
             raise LayoutError(
-                f"{self._name}: expected {here}, which follows from how the tensor lies; got "
+                f"{self._name}: expected {expected}, which follows from the tensor's layout; got "
                 f"{value!r}"
             )
 

@@ -28,7 +28,7 @@ from shardwise.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.placement import Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local, relabelled
 from shardwise.redistribute.plan import dual
-from shardwise.tensor_state import ensure_state, forget_moves, state_of
+from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
     TensorBase,
@@ -71,11 +71,12 @@ def severed_by(tensor: torch.Tensor) -> str | None:
 
     None for an ordinary tensor. Runs within `as_local()`.
     """
-    notes = state_of(tensor)
-    if notes is None or notes.detached_by is None:
+    # Every in-place operator runs this: `state_of`, without its frames.
+    notes = tensor.__dict__.get(ATTRIBUTE)
+    if type(notes) is not TensorState or notes.detached_by is None:
         base = base_of(tensor)
-        notes = None if base is None else state_of(base)
-    return None if notes is None else notes.detached_by
+        notes = None if base is None else base.__dict__.get(ATTRIBUTE)
+    return notes.detached_by if type(notes) is TensorState else None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What the library notes on a tensor: one `TensorState`, absent on ordinary tensors.
+"""The notes that the library keeps on a tensor: one `TensorState`, absent on ordinary tensors.
 
 Plain tensors carry one too: the base of a view, the result of a gather, a tensor that enters
 several modules. Two kinds of notes are elsewhere. The layout of a DTensor is an attribute of its
@@ -95,8 +95,8 @@ class _LeafMoves(threading.local):
     def __init__(self) -> None:
         self.of_parameters: dict[Any, tuple[torch.Tensor, int]] = {}
         self.of_inputs: dict[Any, tuple[torch.Tensor, int]] = {}
-        """Of leaves that are no parameters. A program may make new ones forever and never run a
-        backward, so fewer are kept."""
+        """The same for leaves that are no parameters. A program may make new ones forever and never
+        run a backward, so fewer are kept."""
 
     def clear(self) -> None:
         """Forget all of this thread."""

@@ -30,11 +30,12 @@ from shardwise.dispatch.errors import clearer_error, error_on_global_shapes
 from shardwise.dispatch.planner import by_position, by_torchs_names, plan
 from shardwise.dispatch.state import add_to_cache
 from shardwise.dispatch.state import state as _state
-from shardwise.dispatch.writes import check_writable, is_detached_copy
+from shardwise.dispatch.writes import check_writable
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.rules import foreach
 from shardwise.rules.registry import Known, RuleError, lookup, name_of
 from shardwise.tensor import DTensor, tensors_in
+from shardwise.tensor_state import ATTRIBUTE
 from shardwise.torch_internals import OpOverload, as_local, is_autograd_excluded, locally
 
 _Tensor = torch.Tensor
@@ -141,7 +142,7 @@ def dispatch(
 
 def _link_copies(result: Any, func: Any, args: Args, kwargs: Kwargs, call: CachedCall) -> None:
     """Link the results that are detached copies to the tensor that torch would return views of."""
-    if not any(is_detached_copy(each) for each in tensors_in(result)):
+    if not any(ATTRIBUTE in each.__dict__ for each in tensors_in(result)):
         return
     path = call.tensors[0]
     without = replaced_at(args, kwargs, path, None)

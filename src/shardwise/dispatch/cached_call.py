@@ -121,7 +121,7 @@ class CachedCall:
         if self.needs_plain or self.single is None:
             return GENERAL
         if self.moves:
-            only_grads = all(how.source is how.target for _, how in self.moves)
+            only_grads = all(move.source is move.target for _, move in self.moves)
             return ONLY_GRADS_MOVE if only_grads else GENERAL
         return NEW_RESULT if self.takes_only_dtensors and not self.is_inplace else ON_SHARDS
 
@@ -132,8 +132,8 @@ class CachedCall:
         with as_local():
             positional: list[Any] = list(args)
             keywords = dict(kwargs)
-            for path, how in self.moves:
-                replace(positional, keywords, path, partial(moved, how=how, operator=self.name))
+            for path, move in self.moves:
+                replace(positional, keywords, path, partial(moved, move=move, operator=self.name))
             if self.needs_plain:
                 for path in self.tensors:
                     replace(positional, keywords, path, _as_plain)
@@ -151,10 +151,10 @@ class CachedCall:
         positional: list[Any] = list(args)
         keywords = dict(kwargs) if kwargs else kwargs
         with as_local():
-            for path, how in self.moves:
+            for path, move in self.moves:
                 at: Any = path[0]
                 container: Any = keywords if type(at) is str else positional
-                container[at] = moved(container[at], how, self.name)
+                container[at] = moved(container[at], move, self.name)
             if self.needs_plain:
                 for path in self.tensors:
                     at = path[0]
@@ -323,7 +323,7 @@ class PartialReuseCall(CachedCall):
 
     def _is_worse_than(self, other: CachedCall) -> bool:
         """Tell whether another call leaves less to reduce, and communicates nothing either."""
-        if any(estimate(how.source, how.target) for _, how in other.moves):
+        if any(estimate(move.source, move.target) for _, move in other.moves):
             return False
         return _pending_axes(other) < _pending_axes(self)
 

@@ -46,7 +46,7 @@ class FallbackCall(CachedCall):
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         if self.moves:
-            _report_fallback(self.name, [how.source for _, how in self.moves])
+            _report_fallback(self.name, [move.source for _, move in self.moves])
         return super().__call__(args, kwargs)
 
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
@@ -73,10 +73,9 @@ def _report_fallback(name: str, layouts: Sequence[Layout]) -> None:
     state.fallbacks[name] = state.fallbacks.get(name, 0) + 1
     if state.fallback == "replicate":
         return
-    lies = ", ".join(map(repr, layouts))
     text = (
-        f"{name} has no rule for inputs that lie so: {lies}; they are made whole and every rank "
-        "computes all of it"
+        f"{name} has no rule for inputs of these layouts: {', '.join(map(repr, layouts))}; they "
+        "are replicated and every rank computes the whole result"
     )
     if state.fallback == "error":
         raise PolicyError(

@@ -103,6 +103,7 @@ def is_slice(source: Layout, target: Layout) -> bool:
 
 
 def _contributes(source: Layout, target: Layout) -> bool | None:
+    """Return `InputMove.contributes`."""
     pending = dict(target.partial)
     is_fill = source.mesh is target.mesh and source is dual(target)
     if not is_fill or set(pending.values()) != {"sum"}:
@@ -112,13 +113,14 @@ def _contributes(source: Layout, target: Layout) -> bool | None:
 
 
 def _slices(source: Layout, target: Layout) -> tuple[slice, ...] | None:
+    """Return `InputMove.slices`, for a move that is a slice."""
     if source.mesh.get_coordinate() is None or target.is_cut:
         return None
     before, after = source.box(), target.box()
     return None if after.is_empty else after.within(before).slices
 
 
-def moved(tensor: torch.Tensor, how: InputMove, operator: str) -> torch.Tensor:
+def moved(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Tensor:
     """Move an input of a call; return the local tensor that the call needs.
 
     Forward: the move. Backward: the gradients of all uses are summed, then moved back once.
@@ -128,57 +130,57 @@ def moved(tensor: torch.Tensor, how: InputMove, operator: str) -> torch.Tensor:
         operator: the name of the called operator, for messages.
     """
     if state.heard is not None:
-        state.heard.append((tensor, how))
+        state.heard.append((tensor, move))
     needs_grad = _is_grad_enabled() and _requires_grad(tensor)
-    if how.is_enter and not needs_grad:
+    if move.is_enter and not needs_grad:
         return tensor  # only a gradient would move
-    if how.stages is not None:
-        reduced, entered = how.stages
-        return moved(moved(tensor, reduced, operator), entered, operator)
+    if move.stages is not None:
+        reduction, enter = move.stages
+        return moved(moved(tensor, reduction, operator), enter, operator)
     # All ranks must agree on what is shared: moving its gradients back is a collective.
     is_shared = (
         type(tensor) is DTensor
-        and (how.is_kept or (how.is_slice if needs_grad else state.keeps_gathers))
+        and (move.is_kept or (move.is_slice if needs_grad else state.keeps_gathers))
         and not _is_inference(tensor)  # it has no version that would reveal changes
     )
     # A leaf must not hold a tensor whose graph leads back to it (see `leaf_moves`).
-    makes_sums = how.source.partial and not how.target.partial and not how.used_on
-    remembers = is_shared and makes_sums and not (needs_grad and _is_leaf(tensor))
+    reduces = move.source.partial and not move.target.partial and not move.used_on
+    keeps_reduced = is_shared and reduces and not (needs_grad and _is_leaf(tensor))
     if is_shared:
-        found = _shared(tensor, how, needs_grad)
+        found = _shared(tensor, move, needs_grad)
         if found is not None:
-            if remembers:
+            if keeps_reduced:
                 remember_reduced(tensor, found, needs_grad)  # type: ignore[arg-type]
             return found
     if state.explicit:
-        _refuse_communication(how, tensor.dtype, operator)
+        _refuse_communication(move, tensor.dtype, operator)
     if needs_grad:
-        if not how.is_linear:
+        if not move.is_linear:
             raise LayoutError(
-                f"{operator}: a pending reduction of {how.source!r} has no gradient, as it is not "
+                f"{operator}: a pending reduction of {move.source!r} has no gradient, as it is not "
                 "linear; detach() the tensor first"
             )
-        gather = _gather_to_pass(tensor) if how.is_enter else None
+        gather = _skippable_gather(tensor) if move.is_enter else None
         if gather is None:
-            result = apply_pair(tensor, how.pair, _own_part(tensor, how))
+            result = apply_pair(tensor, move.pair, _own_part(tensor, move))
         else:
-            result = apply_use(tensor, gather, how.used_on)
-    elif how.slices is not None:
-        return tensor[how.slices]
-    elif how.contributes is not None:
-        return tensor if how.contributes else torch.zeros_like(tensor)
+            result = apply_use(tensor, gather, move.used_on)
+    elif move.slices is not None:
+        return tensor[move.slices]
+    elif move.contributes is not None:
+        return tensor if move.contributes else torch.zeros_like(tensor)
     else:
-        result = _run(tensor, how)
+        result = _run(tensor, move)
     if is_shared:
-        if makes_sums:
-            result = wrap(result, how.target)  # so that it can keep moves of its own
-        _share(tensor, how, needs_grad, result)
-    if remembers:
+        if reduces:
+            result = wrap(result, move.target)  # so that it can keep moves of its own
+        _share(tensor, move, needs_grad, result)
+    if keeps_reduced:
         remember_reduced(tensor, result, needs_grad)  # type: ignore[arg-type]
     return result
 
 
-def _gather_to_pass(tensor: torch.Tensor) -> Any:
+def _skippable_gather(tensor: torch.Tensor) -> Any:
     """Return the gather that made a tensor, if the gradient of the tensor may be skipped.
 
     It may not be skipped if a hook or `retain_grad` looks at it.
@@ -200,37 +202,37 @@ def check_gradient(tensor: DTensor, what: str) -> None:
     if getattr(gather_of(tensor), "is_passed", False):
         raise LayoutError(
             f"{what}: this tensor was gathered, and then used beside shards: its gradient is "
-            "never made, as it goes to the pieces in one reduce-scatter. Take that of the tensor "
-            "that was gathered, or of tensor.view_as(tensor) which is used instead; hooks and "
-            "retain_grad() before the first use are fine"
+            "never complete, because one reduce-scatter sums it directly into the shards. Take the "
+            "gradient of the tensor that was gathered, or use tensor.view_as(tensor) instead and "
+            "take its gradient; hooks and retain_grad() before the first use are fine"
         )
 
 
-def _own_part(tensor: torch.Tensor, how: InputMove) -> Pending[torch.Tensor] | None:
+def _own_part(tensor: torch.Tensor, move: InputMove) -> Pending[torch.Tensor] | None:
     """Return the result of a move that needs no communication: a slice, or a contribution.
 
     It is an alias of the tensor but no view to autograd: it may be kept for other uses, and must
     then show writes that the version of the tensor does not reveal, such as those through `data`.
     """
-    if how.contributes is not None:
-        return Pending.done(tensor.detach() if how.contributes else torch.zeros_like(tensor))
-    if how.slices is None or how.is_enter:
+    if move.contributes is not None:
+        return Pending.done(tensor.detach() if move.contributes else torch.zeros_like(tensor))
+    if move.slices is None or move.is_enter:
         return None
-    return Pending.done(tensor.detach()[how.slices].detach())
+    return Pending.done(tensor.detach()[move.slices].detach())
 
 
-def _run(tensor: torch.Tensor, how: InputMove) -> torch.Tensor:
+def _run(tensor: torch.Tensor, move: InputMove) -> torch.Tensor:
     with torch.no_grad():
-        return how.pair.forward.run(unwrap(tensor) if type(tensor) is DTensor else tensor)
+        return move.pair.forward.run(unwrap(tensor) if type(tensor) is DTensor else tensor)
 
 
 _MOST_OF_PARAMETERS = 4096
 _MOST_OF_INPUTS = 64
 
 
-def _shared(tensor: Any, how: InputMove, needs_grad: bool) -> torch.Tensor | None:
+def _shared(tensor: Any, move: InputMove, needs_grad: bool) -> torch.Tensor | None:
     """Return the moved version of a tensor that an earlier use made, if it is still valid."""
-    key = how.keys[needs_grad]
+    key = move.keys[needs_grad]
     owner, notes = tensor, tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
     if type(notes) is TensorState and notes.alias_of is not None:
         owner = notes.alias_of
@@ -245,9 +247,9 @@ def _shared(tensor: Any, how: InputMove, needs_grad: bool) -> torch.Tensor | Non
     return found[0]  # type: ignore[no-any-return]
 
 
-def _share(tensor: Any, how: InputMove, needs_grad: bool, result: torch.Tensor) -> None:
+def _share(tensor: Any, move: InputMove, needs_grad: bool, result: torch.Tensor) -> None:
     """Keep the moved version of a tensor for later uses."""
-    key = how.keys[needs_grad]
+    key = move.keys[needs_grad]
     notes = state_of(tensor)
     owner = tensor if notes is None or notes.alias_of is None else notes.alias_of
     if not (needs_grad and _is_leaf(owner)):
@@ -271,11 +273,12 @@ def _moves_of_leaf(leaf: torch.Tensor) -> dict[Any, Any]:
     return leaf_moves.of_parameters if is_parameter else leaf_moves.of_inputs
 
 
-def _refuse_communication(how: InputMove, dtype: torch.dtype, operator: str) -> None:
-    plan = plan_redistribute(how.source, how.target, dtype)
+def _refuse_communication(move: InputMove, dtype: torch.dtype, operator: str) -> None:
+    """Refuse a move that communicates, within `sw.explicit()`."""
+    plan = plan_redistribute(move.source, move.target, dtype)
     if not any(step.communicates for step in plan.moves):
         return
-    wanted = ", ".join(map(repr, how.target.placements))
+    wanted = ", ".join(map(repr, move.target.placements))
     raise PolicyError(
         f"{operator}: within explicit(), but an input must move to fit:\n{plan.explain()}\n"
         f"Say so: x.redistribute(placements=[{wanted}])"

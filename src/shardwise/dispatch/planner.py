@@ -100,9 +100,9 @@ def _by_rule(
     if spec.may_fail:
         run = fail_on_all_ranks(name, run, choice.here)
     moves = [
-        (paths[at], how)
-        for at, how in zip(order, _input_moves(layouts, choice), strict=True)
-        if how is not None
+        (paths[at], move)
+        for at, move in zip(order, _input_moves(layouts, choice), strict=True)
+        if move is not None
     ]
     moves_first = bool(
         moves and moves[0][0] == paths[order[0]] and moves[0][1].source is not moves[0][1].target
@@ -274,8 +274,8 @@ def _without_rule(
             moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
             if _is_written(func, path):
                 raise DispatchError(
-                    f"{name}: it writes to a tensor that lies as {source!r}, and has no rule: on "
-                    "whole inputs it would write to a copy. Register a rule with "
+                    f"{name}: it has no rule and writes to a tensor of layout {source!r}: on "
+                    "replicated inputs it would write to a copy. Register a rule with "
                     "sw.register_rule, redistribute the tensor to Replicate(), or write to "
                     "x.to_local(), this rank's piece"
                 )

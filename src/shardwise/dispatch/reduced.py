@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.tensor import DTensor
-from shardwise.tensor_state import ensure_state, state_of
+from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state
 from shardwise.torch_internals import TensorBase, locally, top_saved_tensors_hooks, version_of
 
 _requires_grad = TensorBase.requires_grad.__get__
@@ -26,7 +26,10 @@ def remember_reduced(tensor: Any, result: DTensor, has_grad: bool) -> None:
     hooks = _hooks(True)
     # A weak reference: the hooks of a region lead to its inputs, and so back to the tensor.
     region = None if hooks is None else weakref.ref(hooks[0])
-    ensure_state(tensor).reduced = result, has_grad, version_of(tensor), region
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `ensure_state`, mostly without its frame
+    if type(notes) is not TensorState:
+        notes = ensure_state(tensor)
+    notes.reduced = result, has_grad, version_of(tensor), region
 
 
 def find_reduced(tensor: Any) -> DTensor | None:
@@ -34,8 +37,8 @@ def find_reduced(tensor: Any) -> DTensor | None:
 
     The answer is the same on every rank: whether something is alive does not influence it.
     """
-    notes = state_of(tensor)
-    if notes is None or notes.reduced is None:
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
+    if type(notes) is not TensorState or notes.reduced is None:
         return None
     result, has_grad, version, region = notes.reduced
     if version != locally(version_of, (), (tensor,)):
