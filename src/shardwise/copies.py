@@ -375,5 +375,5 @@ def _can_write_back(target: Any) -> bool:
             if base_of(target) is not (copy if of_copy is None else of_copy):
                 return False
     with as_local():
-        is_copy = severed_by(original) is not None
-    return not is_copy or _can_write_back(original)
+        is_detached = severed_by(original) is not None
+    return not is_detached or _can_write_back(original)

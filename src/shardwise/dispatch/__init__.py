@@ -18,7 +18,7 @@ from shardwise.comm.cause import is_running, running
 from shardwise.copies import ViewCopy, as_ordinary, copies_in, link
 from shardwise.copies import linked as _linked
 from shardwise.dispatch import autograd, scalars  # noqa: F401 (register their handlers)
-from shardwise.dispatch.arguments import Args, Kwargs, get, replaced_at, tensor_paths
+from shardwise.dispatch.arguments import Args, Kwargs, argument_at, tensor_paths, with_argument_at
 from shardwise.dispatch.cached_call import (
     NEW_RESULT,
     ON_SHARDS,
@@ -145,13 +145,13 @@ def _link_copies(result: Any, func: Any, args: Args, kwargs: Kwargs, call: Cache
     if not any(ATTRIBUTE in each.__dict__ for each in tensors_in(result)):
         return
     path = call.tensors[0]
-    without = replaced_at(args, kwargs, path, None)
+    without = with_argument_at(args, kwargs, path, None)
 
     def retake(base: DTensor) -> Any:
-        given, keywords = replaced_at(*without, path, base)
+        given, keywords = with_argument_at(*without, path, base)
         return dispatch(DTensor, func, (), given, keywords)
 
-    link(result, get(args, kwargs, path), retake, call.keys)
+    link(result, argument_at(args, kwargs, path), retake, call.keys)
 
 
 def _is_below_autograd() -> bool:
@@ -174,7 +174,7 @@ def _find_or_plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) ->
         parts.append(name)
         parts.append(_key_part(arg, ignores_numbers))
     if known is not None and known.by_dtype:
-        parts += [get(args, kwargs, path).dtype for path in tensor_paths(args, kwargs)]
+        parts += [argument_at(args, kwargs, path).dtype for path in tensor_paths(args, kwargs)]
     key = tuple(parts)
     try:
         call: CachedCall | None = _state.entries.get(key)
@@ -237,7 +237,7 @@ def _plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs, key: Any) 
 
 
 def _has_plain(args: Args, kwargs: Kwargs) -> bool:
-    tensors = (get(args, kwargs, path) for path in tensor_paths(args, kwargs))
+    tensors = (argument_at(args, kwargs, path) for path in tensor_paths(args, kwargs))
     return any(type(each) is not DTensor for each in tensors)
 
 

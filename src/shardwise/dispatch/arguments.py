@@ -18,14 +18,14 @@ from shardwise.tensor import DTensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-Path = tuple[int | str, ...]
+ArgPath = tuple[int | str, ...]
 """The path to a tensor among arguments: position or keyword, then positions in nested lists."""
 
 
 # ---- paths
 
 
-def tensor_paths(args: Args, kwargs: Kwargs) -> Iterator[Path]:
+def tensor_paths(args: Args, kwargs: Kwargs) -> Iterator[ArgPath]:
     """Yield the paths to the tensors of a call."""
     for at, arg in enumerate(args):
         yield from _paths_in(arg, (at,))
@@ -33,7 +33,7 @@ def tensor_paths(args: Args, kwargs: Kwargs) -> Iterator[Path]:
         yield from _paths_in(arg, (name,))
 
 
-def _paths_in(value: Any, path: Path) -> Iterator[Path]:
+def _paths_in(value: Any, path: ArgPath) -> Iterator[ArgPath]:
     if isinstance(value, torch.Tensor):
         yield path
     elif isinstance(value, list | tuple):
@@ -41,7 +41,7 @@ def _paths_in(value: Any, path: Path) -> Iterator[Path]:
             yield from _paths_in(each, (*path, at))
 
 
-def get(args: Args, kwargs: Kwargs, path: Path) -> Any:
+def argument_at(args: Args, kwargs: Kwargs, path: ArgPath) -> Any:
     """Return the argument at a path."""
     first, *rest = path
     value: Any = kwargs[first] if isinstance(first, str) else args[first]
@@ -50,15 +50,15 @@ def get(args: Args, kwargs: Kwargs, path: Path) -> Any:
     return value
 
 
-def replaced_at(args: Args, kwargs: Kwargs, path: Path, value: Any) -> tuple[Args, Kwargs]:
+def with_argument_at(args: Args, kwargs: Kwargs, path: ArgPath, value: Any) -> tuple[Args, Kwargs]:
     """Return the arguments with another value at a path."""
     positional, keywords = list(args), dict(kwargs)
-    replace(positional, keywords, path, lambda _: value)
+    replace_argument(positional, keywords, path, lambda _: value)
     return tuple(positional), keywords
 
 
-def replace(
-    positional: list[Any], keywords: Kwargs, path: Path, change: Callable[[Any], Any]
+def replace_argument(
+    positional: list[Any], keywords: Kwargs, path: ArgPath, change: Callable[[Any], Any]
 ) -> None:
     """Replace the argument at a path by what `change` makes of it; nested lists are copied."""
     first, *rest = path
@@ -111,7 +111,7 @@ def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
 # ---- checks
 
 
-def check_dense(name: str, tensors: Sequence[torch.Tensor]) -> None:
+def check_dense_arguments(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Refuse sparse plain tensors: no layout describes their pieces."""
     for tensor in tensors:
         if tensor.layout != torch.strided:

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.arguments import Args, Kwargs, Path, get, replace, replaced_at
+from shardwise.dispatch.arguments import (
+    ArgPath,
+    Args,
+    Kwargs,
+    argument_at,
+    replace_argument,
+    with_argument_at,
+)
 from shardwise.dispatch.moving import InputMove, moved
 from shardwise.dispatch.reduced import find_reduced
 from shardwise.dispatch.writes import check_writable, mark_severed
@@ -86,8 +93,8 @@ class CachedCall:
         self,
         name: str,
         run: Callable[..., Any],
-        tensors: list[Path],
-        moves: list[tuple[Path, InputMove]],
+        tensors: list[ArgPath],
+        moves: list[tuple[ArgPath, InputMove]],
         layouts: tuple[Layout, ...],
         *,
         needs_plain: bool = False,
@@ -133,10 +140,12 @@ class CachedCall:
             positional: list[Any] = list(args)
             keywords = dict(kwargs)
             for path, move in self.moves:
-                replace(positional, keywords, path, partial(moved, move=move, operator=self.name))
+                replace_argument(
+                    positional, keywords, path, partial(moved, move=move, operator=self.name)
+                )
             if self.needs_plain:
                 for path in self.tensors:
-                    replace(positional, keywords, path, _as_plain)
+                    replace_argument(positional, keywords, path, _as_plain)
             if self.is_inplace:
                 target = args[0] if args else kwargs["input"]
                 check_writable(self.name, target)
@@ -267,7 +276,7 @@ class PartialReuseCall(CachedCall):
     def __init__(
         self,
         call: CachedCall,
-        partial_inputs: list[Path],
+        partial_inputs: list[ArgPath],
         plan: Callable[[Args, Kwargs], CachedCall],
     ) -> None:
         super().__init__(
@@ -304,14 +313,14 @@ class PartialReuseCall(CachedCall):
             first, last = self._first_and_last
             if ATTRIBUTE not in args[first].__dict__ and ATTRIBUTE not in args[last].__dict__:
                 return None
-        found = [find_reduced(get(args, kwargs, path)) for path in self._partial_inputs]
+        found = [find_reduced(argument_at(args, kwargs, path)) for path in self._partial_inputs]
         key = tuple([None if each is None else each._layout for each in found])
         alternative = self._alternatives.get(key)
         if alternative is None and key in self._alternatives:
             return None
         for path, each in zip(self._partial_inputs, found, strict=True):
             if each is not None:
-                args, kwargs = replaced_at(args, kwargs, path, each)
+                args, kwargs = with_argument_at(args, kwargs, path, each)
         if alternative is None:
             other = self._plan(args, kwargs) if any(key) else self
             alternative = self._alternatives[key] = other if self._is_worse_than(other) else None

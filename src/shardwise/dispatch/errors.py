@@ -16,7 +16,7 @@ import torch
 
 from shardwise.comm import carries_values, communicator
 from shardwise.comm.cause import running
-from shardwise.dispatch.arguments import Args, Kwargs, get, tensor_paths
+from shardwise.dispatch.arguments import Args, Kwargs, argument_at, tensor_paths
 from shardwise.errors import DispatchError, ShardwiseError
 from shardwise.rules.registry import handler, name_of
 from shardwise.rules.spec import Here
@@ -229,7 +229,7 @@ def _run_on_substitutes(
 
 
 def _format_call(func: Any, args: Args, kwargs: Kwargs) -> str:
-    tensors = [get(args, kwargs, path) for path in tensor_paths(args, kwargs)]
+    tensors = [argument_at(args, kwargs, path) for path in tensor_paths(args, kwargs)]
     operands = [
         repr(each._layout) if isinstance(each, DTensor) else f"a plain {tuple(each.shape)}"
         for each in tensors

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.arguments import Args, Kwargs, Path
+from shardwise.dispatch.arguments import ArgPath, Args, Kwargs
 from shardwise.dispatch.cached_call import CachedCall
 from shardwise.dispatch.moving import InputMove
 from shardwise.dispatch.state import state
@@ -36,8 +36,8 @@ class FallbackCall(CachedCall):
         self,
         name: str,
         run: Any,
-        paths: list[Path],
-        moves: list[tuple[Path, InputMove]],
+        paths: list[ArgPath],
+        moves: list[tuple[ArgPath, InputMove]],
         mesh: DeviceMesh,
     ) -> None:
         super().__init__(name, run, paths, moves, (), needs_plain=True)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from shardwise.dispatch.arguments import (
+    ArgPath,
     Args,
     Kwargs,
-    Path,
-    check_dense,
+    argument_at,
+    check_dense_arguments,
     check_plain,
     common_mesh,
-    get,
     layout_of,
     tensor_paths,
 )
@@ -53,9 +53,9 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> CachedCa
     if numbers:
         return CompositeCall(name, call_with_numbers(func, numbers))
     paths = list(tensor_paths(args, kwargs))
-    tensors = [get(args, kwargs, path) for path in paths]
+    tensors = [argument_at(args, kwargs, path) for path in paths]
     mesh = common_mesh(name, tensors)
-    check_dense(name, tensors)
+    check_dense_arguments(name, tensors)
     check_plain(name, tensors, mesh)
     spec = None
     if known is not None and known.rule is not None:
@@ -72,7 +72,7 @@ def _by_rule(
     known: Known | None,
     name: str,
     spec: Spec,
-    paths: list[Path],
+    paths: list[ArgPath],
     tensors: list[torch.Tensor],
     mesh: DeviceMesh,
     args: Args,
@@ -249,7 +249,7 @@ def _without_rule(
     func: Any,
     known: Known | None,
     name: str,
-    paths: list[Path],
+    paths: list[ArgPath],
     tensors: list[torch.Tensor],
     mesh: DeviceMesh,
     args: Args,
@@ -282,7 +282,7 @@ def _without_rule(
     return FallbackCall(name, func, paths, moves, mesh)
 
 
-def _is_written(func: Any, path: Path) -> bool:
+def _is_written(func: Any, path: ArgPath) -> bool:
     """Tell from its schema or its name whether a function writes to an argument."""
     if not isinstance(func, OpOverload):
         return path[0] == 0 and _is_inplace(func)

@@ -25,7 +25,7 @@ class CacheInfo(NamedTuple):
     most_entries: int
 
 
-class State(threading.local):
+class DispatchState(threading.local):
     """The policies and the planned calls of one thread."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class State(threading.local):
         self.entries.clear()  # planned calls may now need a check, or be forbidden
 
 
-state = State()
+state = DispatchState()
 
 
 def cache_info() -> CacheInfo:
