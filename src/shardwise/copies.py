@@ -35,13 +35,13 @@ class _Linked(threading.local):
     """The links of one thread, by the memory of the originals."""
 
     def __init__(self) -> None:
-        self.by_memory: dict[int, list[weakref.ref[Link]]] = {}
+        self.by_memory: dict[int, list[weakref.ref[CopyLink]]] = {}
 
 
 linked = _Linked()
 
 
-class Link:
+class CopyLink:
     """The link from a copy to the tensor that it was taken of, its original.
 
     Arguments:
@@ -88,17 +88,17 @@ class Link:
         self._original, self.held = lambda: None, None
 
 
-def link_of(tensor: torch.Tensor) -> Link | None:
+def link_of(tensor: torch.Tensor) -> CopyLink | None:
     """Return the link of a copy, or of a view of one; None for any other tensor."""
     notes = state_of(tensor)
     return None if notes is None else notes.link
 
 
-def _register(link: Link) -> None:
+def _register(link: CopyLink) -> None:
     table, address = linked.by_memory, link.memory.cdata
     links = table.setdefault(address, [])
 
-    def forget(which: weakref.ref[Link]) -> None:
+    def forget(which: weakref.ref[CopyLink]) -> None:
         links.remove(which)
         if not links and table.get(address) is links:
             del table[address]
@@ -114,7 +114,7 @@ def _address_of(tensor: torch.Tensor) -> int:
     return storage_id(locally(_storage_of, (), (tensor,)))
 
 
-def _links_to(memory: int) -> list[Link]:
+def _links_to(memory: int) -> list[CopyLink]:
     found = (each() for each in linked.by_memory.get(memory, ()))
     return [link for link in found if link is not None]
 
@@ -156,7 +156,7 @@ class ViewCopy(DTensor):
     """A DTensor that is a copy where torch would return a view, or a view of such a copy."""
 
     @property
-    def _link(self) -> Link:
+    def _link(self) -> CopyLink:
         return ensure_state(self).link  # type: ignore[no-any-return]
 
     @property
@@ -256,7 +256,7 @@ def link(
         # A view keeps its original alive. While gradients are recorded, that would double the
         # saved memory; but another copy may be all that is left of its own original.
         holds = link_of(original) is not None or not each.requires_grad
-        notes.link = Link(name, key, original, _nth(retake, number), holds)
+        notes.link = CopyLink(name, key, original, _nth(retake, number), holds)
         each.__class__ = ViewCopy
 
 

@@ -60,7 +60,7 @@ class TensorState:
         """The index of the original that gives such a copy, if one does. Set beside `detached_by`;
         read by `view_copy.link_copies`."""
         self.link: Any = None
-        """The `Link` from such a copy, or a view of one, to the original. Set and read by
+        """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
         `view_copy`; ends when `data` is assigned."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
