@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
@@ -127,7 +126,7 @@ def _by_rule(
         for before, after, at in zip(layouts, choice.inputs, order, strict=True)
         if before.partial and after.partial and type(tensors[at]) is DTensor
     ]
-    plan_again = functools.partial(plan, func, known)
+    plan_again = partial(plan, func, known)
     return PartialReuseCall(call, partial_inputs, plan_again) if partial_inputs else call
 
 
