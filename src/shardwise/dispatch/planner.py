@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
@@ -43,6 +44,25 @@ from shardwise.tensor import DTensor
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local, schema_of
 
 
+@dataclass(frozen=True, slots=True)
+class _NewCall:
+    """A call to plan."""
+
+    func: Any
+    known: Known | None
+    name: str
+    args: Args
+    paths: list[ArgPath]
+    """The paths to the tensors among its arguments."""
+    tensors: list[torch.Tensor]
+    mesh: DeviceMesh
+
+    @property
+    def outplace(self) -> Callable[..., Any] | None:
+        """The out-of-place form of an in-place function that has a rule; else None."""
+        return None if self.known is None else self.known.outplace
+
+
 def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> CachedCall:
     """Plan a call: by its rule, as a composite of other calls, or as a fallback."""
     name = name_of(func)
@@ -61,41 +81,28 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> CachedCa
         spec = known.rule(*args, **kwargs)
     if callable(spec):
         return CompositeCall(name, spec)
-    if spec is not None:
-        return _by_rule(func, known, name, spec, paths, tensors, mesh, args)
-    return _without_rule(func, known, name, paths, tensors, mesh, args, kwargs)
+    new = _NewCall(func, known, name, args, paths, tensors, mesh)
+    return _plan_without_rule(new) if spec is None else _plan_by_rule(new, spec)
 
 
-def _by_rule(
-    func: Any,
-    known: Known | None,
-    name: str,
-    spec: Spec,
-    paths: list[ArgPath],
-    tensors: list[torch.Tensor],
-    mesh: DeviceMesh,
-    args: Args,
-) -> CachedCall:
+def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
+    name, paths, tensors, outplace = new.name, new.paths, new.tensors, new.outplace
     order = _match_inputs(name, spec, tensors)
-    layouts = [layout_of(tensor, mesh) for tensor, _ in spec.inputs]
-    outplace = None if known is None else known.outplace
+    layouts = [layout_of(tensor, new.mesh) for tensor, _ in spec.inputs]
     is_inplace = outplace is not None
     if is_inplace:
-        if not isinstance(args[0], DTensor) and all(each.is_replicated for each in layouts):
-            return CompositeCall(name, _on_replicas(func))
-        check_target(name, args[0])
-    choice = choose(spec, layouts, mesh, keeps=layouts[0] if is_inplace else None)
+        if not isinstance(new.args[0], DTensor) and all(each.is_replicated for each in layouts):
+            return CompositeCall(name, _on_replicas(new.func))
+        check_target(name, new.args[0])
+    choice = choose(spec, layouts, new.mesh, keeps=layouts[0] if is_inplace else None)
     if choice is None:
         assert outplace is not None, "only a result with a given layout can be impossible"
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
-    run = func
     lowered = None if spec.lower is None else spec.lower(choice.here)
-    if lowered is not None:
-        if outplace is not None and not spec.writes:
-            return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
-        run = lowered
-    run_needs_plain = _is_python(func) if lowered is None else _needs_plain(lowered)
-    run = check_dtype_on_empty_shards(func, run, choice.here)
+    if lowered is not None and outplace is not None and not spec.writes:
+        return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
+    run = new.func if lowered is None else lowered
+    run = check_dtype_on_empty_shards(new.func, run, choice.here)
     if spec.may_fail:
         run = fail_on_all_ranks(name, run, choice.here)
     moves = [
@@ -106,6 +113,7 @@ def _by_rule(
     moves_first = bool(
         moves and moves[0][0] == paths[order[0]] and moves[0][1].source is not moves[0][1].target
     )
+    run_needs_plain = _is_python(new.func) if lowered is None else _needs_plain(lowered)
     call = CachedCall(
         name,
         run,
@@ -126,8 +134,9 @@ def _by_rule(
         for before, after, at in zip(layouts, choice.inputs, order, strict=True)
         if before.partial and after.partial and type(tensors[at]) is DTensor
     ]
-    plan_again = partial(plan, func, known)
-    return PartialReuseCall(call, partial_inputs, plan_again) if partial_inputs else call
+    if not partial_inputs:
+        return call
+    return PartialReuseCall(call, partial_inputs, partial(plan, new.func, new.known))
 
 
 def _on_replicas(func: Any) -> Callable[..., Any]:
@@ -244,41 +253,33 @@ def _names_of_first(rule: Any) -> tuple[str, ...]:
 # ---- operators without a rule
 
 
-def _without_rule(
-    func: Any,
-    known: Known | None,
-    name: str,
-    paths: list[ArgPath],
-    tensors: list[torch.Tensor],
-    mesh: DeviceMesh,
-    args: Args,
-    kwargs: Kwargs,
-) -> CachedCall:
-    """Plan a call without a rule: by the functions it is made of, or on replicated inputs."""
-    copy = decomposed(func)
+def _plan_without_rule(new: _NewCall) -> CachedCall:
+    """Plan a call by the functions it is made of, out of place, or on replicated inputs."""
+    name, mesh = new.name, new.mesh
+    copy = decomposed(new.func)
     if copy is not None:
         return CompositeCall(name, copy)
-    outplace = None if known is None else known.outplace
+    outplace = new.outplace
     if outplace is None:
-        outplace = _outplace(func)
+        outplace = _outplace(new.func)
         if outplace is not None:
-            check_target(name, args[0])
+            check_target(name, new.args[0])
     if outplace is not None:
-        run = compute_then_copy(name, outplace, layout_of(args[0], mesh))
+        run = compute_then_copy(name, outplace, layout_of(new.args[0], mesh))
         return CompositeCall(name, run)
     moves = []
-    for path, tensor in zip(paths, tensors, strict=True):
+    for path, tensor in zip(new.paths, new.tensors, strict=True):
         source = layout_of(tensor, mesh)
         if not source.is_replicated:
             moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
-            if _is_written(func, path):
+            if _is_written(new.func, path):
                 raise DispatchError(
                     f"{name}: it has no rule and writes to a tensor of layout {source!r}: on "
                     "replicated inputs it would write to a copy. Register a rule with "
                     "sw.register_rule, redistribute the tensor to Replicate(), or write to "
                     "x.to_local(), this rank's piece"
                 )
-    return FallbackCall(name, func, paths, moves, mesh)
+    return FallbackCall(name, new.func, new.paths, moves, mesh)
 
 
 def _is_written(func: Any, path: ArgPath) -> bool:
