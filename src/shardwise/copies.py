@@ -1,13 +1,12 @@
-"""Copies that stand for views.
+"""Write-back copies that emulate views of split dims.
 
-Of a split dim, `x[1:3]` must move rows: where torch would return a view, here it is a copy. It is
-kept as a view would be: what is written to it is written to the tensor it was taken of, at once,
-and if that was written to since, the copy is taken again when it is used next. Both are moves that
-every rank makes at the same place of the program. Where no index says what it is a copy of, as of a
-diagonal, writing to it is refused.
+`x[1:3]` of a split dim must move rows: where torch would return a view, the result is a copy. It
+behaves as a view would. A write to the copy is written back to the original at once. After a write
+to the original, the copy is taken again when it is used next. Both are moves that every rank makes
+at the same point of the program. Writes are refused if no index gives the copy, as for a diagonal.
 
-Such a copy is a DTensor of a class of its own, so that calls without any pay nothing. Within a call
-it is an ordinary one.
+Such a copy has a class of its own, `ViewCopy`, so that calls without copies pay nothing. During a
+call it is an ordinary DTensor.
 """
 
 from __future__ import annotations
@@ -23,62 +22,83 @@ from torch.utils.weak import TensorWeakRef
 
 from shardwise.errors import DispatchError
 from shardwise.tensor import DTensor, severed_by, tensors_in, wrap
+from shardwise.tensor_state import ensure_state, state_of
 from shardwise.torch_internals import TensorBase, as_local, base_of, locally, storage_id
 
 _storage_of = TensorBase.untyped_storage
 
 
+# ---- the link from a copy to its original
+
+
 class _Linked(threading.local):
-    """The links of one thread, by the memory of what the copies were taken of."""
+    """The links of one thread, by the memory of the originals."""
 
     def __init__(self) -> None:
-        self.by_memory: dict[int, list[weakref.ref[Link]]] = {}
+        self.by_memory: dict[int, list[weakref.ref[CopyLink]]] = {}
 
 
 linked = _Linked()
 
 
-class Link:
-    """What ties a copy to the tensor that it was taken of."""
+class CopyLink:
+    """The link from a copy to the tensor that it was taken of, its original.
+
+    Arguments:
+        retake: takes the copy again, of the original.
+        holds: whether to keep the original alive, as a view does.
+    """
 
     def __init__(
-        self, name: str, key: Any, base: DTensor, again: Callable[[DTensor], DTensor], holds: bool
+        self,
+        name: str,
+        key: Any,
+        original: DTensor,
+        retake: Callable[[DTensor], DTensor],
+        holds: bool,
     ) -> None:
         self.name = name
-        """The operator that took it."""
+        """The operator that took the copy."""
         self.key = key
-        """What it is of the tensor, as an index; None if no index says it."""
-        self.again = again
-        """Takes it again."""
-        self._viewed: Callable[[], DTensor | None] = TensorWeakRef(base)
-        self.held = base if holds else None
-        self.memory = _memory_of(base)
-        """Of the tensor; while this is held no other memory has its address."""
+        """The index of the original that gives the copy; None if there is none."""
+        self.retake = retake
+        self._original: Callable[[], DTensor | None] = TensorWeakRef(original)
+        self.held = original if holds else None
+        self.memory = _memory_of(original)
+        """The memory of the original. While this reference exists, no other memory has the same
+        address."""
         self.records = torch.is_grad_enabled()
-        """Whether gradients were recorded when it was taken: so they are when it is again."""
+        """Whether gradients were recorded when the copy was taken: so they are when it is taken
+        again."""
         self.outdated_by: str | None = None
-        """What wrote to the tensor since."""
+        """The operator that has written to the original since."""
         self.is_written = False
-        """Whether the call that is under way writes to the copy."""
+        """Whether the current call writes to the copy."""
         self.is_write_recorded = False
-        """Whether gradients are recorded where it does."""
+        """Whether gradients are recorded for that write."""
         _register(self)
 
-    def base(self) -> DTensor | None:
-        """The tensor, if it is still there, with the dims and the memory that it had."""
-        base = self._viewed()
-        return base if base is not None and _address_of(base) == self.memory.cdata else None
+    def original(self) -> DTensor | None:
+        """Return the original, if it is alive and has the dims and the memory that it had."""
+        found = self._original()
+        return found if found is not None and _address_of(found) == self.memory.cdata else None
 
     def cut(self) -> None:
-        """Say that the tensor has other dims now."""
-        self._viewed, self.held = lambda: None, None
+        """Forget the original, which has other dims now."""
+        self._original, self.held = lambda: None, None
 
 
-def _register(link: Link) -> None:
+def link_of(tensor: torch.Tensor) -> CopyLink | None:
+    """Return the link of a copy, or of a view of one; None for any other tensor."""
+    notes = state_of(tensor)
+    return None if notes is None else notes.link
+
+
+def _register(link: CopyLink) -> None:
     table, address = linked.by_memory, link.memory.cdata
     links = table.setdefault(address, [])
 
-    def forget(which: weakref.ref[Link]) -> None:
+    def forget(which: weakref.ref[CopyLink]) -> None:
         links.remove(which)
         if not links and table.get(address) is links:
             del table[address]
@@ -94,81 +114,93 @@ def _address_of(tensor: torch.Tensor) -> int:
     return storage_id(locally(_storage_of, (), (tensor,)))
 
 
-def _links_to(memory: int) -> list[Link]:
+def _links_to(memory: int) -> list[CopyLink]:
     found = (each() for each in linked.by_memory.get(memory, ()))
     return [link for link in found if link is not None]
 
 
-def outdate(tensor: torch.Tensor, name: str) -> None:
-    """Say that `name` writes to a tensor: what was copied of its memory is out of date."""
+# ---- writes to an original
+
+
+def mark_outdated(tensor: torch.Tensor, name: str) -> None:
+    """Mark the copies of a tensor's memory as out of date, because operator `name` writes to it."""
     for link in _links_to(_address_of(tensor)):
         link.outdated_by = name
-        link.held = link.base()  # to take it again
+        link.held = link.original()  # needed to take the copy again
 
 
-def outdate_gradients(name: str) -> None:
-    """Say that `name` writes to gradients, unseen."""
+def mark_gradients_outdated(name: str) -> None:
+    """Mark the copies of gradients as out of date, because `name` adds to gradients unseen."""
     for memory in list(linked.by_memory):
         for link in _links_to(memory):
-            base = link.base()
-            if base is not None and "_is_gradient" in base.__dict__:
-                outdate(base, name)
+            original = link.original()
+            notes = None if original is None else state_of(original)
+            if original is not None and notes is not None and notes.is_gradient:
+                mark_outdated(original, name)
 
 
 def has_other_dims(tensor: DTensor) -> None:
-    """Say that a tensor's dims were changed in place: nothing can be taken of it again as it was,
-    nor written to it."""
+    """Cut the links to a tensor whose dims were changed in place.
+
+    Its copies can neither be taken again nor be written back.
+    """
     for link in _links_to(_address_of(tensor)):
-        if link.base() is tensor:
+        if link.original() is tensor:
             link.cut()
 
 
-class ViewCopy(DTensor):
-    """A DTensor that is a copy where torch would have returned a view, or a view of such a one."""
+# ---- the copies
 
-    _link: Link
+
+class ViewCopy(DTensor):
+    """A DTensor that is a copy where torch would return a view, or a view of such a copy."""
+
+    @property
+    def _link(self) -> CopyLink:
+        return ensure_state(self).link  # type: ignore[no-any-return]
+
+    @property
+    def _copy(self) -> DTensor:
+        """The copy itself, if this tensor is a view of it."""
+        copy = ensure_state(self).viewed_copy
+        return self if copy is None else copy  # type: ignore[return-value]
 
     def _renew(self) -> None:
-        """Take the copy again, if what it was taken of was written to since."""
-        owner, link = self._owner, self._link
-        base = link.base()
-        if type(base) is ViewCopy:
-            base._renew()
+        """Take the copy again, if the original was written to since."""
+        copy, link = self._copy, self._link
+        original = link.original()
+        if type(original) is ViewCopy:
+            original._renew()
         by = link.outdated_by
         if by is None:
             return
-        if base is None:
+        if original is None:
             raise DispatchError(
-                f"this tensor is the result of {shown(link.name)}, of which torch would return a "
-                "view, but the dim was split and so it is a copy. The original was changed since, "
-                f"by {by}, and is gone, or has other dims or memory: the copy cannot be taken "
-                "again. Keep the original, or clone() the part before it changes"
+                f"this tensor is the result of {format_operator(link.name)}, of which torch would "
+                "return a view, but the dim was split and so it is a copy. The original was "
+                f"changed since, by {by}, and is gone, or has other dims or memory: the copy "
+                "cannot be taken again. Keep the original, or clone() the part before it changes"
             )
         link.outdated_by = None
-        outdate(owner, by)
-        # The history is that of what is there now, whether or not gradients are recorded here.
+        mark_outdated(copy, by)
+        # The history is that of the original now, whether or not gradients are recorded here.
         with torch.set_grad_enabled(link.records):
-            made = link.again(base)
+            made = link.retake(original)
             with as_local():
                 # A leaf has no history, whatever it is a part of.
-                is_leaf = owner.is_leaf and owner.requires_grad
-                torch.Tensor.copy_(owner.detach() if is_leaf else owner, made)
-
-    @property
-    def _owner(self) -> DTensor:
-        """The copy itself, of a view of it."""
-        return self.__dict__.get("_copy", self)  # type: ignore[no-any-return]
+                is_leaf = copy.is_leaf and copy.requires_grad
+                torch.Tensor.copy_(copy.detach() if is_leaf else copy, made)
 
     @property
     def data(self) -> DTensor:
         """The tensor without its history, sharing memory."""
         self._renew()
-        return alias(DTensor.data.__get__(self), self)
+        return _mark_view(DTensor.data.__get__(self), self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        for name in ("_link", "_copy", "_severed", "_key"):  # it is no part of another any more
-            self.__dict__.pop(name, None)
+        notes = ensure_state(self)  # it is no part of another tensor any more
+        notes.link = notes.viewed_copy = notes.detached_by = notes.key = None
         self.__class__ = DTensor  # type: ignore[assignment]
         self.data = value
 
@@ -186,60 +218,84 @@ class ViewCopy(DTensor):
         return super().__reduce_ex__(protocol)
 
     def __create_chunk_list__(self) -> list[Any]:
-        raise DispatchError(  # it is asked for by those who load, not by those who save
-            f"torch.distributed.checkpoint: this tensor is the result of {shown(self._link.name)}, "
-            "of which torch would return a view, but the dim was split and so it is a copy: what "
-            "is loaded into it would not reach the original. Load into the original, or into a "
-            "clone() of the part, and copy_() that"
+        raise DispatchError(  # torch asks for it when it loads, not when it saves
+            "torch.distributed.checkpoint: this tensor is the result of "
+            f"{format_operator(self._link.name)}, of which torch would return a view, but the dim "
+            "was split and so it is a copy: what is loaded into it would not reach the original. "
+            "Load into the original, or into a clone() of the part, and copy_() that"
         )
 
 
-_SHOWN = {"__getitem__": "indexing"}
+_PLAIN_NAMES = {"__getitem__": "indexing"}
 
 
-def shown(name: str) -> str:
-    """How a message calls an operator that returns views."""
-    return _SHOWN.get(name, name)
+def format_operator(name: str) -> str:
+    """Return the name by which messages call an operator that returns views."""
+    return _PLAIN_NAMES.get(name, name)
 
 
-def alias(tensor: DTensor, copy: DTensor) -> DTensor:
-    """Say that a tensor shares memory with a copy."""
-    tensor._link = copy._link  # type: ignore[attr-defined]
-    tensor._copy = copy.__dict__.get("_copy", copy)  # type: ignore[attr-defined]
+def link(
+    result: Any, original: Any, retake: Callable[[DTensor], Any], keys: Sequence[Any] = ()
+) -> None:
+    """Link the detached copies among the results of a call to their original.
+
+    Arguments:
+        original: the tensor that torch would return views of.
+        retake: makes the results again, of the original.
+        keys: the indices that give the results, for copies that were marked without one.
+    """
+    for number, each in enumerate(tensors_in(result)):
+        notes = state_of(each)
+        if type(each) is not DTensor or notes is None:
+            continue
+        name, key = notes.detached_by, notes.key
+        if name is None or notes.link is not None:
+            continue
+        if key is None and keys:
+            key = keys[number]
+        # A view keeps its original alive. While gradients are recorded, that would double the
+        # saved memory; but another copy may be all that is left of its own original.
+        holds = link_of(original) is not None or not each.requires_grad
+        notes.link = CopyLink(name, key, original, _nth(retake, number), holds)
+        each.__class__ = ViewCopy
+
+
+def _nth(retake: Callable[[DTensor], Any], number: int) -> Callable[[DTensor], DTensor]:
+    return lambda original: list(tensors_in(retake(original)))[number]  # type: ignore[return-value]
+
+
+def _mark_view(tensor: DTensor, copy: ViewCopy) -> DTensor:
+    """Make a tensor that shares memory with a copy a view of that copy."""
+    notes = ensure_state(tensor)
+    notes.link, notes.viewed_copy = copy._link, copy._copy
     tensor.__class__ = ViewCopy
     return tensor
 
 
-def link(result: Any, base: Any, again: Callable[[DTensor], Any], keys: Sequence[Any] = ()) -> None:
-    """Tie the copies among results to the tensor they were taken of.
-
-    Arguments:
-        again: makes the results again, of that tensor.
-        keys: the indices that give them, unless those that made the copies said so.
-    """
-    for number, each in enumerate(tensors_in(result)):
-        if type(each) is DTensor and "_severed" in each.__dict__ and "_link" not in each.__dict__:
-            name, key = each.__dict__["_severed"], each.__dict__.get("_key")
-            if key is None and keys:
-                key = keys[number]
-            # As a view, it keeps the tensor. While gradients are recorded that would double what is
-            # saved for them; but another copy may be all that is left of the tensor itself.
-            holds = "_link" in base.__dict__ or not each.requires_grad
-            each._link = Link(name, key, base, _nth(again, number), holds)  # type: ignore[attr-defined]
-            each.__class__ = ViewCopy
+def is_copy(tensor: Any) -> bool:
+    """Tell whether a tensor is a copy itself, and not a view of one."""
+    notes = state_of(tensor)
+    return notes is not None and notes.link is not None and notes.viewed_copy is None
 
 
-def _nth(again: Callable[[DTensor], Any], number: int) -> Callable[[DTensor], DTensor]:
-    return lambda base: list(tensors_in(again(base)))[number]  # type: ignore[return-value]
+def is_up_to_date(copy: Any, original: DTensor, key: Any) -> bool:
+    """Tell whether a tensor is the copy of `original[key]`, and nothing was written since."""
+    link = link_of(copy) if is_copy(copy) else None
+    if link is None or link.outdated_by is not None:
+        return False
+    return link.original() is original and type(link.key) is type(key) and bool(link.key == key)
+
+
+# ---- calls with copies
 
 
 def copies_in(*values: Any) -> list[ViewCopy]:
-    """The copies among arguments."""
+    """List the copies among arguments."""
     return [each for each in tensors_in(values) if type(each) is ViewCopy]
 
 
 def as_ordinary(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
-    """Make a call with copies as a call with ordinary DTensors."""
+    """Make a call in which these copies are ordinary DTensors; then write back what it wrote."""
     for each in copies:
         each._renew()
     for each in copies:
@@ -248,7 +304,7 @@ def as_ordinary(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
         result = run()
     except BaseException:
         for each in copies:
-            each._link.is_written = False
+            ensure_state(each).link.is_written = False
         raise
     finally:
         for each in copies:
@@ -256,74 +312,68 @@ def as_ordinary(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
     for each in copies:
         if each._link.is_written:
             _write_back(each)
-    _find_aliases(result, copies)
+    _mark_views(result, copies)
     return result
 
 
-def _write_back(copy: ViewCopy) -> None:
-    link, base = copy._link, copy._link.base()
+def _write_back(tensor: ViewCopy) -> None:
+    link, copy = tensor._link, tensor._copy
+    original = link.original()
     link.is_written = False
-    assert base is not None, "seen before the call"
-    owner = copy._owner
+    assert original is not None, "`note_write` saw it before the call"
     with as_local():
-        value = wrap(owner.view_as(owner), owner._layout)  # no copy of the tensor's any more
-    link.outdated_by = "__setitem__"  # should that be refused, as of a leaf, it is as it was
+        value = wrap(copy.view_as(copy), copy._layout)  # an ordinary DTensor
+    link.outdated_by = "__setitem__"  # it stays so if the write is refused, as to a leaf
     with torch.set_grad_enabled(link.is_write_recorded):
-        base[link.key] = value
+        original[link.key] = value
     link.outdated_by = None
 
 
-def _find_aliases(result: Any, copies: list[ViewCopy]) -> None:
+def _mark_views(result: Any, copies: list[ViewCopy]) -> None:
+    """Find the results that share memory with a copy, and make them views of it."""
     for each in tensors_in(result):
-        if type(each) is not DTensor or "_link" in each.__dict__:
+        if type(each) is not DTensor or link_of(each) is not None:
             continue
         memory = _address_of(each)
         sharing = [copy for copy in copies if _address_of(copy) == memory]
         if sharing:
-            # Parts that were moved at once share memory too. What takes several tensors and returns
-            # views, as broadcast_tensors, leaves the first element where it was.
+            # Parts that were moved together share memory, too. Operators that take several tensors
+            # and return views, such as broadcast_tensors, keep the address of the first element.
             first = _first_of(each)
-            alias(each, next((copy for copy in sharing if _first_of(copy) == first), sharing[0]))
+            _mark_view(
+                each, next((copy for copy in sharing if _first_of(copy) == first), sharing[0])
+            )
 
 
 def _first_of(tensor: torch.Tensor) -> int:
     return locally(TensorBase.data_ptr, (), (tensor,))  # type: ignore[no-any-return]
 
 
-def writes_through(target: Any) -> bool:
-    """Whether what is written to a copy, or to a view of one, reaches what it was taken of."""
-    reaches = _reaches(target)
-    if reaches:
-        target._link.is_written = True
-        target._link.is_write_recorded = torch.is_grad_enabled()
-    return reaches
+def note_write(target: Any) -> bool:
+    """Note that the current call writes to a copy, or to a view of one.
 
-
-def _reaches(target: Any) -> bool:
-    link: Link | None = target.__dict__.get("_link")
-    base = None if link is None else link.base()
-    if link is None or link.key is None or base is None:
+    Returns whether the write can be written back to the original; if not, nothing is noted.
+    """
+    if not _can_write_back(target):
         return False
-    copy = target.__dict__.get("_copy", target)
-    if copy is not target:
-        # What is no view to autograd, as the result of detach(), has a history of its own.
+    link = ensure_state(target).link
+    link.is_written = True
+    link.is_write_recorded = torch.is_grad_enabled()
+    return True
+
+
+def _can_write_back(target: Any) -> bool:
+    link = link_of(target)
+    original = None if link is None else link.original()
+    if link is None or link.key is None or original is None:
+        return False
+    copy = ensure_state(target).viewed_copy
+    if copy is not None:
+        # A tensor that is no view to autograd, as the result of detach(), has its own history.
         with as_local():
             of_copy = base_of(copy)
             if base_of(target) is not (copy if of_copy is None else of_copy):
                 return False
     with as_local():
-        is_copy = severed_by(base) is not None
-    return not is_copy or _reaches(base)
-
-
-def is_copy(tensor: Any) -> bool:
-    """Whether a tensor is a copy itself, and no view of one."""
-    return "_link" in tensor.__dict__ and "_copy" not in tensor.__dict__
-
-
-def is_up_to_date(copy: Any, base: DTensor, key: Any) -> bool:
-    """Whether a tensor is a copy of just this part, and nothing was written since."""
-    if not is_copy(copy) or copy._link.outdated_by is not None:
-        return False
-    link: Link = copy._link
-    return link.base() is base and type(link.key) is type(key) and bool(link.key == key)
+        is_detached = severed_by(original) is not None
+    return not is_detached or _can_write_back(original)

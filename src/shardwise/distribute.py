@@ -1,4 +1,5 @@
-"""Making DTensors of plain tensors and modules, and running local functions on them."""
+"""`distribute_tensor`, `distribute_module` and `local_map`: DTensors of plain tensors and modules,
+and functions of local tensors that run on DTensors."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
     shard_order: Any = None,
 ) -> DTensor:
-    """A DTensor of a tensor that one rank, or every rank, has whole.
+    """Make a DTensor of a tensor that one rank, or every rank, has whole.
 
     Arguments:
         tensor: a leaf. On ranks other than the source only its shape and dtype count.
-        device_mesh: where it should lie.
-        placements: how; whole by default.
-        src_data_rank: the position, along every axis, of the rank whose data it becomes; None
-            lets each rank take its piece of what it has, without communication.
+        device_mesh: the mesh of the result.
+        placements: one per axis of the mesh; all `Replicate()` by default.
+        src_data_rank: the position, along every axis, of the rank whose data is distributed; None
+            lets each rank take its shard of its own tensor, without communication.
         shard_order: for each dim that several axes split, those axes outer to inner.
     """
     mesh = as_mesh(device_mesh)
@@ -71,15 +72,15 @@ def distribute_tensor(
             if not mesh.is_abstract:
                 local = whole.new_empty(layout.local_shape())
         elif src_data_rank is None:
-            local = _own_piece(whole, layout)
+            local = _own_shard(whole, layout)
         else:
-            local = _sent_piece(whole, layout, _as_source(src_data_rank, mesh))
+            local = _scatter_shard(whole, layout, _as_source(src_data_rank, mesh))
         result = wrap(local, layout)
     result.requires_grad = tensor.requires_grad
     return result
 
 
-def _own_piece(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _own_shard(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     local: torch.Tensor = redistribute_local(whole, Layout(layout.mesh, layout.shape), layout)
     shares = local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     return local.clone() if shares else local
@@ -95,10 +96,10 @@ def _as_source(src_data_rank: int, mesh: DeviceMesh) -> int:
     return source
 
 
-def _sent_piece(whole: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
-    """Scatter over the axes that split it, from the source; then broadcast over the others.
+def _scatter_shard(whole: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
+    """Scatter from the source over the axes that split the tensor; then broadcast over the others.
 
-    A pending sum is the source's data there, and zero elsewhere: a broadcast and no gather.
+    In a pending sum, the source contributes its data and the other ranks zeros.
     """
     mesh = layout.mesh
     place = mesh.get_coordinate()
@@ -140,13 +141,13 @@ def distribute_module(
 
     Arguments:
         partition_fn: called with each submodule's name, the submodule and the mesh; it makes its
-            parameters DTensors. What it leaves alone is replicated; a parameter tied to another
-            stays tied to it.
+            parameters DTensors. Parameters that it leaves plain are replicated; tied parameters
+            stay tied.
         input_fn: called with the module, the tuple of its inputs and the mesh before each forward.
         output_fn: called with the module, its outputs and the mesh after each forward.
     """
     mesh = as_mesh(device_mesh)
-    homes = [
+    slots = [
         (parameter, submodule, key)
         for submodule in module.modules()
         for key, parameter in own_parameters(submodule).items()
@@ -156,7 +157,7 @@ def distribute_module(
         for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter, submodule, key in homes:
+    for parameter, submodule, key in slots:
         now = own_parameters(submodule).get(key)
         if isinstance(now, DTensor):
             made[parameter] = now
@@ -165,14 +166,20 @@ def distribute_module(
     for submodule in module.modules():
         _replicate(submodule, mesh, made)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda it, inputs: input_fn(it, inputs, mesh))
+        module.register_forward_pre_hook(lambda module, inputs: input_fn(module, inputs, mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda it, inputs, outputs: output_fn(it, outputs, mesh))
+        module.register_forward_hook(
+            lambda module, inputs, outputs: output_fn(module, outputs, mesh)
+        )
     return module
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Make DTensors of what is none yet; `made` is what plain parameters have become."""
+    """Replicate the parameters and buffers of a module that are still plain.
+
+    Arguments:
+        made: the DTensor that each plain parameter has become; new ones are added.
+    """
     for name, parameter in list(own_parameters(module).items()):
         if parameter is not None and not isinstance(parameter, DTensor):
             if parameter not in made:
@@ -195,21 +202,21 @@ def local_map(
     redistribute_inputs: bool = False,
     spmd_types: bool = False,
 ) -> Any:
-    """A function of DTensors, made of one of local tensors.
+    """Turn a function of local tensors into a function of DTensors.
 
     Arguments:
-        func: gets the local pieces and returns local pieces. Without it, a decorator is returned.
-        out_placements: how the results lie; a tuple of placements if there are several, with None
-            for those that are no tensors.
-        in_placements: how the inputs must lie, for each of the flattened positional arguments;
-            None for those that are no tensors. By default they may lie as they do.
-        in_grad_placements: how the gradients lie that `func` gives for its inputs. By default as
-            the inputs do, but pending a sum where an input is whole on an axis on which another
-            input is not, as each rank's gradient is a contribution there.
-        device_mesh: where the results lie; by default the first DTensor's mesh.
-        redistribute_inputs: whether inputs that lie otherwise are moved, rather than refused.
-        spmd_types: whether the package `spmd_types` checks what `func` does: that it never takes a
-            contribution for a value, and that results are what `out_placements` says. Whole inputs
+        func: gets local shards and returns local shards. Without it, a decorator is returned.
+        out_placements: the placements of the result; a tuple with one entry per result if there
+            are several, None for a result that is no tensor.
+        in_placements: the placements that inputs must have, one entry per flattened positional
+            argument; None for an argument that is no tensor. By default any placements.
+        in_grad_placements: the placements of the gradients that `func` gives for its inputs. By
+            default those of the inputs, but `Partial()` on an axis where an input is replicated
+            and another is not: there each rank's gradient is a contribution.
+        device_mesh: the mesh of the results; by default that of the first DTensor.
+        redistribute_inputs: whether to move inputs with other placements, rather than refuse them.
+        spmd_types: whether the package `spmd_types` checks `func`: that it never takes a
+            contribution for a value, and that the results fit `out_placements`. Replicated inputs
             then have gradients `Partial()`, unless `in_grad_placements` says `Replicate()`. See
             `shardwise.local_types`.
     """
@@ -231,7 +238,7 @@ def local_map(
         if not found:
             return func(*args, **kwargs)
         mesh = found[0]._layout.mesh if device_mesh is None else as_mesh(device_mesh)
-        flat = _placed(flat, in_placements, redistribute_inputs)
+        flat = _move_inputs(flat, in_placements, redistribute_inputs)
         if not spmd_types:
             local = _local_inputs(flat, in_grad_placements)
             result = func(*pytree.tree_unflatten(local, structure), **kwargs)
@@ -254,7 +261,7 @@ def _per_argument(given: Any, count: int, argument: str) -> list[Any]:
     return list(given)
 
 
-def _placed(flat: list[Any], in_placements: Any, redistribute_inputs: bool) -> list[Any]:
+def _move_inputs(flat: list[Any], in_placements: Any, redistribute_inputs: bool) -> list[Any]:
     if in_placements is None:
         return flat
     result = []
@@ -268,7 +275,7 @@ def _placed(flat: list[Any], in_placements: Any, redistribute_inputs: bool) -> l
             if arg._layout is not layout:
                 if not redistribute_inputs:
                     raise LayoutError(
-                        f"in_placements[{at}]: expected an input that lies {layout!r}, got "
+                        f"in_placements[{at}]: expected an input of layout {layout!r}, got "
                         f"{arg._layout!r}; pass redistribute_inputs=True, or move it before"
                     )
                 arg = arg.redistribute(placements=wanted)
@@ -286,7 +293,7 @@ def _local_inputs(flat: list[Any], in_grad_placements: Any) -> list[Any]:
             for arg, how in zip(flat, given, strict=True)
         ]
     layouts = [arg._layout for arg in flat if isinstance(arg, DTensor)]
-    busy = {
+    split_axes = {
         axis
         for layout in layouts
         for axis, placement in enumerate(layout.placements)
@@ -298,7 +305,7 @@ def _local_inputs(flat: list[Any], in_grad_placements: Any) -> list[Any]:
             grads: list[Placement] = [
                 each if each.is_shard() else Replicate() for each in arg.placements
             ]
-            for axis in busy:
+            for axis in split_axes:
                 if arg.placements[axis].is_replicate():
                     grads[axis] = Partial()
             arg = arg.to_local(grad_placements=grads)
@@ -309,7 +316,7 @@ def _local_inputs(flat: list[Any], in_grad_placements: Any) -> list[Any]:
 def _typed_inputs(
     flat: list[Any], in_placements: Any, in_grad_placements: Any, types: LocalTypes
 ) -> list[Any]:
-    """The local tensors of the inputs, with the types of how they and their gradients lie."""
+    """Return the local tensors of the inputs, typed by their placements and their gradients'."""
     count = len(flat)
     nothing = [None] * count
     wanted = nothing if in_placements is None else list(in_placements)

@@ -1,9 +1,9 @@
-"""Where random numbers come from.
+"""The source of random numbers: by global position, or in an exported program torch's generator.
 
-Elsewhere each element has numbers of its own, by its global position (`random`). A program that is
-being made (`shardwise.export`) has only torch's operators: each rank draws the *whole* tensor off
-torch's default generator, as one process would, and takes its piece. Generators that were in the
-same state on all ranks are so afterwards, also where a piece is empty.
+In eager mode each element has its own number, by its global position (`random`). A program that
+`shardwise.export` records has torch's operators only: each rank draws the *whole* tensor from
+torch's default generator, as a single process would, and takes its shard. Generators that agreed
+on all ranks agree afterwards, also where a shard is empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise import random, world
 from shardwise.layout import Layout
 
 Sampler = Callable[..., torch.Tensor]
-"""One of those of `shardwise.random`."""
+"""A function of `shardwise.random` that makes a shard."""
 
 _aten: Any = torch.ops.aten
 
@@ -30,31 +30,32 @@ def drawn(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's piece of a tensor of random numbers.
+    """Draw this rank's shard of a tensor of random numbers.
 
     Arguments:
-        sampler: one of those of `shardwise.random`, and its `numbers`.
+        sampler: the distribution, a function of `shardwise.random`.
+        numbers: the parameters of the distribution.
     """
     if world.current().draws_whole:
-        return _drawn_whole(sampler, layout, *numbers, dtype=dtype)
-    if device.type == "meta":  # torch draws nothing for it either
+        return _draw_whole(sampler, layout, *numbers, dtype=dtype)
+    if device.type == "meta":  # torch draws nothing there either
         return torch.empty(layout.local_shape(), dtype=dtype, device=device)
     key = random.draw_key(layout.mesh, generator)
     return sampler(key, layout, *numbers, dtype=dtype, device=device)
 
 
-def _drawn_whole(
+def _draw_whole(
     sampler: Sampler, layout: Layout, *numbers: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     empty = torch.empty(layout.shape, dtype=dtype, device="meta")
     if sampler is random.bernoulli:
         chance, divisor = (*numbers, 1.0)[:2]
-        piece = _piece(layout, _aten.bernoulli.p(empty, chance))
-        return piece if divisor == 1 else piece.div(divisor)
-    return _piece(layout, _FILLED[sampler](empty, *numbers))
+        shard = _shard_of(layout, _aten.bernoulli.p(empty, chance))
+        return shard if divisor == 1 else shard.div(divisor)
+    return _shard_of(layout, _OPERATORS[sampler](empty, *numbers))
 
 
-def _piece(layout: Layout, whole: torch.Tensor) -> torch.Tensor:
+def _shard_of(layout: Layout, whole: torch.Tensor) -> torch.Tensor:
     if not any(layout.shard_order):
         return whole
     # A copy: a view would keep the whole tensor alive.
@@ -62,20 +63,20 @@ def _piece(layout: Layout, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _uniform(empty: torch.Tensor, low: float = 0.0, high: float = 1.0) -> Any:
-    if (low, high) == (0, 1):  # torch cannot load a call that leaves out an argument named `from`
+    if (low, high) == (0, 1):  # torch cannot load a call without its argument named `from`
         return _aten.rand_like.default(empty)
     return _aten.uniform.default(empty, low, high)
 
 
 def _integers(empty: torch.Tensor, low: int, high: int) -> Any:
-    if high == 2**63:  # more than an argument can be; it is what `random` has by itself
+    if high == 2**63:  # too large for an argument; the default of `random`
         return _aten.random.default(empty)
     return _aten.randint_like.low_dtype(empty, low, high)
 
 
-# What each writes to a new tensor. These are not in place: a program after `run_decompositions()`
-# has no writes.
-_FILLED: dict[Any, Callable[..., Any]] = {
+# The aten operator of each sampler. They are out of place: a program has no writes after
+# `run_decompositions()`.
+_OPERATORS: dict[Any, Callable[..., Any]] = {
     random.uniform: _uniform,
     random.normal: _aten.normal_functional.default,
     random.log_normal: _aten.log_normal.default,

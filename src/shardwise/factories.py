@@ -1,6 +1,6 @@
-"""New tensors on a mesh. Each rank makes its own shard; nothing is communicated.
+"""Factories of DTensors. Each rank makes its own shard, without communication.
 
-The random ones have the same global values on every layout and mesh (`shardwise.random`).
+Random tensors have the same global values on every layout and mesh (`shardwise.random`).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def empty(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor whose values nobody set.
+    """Make a tensor of arbitrary values.
 
     Arguments:
         size: the global shape, as ints or one sequence.
-        dtype: torch's default by default.
-        layout: `torch.strided`; there is no other.
+        dtype: by default torch's default dtype.
+        layout: `torch.strided`; no other layout is supported.
         requires_grad: whether gradients are recorded for it.
-        device_mesh: where it lies. On an abstract mesh, and within `torch.device("meta")`, it has
-            no memory.
-        placements: how it lies; whole on every axis by default.
+        device_mesh: the mesh of the tensor. On an abstract mesh, and within
+            `torch.device("meta")`, it has no memory.
+        placements: one per axis of the mesh; all `Replicate()` by default.
 
     Example:
         >>> sw.empty(8, 4, device_mesh=mesh, placements=[Shard(0)])
     """
-    how = _laid("empty", _as_shape(size), layout, device_mesh, placements)
-    return _made(how, dtype, requires_grad, torch.empty)
+    target = _target_layout("empty", _as_shape(size), layout, device_mesh, placements)
+    return _make(target, dtype, requires_grad, torch.empty)
 
 
 def zeros(
@@ -63,9 +63,9 @@ def zeros(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor of zeros. For the arguments see `empty`."""
-    how = _laid("zeros", _as_shape(size), layout, device_mesh, placements)
-    return _filled(how, 0, dtype, requires_grad)
+    """Make a tensor of zeros. For the arguments see `empty`."""
+    target = _target_layout("zeros", _as_shape(size), layout, device_mesh, placements)
+    return _fill(target, 0, dtype, requires_grad)
 
 
 def ones(
@@ -76,9 +76,9 @@ def ones(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor of ones. For the arguments see `empty`."""
-    how = _laid("ones", _as_shape(size), layout, device_mesh, placements)
-    return _filled(how, 1, dtype, requires_grad)
+    """Make a tensor of ones. For the arguments see `empty`."""
+    target = _target_layout("ones", _as_shape(size), layout, device_mesh, placements)
+    return _fill(target, 1, dtype, requires_grad)
 
 
 def full(
@@ -91,11 +91,11 @@ def full(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor of one value, which tells the dtype if none is given. See `empty`."""
-    how = _laid("full", _as_shape((size,)), layout, device_mesh, placements)
+    """Make a tensor of one value, which determines the default dtype. See `empty`."""
+    target = _target_layout("full", _as_shape((size,)), layout, device_mesh, placements)
     if dtype is None:
         dtype = torch.full((), fill_value, device="cpu").dtype
-    return _filled(how, fill_value, dtype, requires_grad)
+    return _fill(target, fill_value, dtype, requires_grad)
 
 
 def arange(
@@ -109,9 +109,9 @@ def arange(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """The numbers from start to before end, or from 0 to before `start` alone. See `empty`.
+    """Make the numbers from start up to end, without end; `arange(n)` starts at 0. See `empty`.
 
-    Every rank makes all of them and keeps its shard: they are torch's own, to the last bit.
+    Every rank makes all of them and keeps its shard, so that they equal torch's to the last bit.
 
     Example:
         >>> sw.arange(8, device_mesh=mesh, placements=[Shard(0)])
@@ -119,8 +119,8 @@ def arange(
     """
     first, last = (0, start) if end is None else (start, end)
     made = torch.arange(first, last, step, dtype=dtype, device="cpu")
-    how = _laid("arange", tuple(made.shape), layout, device_mesh, placements)
-    return _kept(how, made, requires_grad)
+    target = _target_layout("arange", tuple(made.shape), layout, device_mesh, placements)
+    return _keep_shard(target, made, requires_grad)
 
 
 def linspace(
@@ -134,11 +134,11 @@ def linspace(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """`steps` numbers, evenly spaced from `start` to `end`, both included. See `arange`.
+    """Make `steps` numbers, evenly spaced from `start` to `end`, both included. See `arange`.
 
     Arguments:
-        start: the first number; a 0-d tensor or DTensor gives its value, without gradients.
-        end: the last number, given likewise.
+        start: the first number, or a 0-d tensor or DTensor, whose value is used without gradients.
+        end: the last number, likewise.
 
     Example:
         >>> sw.linspace(0, 1, 5, device_mesh=mesh, placements=[Shard(0)])
@@ -146,8 +146,8 @@ def linspace(
     first, last = _number("linspace(start)", start), _number("linspace(end)", end)
     count = _count("linspace(steps)", steps)
     made = torch.linspace(first, last, count, dtype=dtype, device="cpu")
-    how = _laid("linspace", tuple(made.shape), layout, device_mesh, placements)
-    return _kept(how, made, requires_grad)
+    target = _target_layout("linspace", tuple(made.shape), layout, device_mesh, placements)
+    return _keep_shard(target, made, requires_grad)
 
 
 def logspace(
@@ -162,7 +162,7 @@ def logspace(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """`steps` powers of `base`, whose exponents `linspace` gives. See `linspace`.
+    """Make `steps` powers of `base`, with the exponents of `linspace`. See `linspace`.
 
     Example:
         >>> sw.logspace(0, 3, 4, device_mesh=mesh, placements=[Shard(0)])  # 1, 10, 100, 1000
@@ -170,8 +170,8 @@ def logspace(
     first, last = _number("logspace(start)", start), _number("logspace(end)", end)
     count = _count("logspace(steps)", steps)
     made = torch.logspace(first, last, count, base, dtype=dtype, device="cpu")
-    how = _laid("logspace", tuple(made.shape), layout, device_mesh, placements)
-    return _kept(how, made, requires_grad)
+    target = _target_layout("logspace", tuple(made.shape), layout, device_mesh, placements)
+    return _keep_shard(target, made, requires_grad)
 
 
 def eye(
@@ -184,14 +184,14 @@ def eye(
     device_mesh: Mesh = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A matrix of n rows and m (or n) columns with ones on its diagonal. See `empty`."""
-    how = _laid("eye", (n, n if m is None else m), layout, device_mesh, placements)
+    """Make a matrix of n rows and m (or n) columns with ones on its diagonal. See `empty`."""
+    target = _target_layout("eye", (n, n if m is None else m), layout, device_mesh, placements)
     rows, columns = (
-        torch.cat([torch.arange(*each, device=_device(how)) for each in how.ranges(dim)])
+        torch.cat([torch.arange(*each, device=_device(target)) for each in target.ranges(dim)])
         for dim in range(2)
     )
     ones = (rows[:, None] == columns).to(dtype or torch.get_default_dtype())
-    return _pending(how, ones, requires_grad)
+    return _wrap_known(target, ones, requires_grad)
 
 
 def rand(
@@ -203,14 +203,14 @@ def rand(
     placements: Placements = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """A tensor of numbers uniform in [0, 1), the same on every layout. See `empty`.
+    """Make a tensor of numbers uniform in [0, 1), the same on every layout. See `empty`.
 
     Arguments:
-        generator: draw the key from it, in place of torch's default generator. Either must be in
-            the same state on every rank.
+        generator: draw the key from it instead of torch's default generator. Either must be in the
+            same state on every rank.
     """
-    how = _laid("rand", _as_shape(size), layout, device_mesh, placements)
-    return _random(how, random.uniform, dtype, requires_grad, generator)
+    target = _target_layout("rand", _as_shape(size), layout, device_mesh, placements)
+    return _draw(target, random.uniform, dtype, requires_grad, generator)
 
 
 def randn(
@@ -222,9 +222,9 @@ def randn(
     placements: Placements = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """A tensor of normally distributed numbers, the same on every layout. See `rand`."""
-    how = _laid("randn", _as_shape(size), layout, device_mesh, placements)
-    return _random(how, random.normal, dtype, requires_grad, generator)
+    """Make a tensor of normally distributed numbers, the same on every layout. See `rand`."""
+    target = _target_layout("randn", _as_shape(size), layout, device_mesh, placements)
+    return _draw(target, random.normal, dtype, requires_grad, generator)
 
 
 def randint(
@@ -239,7 +239,7 @@ def randint(
     placements: Placements = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """A tensor of integers in [low, high), the same on every layout. See `rand`.
+    """Make a tensor of integers in [low, high), the same on every layout. See `rand`.
 
     Example:
         >>> sw.randint(10, (8, 4), device_mesh=mesh, placements=[Shard(0)])
@@ -253,9 +253,9 @@ def randint(
         raise LayoutError("randint(size): expected the global shape, got None")
     if low >= high:
         raise LayoutError(f"randint(low, high): expected low < high, got {low} and {high}")
-    how = _laid("randint", _as_shape((size,)), layout, device_mesh, placements)
+    target = _target_layout("randint", _as_shape((size,)), layout, device_mesh, placements)
     dtype = dtype or torch.int64
-    return _random(how, random.integers, dtype, requires_grad, generator, low, high)
+    return _draw(target, random.integers, dtype, requires_grad, generator, low, high)
 
 
 def randperm(
@@ -268,18 +268,18 @@ def randperm(
     placements: Placements = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """The numbers 0 to n - 1 in a random order, the same on every layout. See `rand`.
+    """Make a random order of the numbers 0 to n - 1, the same on every layout. See `rand`.
 
     Every rank makes the whole order and keeps its shard.
     """
-    how = _laid("randperm", (n,), layout, device_mesh, placements)
-    return _random(how, random.permutation, dtype or torch.int64, requires_grad, generator)
+    target = _target_layout("randperm", (n,), layout, device_mesh, placements)
+    return _draw(target, random.permutation, dtype or torch.int64, requires_grad, generator)
 
 
-# ---- how
+# ---- helpers
 
 
-def _laid(
+def _target_layout(
     name: str,
     shape: tuple[int, ...],
     strided: torch.layout,
@@ -297,37 +297,37 @@ def _laid(
     return Layout.from_placements(mesh, shape, placements or [Replicate()] * mesh.ndim)
 
 
-def _device(how: Layout) -> torch.device:
-    is_meta = how.mesh.is_abstract or torch.get_default_device().type == "meta"
-    return torch.device("meta" if is_meta else how.mesh.device_type)
+def _device(target: Layout) -> torch.device:
+    is_meta = target.mesh.is_abstract or torch.get_default_device().type == "meta"
+    return torch.device("meta" if is_meta else target.mesh.device_type)
 
 
-def _made(
-    how: Layout,
+def _make(
+    target: Layout,
     dtype: torch.dtype | None,
     requires_grad: bool,
     make: Callable[..., torch.Tensor],
     *extra: Any,
 ) -> DTensor:
     with as_local():
-        local = make(how.local_shape(), *extra, dtype=dtype, device=_device(how))
-    result = wrap(local, how)
+        local = make(target.local_shape(), *extra, dtype=dtype, device=_device(target))
+    result = wrap(local, target)
     result.requires_grad = requires_grad
     return result
 
 
-def _filled(how: Layout, value: Any, dtype: torch.dtype | None, requires_grad: bool) -> DTensor:
-    place = how.mesh.get_coordinate() or (0,) * how.mesh.ndim
-    for axis, op in how.partial:  # a value with a pending reduction counts once
+def _fill(target: Layout, value: Any, dtype: torch.dtype | None, requires_grad: bool) -> DTensor:
+    place = target.mesh.get_coordinate() or (0,) * target.mesh.ndim
+    for axis, op in target.partial:  # a pending sum or product must count the value once
         if op in ("sum", "product") and place[axis] > 0:
             value = 0 if op == "sum" else 1
             break
     dtype = dtype or torch.get_default_dtype()
-    return _made(how, dtype, requires_grad, torch.full, value)
+    return _make(target, dtype, requires_grad, torch.full, value)
 
 
-def _random(
-    how: Layout,
+def _draw(
+    target: Layout,
     sampler: Sampler,
     dtype: torch.dtype | None,
     requires_grad: bool,
@@ -336,30 +336,30 @@ def _random(
 ) -> DTensor:
     local = drawn(
         sampler,
-        how.relaid(partial={}),
+        target.relaid(partial={}),
         *numbers,
         dtype=dtype or torch.get_default_dtype(),
-        device=_device(how),
+        device=_device(target),
         generator=generator,
     )
-    return _pending(how, local, requires_grad)
+    return _wrap_known(target, local, requires_grad)
 
 
-def _kept(how: Layout, made: torch.Tensor, requires_grad: bool) -> DTensor:
-    """This rank's piece of what every rank has made."""
-    return _pending(how, how.piece_of(made).to(_device(how), copy=True), requires_grad)
+def _keep_shard(target: Layout, made: torch.Tensor, requires_grad: bool) -> DTensor:
+    """Keep this rank's shard of a tensor that every rank has made."""
+    return _wrap_known(target, target.piece_of(made).to(_device(target), copy=True), requires_grad)
 
 
-def _pending(how: Layout, local: torch.Tensor, requires_grad: bool) -> DTensor:
-    """A piece of values that every rank knows, which count once where a reduction is pending."""
+def _wrap_known(target: Layout, local: torch.Tensor, requires_grad: bool) -> DTensor:
+    """Wrap a shard of values that every rank knows: a pending sum must count them only once."""
     with as_local():
-        result = wrap(redistribute_local(local, how.relaid(partial={}), how), how)
+        result = wrap(redistribute_local(local, target.relaid(partial={}), target), target)
     result.requires_grad = requires_grad
     return result
 
 
 def _number(argument: str, value: Any) -> Any:
-    """The value of a 0-d tensor, which may be a DTensor; a number as it is."""
+    """Return the value of a 0-d tensor or DTensor; a number as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.ndim != 0:
@@ -377,7 +377,7 @@ def _count(argument: str, value: int) -> int:
 
 
 def _as_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    """`f(2, 3)` and `f((2, 3))` alike."""
+    """Return the shape given as `f(2, 3)` or `f((2, 3))`."""
     given = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     shape = as_ints(given)
     if shape is None:

@@ -1,10 +1,13 @@
-"""The shards of a tensor that ranks bring: do they fit together, and to what global tensor?"""
+"""Checks of the local tensors that ranks bring: do they fit together, and to what global shape?"""
 
 from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 import torch
 
@@ -19,6 +22,8 @@ _MOST_DIMS = 32
 
 
 class _Setting(threading.local):
+    """The policy of one thread; simulated ranks are threads."""
+
     piece_sizes = "ask"
 
 
@@ -26,15 +31,15 @@ _setting = _Setting()
 
 
 def piece_sizes(policy: str) -> Policy:
-    """How ranks learn the global size of a dim of which each brings its piece, on this thread.
+    """Set, on this thread, how ranks find the global size of a dim of which each brings a shard.
 
-    `DTensor.from_local` without `shape` needs it, and styles whose plain inputs are split along a
-    dim that the module does not know the size of, as sequences are.
+    `DTensor.from_local` without `shape` needs it, and so do styles whose plain inputs are split
+    along a dim of a size that the module does not know, such as a sequence.
 
     Arguments:
-        policy: `"ask"` has the ranks tell each other their sizes, in one small collective each
-            time (the default); `"even"` takes all pieces for equal in size, as torch does: nothing
-            is asked, and pieces that are not give wrong shapes, or ranks that wait for each other.
+        policy: `"ask"` makes the ranks exchange their sizes, in one small collective each time
+            (the default); `"even"` assumes shards of equal size, as torch does: no communication,
+            but uneven shards give wrong shapes, or a deadlock.
 
     Example:
         >>> with sw.piece_sizes("even"):
@@ -44,7 +49,10 @@ def piece_sizes(policy: str) -> Policy:
 
 
 def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """The layout of pieces whose global shape nobody gave."""
+    """Return the layout of shards whose global shape was not given.
+
+    The ranks exchange their sizes, unless `piece_sizes("even")` is set; all of them call this.
+    """
     placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
     ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
     probe = Layout.from_placements(mesh, local.shape, ordinary)
@@ -77,7 +85,7 @@ def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shape of every rank's piece, by its place on the mesh."""
+    """Gather the shape of every rank's shard, by the rank's coordinate on the mesh."""
     if local.dim() > _MOST_DIMS:
         raise LayoutError(f"local_tensor: expected at most {_MOST_DIMS} dims, got {local.dim()}")
     mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=local.device)
@@ -98,7 +106,7 @@ def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], t
 
 
 def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """The strides of the global tensor, were it stored as a shard with these strides is."""
+    """Return the strides of the global tensor if it were stored as a shard with these strides."""
     shape = layout.shape
     if layout.is_replicated:
         return tuple(local)
@@ -114,14 +122,14 @@ def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
 
 
 def check_dense(argument: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that is sparse or nested: it has no pieces that a layout could tell of."""
+    """Refuse a sparse or nested tensor: no layout describes its pieces."""
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"one with layout {tensor.layout}"
         raise LayoutError(f"{argument}: expected a dense tensor, got {kind}; to_dense() it first")
 
 
 def check_shard(local: torch.Tensor, layout: Layout) -> None:
-    """Refuse a tensor that is not the piece this rank would hold."""
+    """Refuse a local tensor that does not have the shape of this rank's shard."""
     place = layout.mesh.get_coordinate()
     if layout.mesh.is_abstract or place is None:
         return
@@ -134,7 +142,7 @@ def check_shard(local: torch.Tensor, layout: Layout) -> None:
 
 
 def check_replicas(local: torch.Tensor, layout: Layout) -> None:
-    """Refuse pieces that are called the same and differ; collective over the mesh."""
+    """Refuse shards that should be replicas and differ; collective over the mesh."""
     mesh = layout.mesh
     mine = (tuple(layout.shape), str(local.dtype), local.requires_grad)
     facts = communicator(mesh).gather_objects(mine)
@@ -147,7 +155,7 @@ def check_replicas(local: torch.Tensor, layout: Layout) -> None:
             )
     whole = [axis for axis, each in enumerate(layout.placements) if each.is_replicate()]
     if not whole or layout.numel == 0:
-        return  # a function of the layout: a rank whose own piece is empty goes on with the others
+        return  # decided by the layout: a rank whose own shard is empty takes part
     group = communicator(mesh, whole)
     first = group.broadcast(local.detach().contiguous(), 0)
     same = bool(((first == local) | ((first != first) & (local != local))).all())
@@ -158,3 +166,22 @@ def check_replicas(local: torch.Tensor, layout: Layout) -> None:
             f"local_tensor: called Replicate over {', '.join(map(mesh.axis_name, whole))}, "
             f"but the values on ranks {wrong} differ from the first rank's"
         )
+
+
+def differing_ranks(mesh: DeviceMesh, content: Any) -> tuple[list[int], list[int]]:
+    """Return the ranks whose bytes differ from those of the majority, and all other ranks.
+
+    The ranks compare digests: an all_gather of 8 bytes per rank. All ranks of the mesh call it.
+
+    Arguments:
+        content: this rank's bytes, or an object with a buffer of them.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.size() == 1 or mesh.is_abstract or mesh.device_type == "meta":
+        return [], ranks
+    digest = blake2b(content, digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=mesh.device_type)
+    digests = communicator(mesh).all_gather(mine).tolist()
+    common, _ = Counter(digests).most_common(1)[0]
+    others = [rank for rank, each in zip(ranks, digests, strict=True) if each != common]
+    return others, [rank for rank in ranks if rank not in others]

@@ -1,17 +1,17 @@
-"""Checks the function of a `local_map` with the package `spmd_types`, if the caller asks for it.
+"""The check of a `local_map` function with the package `spmd_types`, if the caller asks for it.
 
-On each axis of the mesh a local tensor has a type, which says what it is and what its gradient is:
+On each axis of the mesh a local tensor has a type, which describes the tensor and its gradient:
 
 | type | the tensor | its gradient | placement |
 |---|---|---|---|
-| V | differs from rank to rank | differs too | `Shard` |
+| V | differs from rank to rank | differs, too | `Shard` |
 | R | is the same | is a contribution | `Replicate`, with gradients `Partial` (the default) |
 | I | is the same | is the same | `Replicate`, with gradients `Replicate` |
 | P | is a contribution | is the same | `Partial` |
 
-The package propagates these types through the operators of the function and refuses those that mix
-them up. It is imported when it is needed. The meaning is that of torch's own `local_map`, except
-that inputs without `in_placements` have the types of how they lie.
+The package propagates these types through the operators of the function and refuses operators that
+mix them up. It is imported when it is first needed. The meaning is that of torch's own `local_map`,
+except that inputs without `in_placements` get the types of their own placements.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class LocalTypes:
         }
 
     def input_gradients(self, argument: str, placements: Placements) -> list[Placement]:
-        """How the gradient of an input lies for which nothing is said: whole inputs are R."""
+        """Return the default placements of an input's gradient: replicated inputs have type R."""
         return [self._gradient(argument, each) for each in self._given(argument, placements)]
 
     def annotate(
         self, argument: str, local: torch.Tensor, placements: Placements, gradients: Placements
     ) -> None:
-        """Give a local tensor the types of its placements and of those of its gradient."""
+        """Give a local tensor the types that fit its placements and those of its gradient."""
         placements = self._given(argument, placements)
         gradients = self._given(argument.replace("in_", "in_grad_"), gradients)
         types = {}
@@ -77,15 +77,15 @@ class LocalTypes:
                 kind = _GRADIENTS[type(placement).__name__]
                 raise LayoutError(
                     f"{argument}: {placement} on axis {self.mesh.axis_name(axis)} has gradients "
-                    f"{kind}, got {gradient}; a local tensor has one type, which also says how its "
-                    "gradient lies. Let func include what makes the two differ"
+                    f"{kind}, got {gradient}; the type of a local tensor also determines its "
+                    "gradient. Let func include the operation that makes the two differ"
                 )
             types[mesh_axis] = found
         self._spmd.assert_type(local, types)
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Check all operators; only tensors with types may take part."""
+        """Within, check all operators; all tensors must have types."""
         checker = importlib.import_module("spmd_types._checker")
         current = self._spmd.set_current_mesh(self._as_current())
         with current, checker.typecheck(strict_mode="strict"):
@@ -94,7 +94,7 @@ class LocalTypes:
     def output_gradients(
         self, argument: str, out: torch.Tensor, placements: Placements
     ) -> list[Placement]:
-        """Check the types of a result against its placements; returns how its gradient lies."""
+        """Check the types of a result against its placements; return its gradient's placements."""
         spmd, types = self._spmd, self._spmd.get_local_type(out)
         if self._axes and not types:
             raise LayoutError(
@@ -118,7 +118,7 @@ class LocalTypes:
             result.append(gradient)
         return result
 
-    # ---- inside
+    # ---- helpers
 
     def _given(self, argument: str, placements: Placements) -> list[Placement]:
         if not isinstance(placements, Sequence) or len(placements) != self.mesh.ndim:
@@ -129,7 +129,7 @@ class LocalTypes:
         return [as_placement(each, argument) for each in placements]
 
     def _type(self, argument: str, placement: Placement, gradient: Placement) -> Any:
-        """The type with these placements; None if there is none."""
+        """Return the type of a tensor with these placements; None if there is none."""
         spmd = self._spmd
         if placement.is_replicate():
             kind = spmd.I if gradient.is_replicate() else spmd.R
@@ -153,14 +153,14 @@ class LocalTypes:
         )
 
     def _fitting(self, placement: Placement) -> tuple[Any, ...]:
-        """The types of results with a placement."""
+        """Return the types that a result with a placement may have."""
         spmd = self._spmd
         if placement.is_replicate():
             return spmd.R, spmd.I
         return (spmd.V,) if placement.is_shard() else (spmd.P, spmd.V)
 
     def _mesh_axis(self, axis: int) -> Any:
-        """What the package calls an axis: by its process group, if there are any."""
+        """Return the package's object for an axis, of its process group if there are any."""
         if self._has_groups:
             return self._spmd.MeshAxis.of(self.mesh.get_group(axis))
         ranks = sorted(self.mesh.ranks_along([axis]))
@@ -177,7 +177,7 @@ class LocalTypes:
         return not self.mesh.is_abstract and not world.current().is_simulated
 
     def _as_current(self) -> Any:
-        """The mesh for the package: with process groups if it can find those by name."""
+        """Return the mesh in the package's form, with process groups if it finds them by name."""
         if self.mesh.mesh_dim_names is None:
             return frozenset(self._axes.values())
         if self._has_groups:

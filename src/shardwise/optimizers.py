@@ -1,7 +1,7 @@
-"""Optimizers whose step is pointwise run on the shards themselves, at the speed of plain tensors.
+"""Steps of pointwise optimizers on the shards, at the speed of plain tensors; checks of steps.
 
-Their state lies as the parameters do, so for the time of a step the parameters, gradients and state
-are what they are in memory anyway: plain local tensors. Every other optimizer, and a step with a
+The state of a pointwise optimizer has the layouts of the parameters, so that parameters, gradients
+and state can be plain local tensors during a step. Every other optimizer, and a step with a
 closure (which runs the model), goes through dispatch.
 """
 
@@ -17,13 +17,13 @@ import torch
 from torch import optim
 from torch.autograd.graph import increment_version
 
-from shardwise.copies import linked, outdate
+from shardwise.copies import linked, mark_outdated
 from shardwise.errors import ShardwiseError
 from shardwise.tensor import DTensor, laid_out, wrap
 
 
 class OptimizerError(ShardwiseError, RuntimeError):
-    """An optimizer that would not train what it was made for."""
+    """A step of an optimizer that would not train the module's parameters."""
 
 
 POINTWISE: frozenset[type[optim.Optimizer]] = frozenset(
@@ -41,10 +41,10 @@ POINTWISE: frozenset[type[optim.Optimizer]] = frozenset(
         optim.Rprop,
     }
 )
-"""Of exactly these classes: a class that derives from one may do anything in its step."""
+"""Optimizers whose step is pointwise. Subclasses do not count: they may do anything in a step."""
 
 _COUNTERS = ("step", "eta", "mu", "mu_product")
-"""State that is of the whole parameter, and no tensor of its shape."""
+"""State that belongs to the parameter as a whole, and does not have its shape."""
 
 
 def load_value(
@@ -57,7 +57,7 @@ def load_value(
 ) -> torch.Tensor:
     """Convert one tensor of a state dict for an optimizer that loads it.
 
-    State of the parameter's shape gets the parameter's layout, even if one process saved it.
+    State of the parameter's shape gets the parameter's layout, also if a single process saved it.
 
     Arguments:
         load: torch's conversion, of dtype and device.
@@ -72,28 +72,33 @@ def load_value(
     return laid_out(result, param._layout, f"state {key}")
 
 
+# ---- notes on parameters: attributes, because they must survive copies and pickles of a model
+
+
 def note_replaced(parameter: torch.Tensor, name: str) -> None:
-    """Note that a module has a DTensor in place of this parameter, which gets no gradient now."""
+    """Note that a DTensor has replaced this parameter in its module: it gets no gradients now."""
     parameter._replaced_name = name  # type: ignore[attr-defined]
 
 
 def note_averaged(parameter: torch.Tensor, ranks: int) -> None:
-    """Note over how many ranks the gradient of this parameter is averaged."""
+    """Note the number of ranks over which the gradient of this parameter is averaged."""
     parameter._averaged_over = ranks  # type: ignore[attr-defined]
 
 
 def note_left_alone(parameters: Iterable[torch.Tensor]) -> None:
-    """Note that the user wants those of these parameters not to be."""
+    """Note that the user does not want the gradients of these parameters to be averaged."""
     for parameter in parameters:
         parameter._is_left_alone = True  # type: ignore[attr-defined]
 
 
+# ---- checks before a step
+
 _stepped: WeakSet[optim.Optimizer] = WeakSet()
-"""Those that have been looked at."""
+"""Optimizers that have made a step."""
 
 
 def _warn_of_forgotten(optimizer: optim.Optimizer) -> None:
-    """Warn at the first step if some parameters are data-parallel, and others were forgotten."""
+    """Warn at the first step if some parameters are data-parallel and others were left out."""
     if optimizer in _stepped:
         return
     _stepped.add(optimizer)
@@ -119,7 +124,7 @@ def _warn_of_forgotten(optimizer: optim.Optimizer) -> None:
 
 
 def _check_replaced(optimizer: optim.Optimizer) -> None:
-    """Refuse a step of parameters that their module no longer has, which would do nothing."""
+    """Refuse a step on parameters that were replaced in their module: it would have no effect."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if type(parameter) is DTensor or parameter.grad is not None:
@@ -141,14 +146,17 @@ def before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Note that parameters have changed: torch calls this after every step of every optimizer."""
-    if type(optimizer) not in POINTWISE:  # those note it themselves, after an error too
+    if type(optimizer) not in POINTWISE:  # `on_shards` notes it for these, also after an error
         _note_changes(optimizer)
 
 
-def on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the step of a pointwise optimizer: it runs on the shards as plain tensors.
+# ---- steps on shards
 
-    Hooks run outside of it, and see DTensors.
+
+def on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the step of a pointwise optimizer so that it runs on the shards as plain tensors.
+
+    Hooks run outside of the wrapped step, and see DTensors.
     """
 
     @functools.wraps(step)
@@ -169,7 +177,7 @@ def on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
             for tensor in shards:
                 tensor.__class__ = DTensor
                 if linked.by_memory:
-                    outdate(tensor, type(self).__name__)
+                    mark_outdated(tensor, type(self).__name__)
             _wrap_new_state(self)
             _note_changes(self)
 
@@ -177,18 +185,21 @@ def on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_changes(optimizer: optim.Optimizer) -> None:
-    """Say that parameters have changed: what was gathered or copied from one is out of date. Of
-    torch's kernels the fused do not count it."""
+    """Mark gathered and copied values of the parameters as out of date.
+
+    Fused kernels of torch change parameters without a change of their versions.
+    """
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([each for each in group["params"] if type(each) is DTensor])
         if linked.by_memory:
             for each in group["params"]:
-                outdate(each, type(optimizer).__name__)
+                mark_outdated(each, type(optimizer).__name__)
 
 
 def _shards(optimizer: optim.Optimizer) -> list[Any] | None:
-    """The DTensors of a step; None if some do not lie as their parameter does."""
+    """List the DTensors of a step; None if a gradient or state has another layout than its
+    parameter."""
     found: list[Any] = []
     for group in optimizer.param_groups:
         if group.get("differentiable") or any(type(each) is DTensor for each in group.values()):
@@ -210,7 +221,7 @@ def _shards(optimizer: optim.Optimizer) -> list[Any] | None:
 
 
 def _wrap_new_state(optimizer: optim.Optimizer) -> None:
-    """State that the first step made, as plain tensors of a shard's shape."""
+    """Wrap the state that the first step made as plain tensors of a shard's shape."""
     for parameter, state in optimizer.state.items():
         if type(parameter) is DTensor:
             for name, value in state.items():

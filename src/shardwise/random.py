@@ -1,14 +1,14 @@
-"""Randomness that does not depend on the layout.
+"""Random samplers whose values do not depend on the layout.
 
 A random operator draws one 64-bit key from torch's default generator, which every rank has in the
-same state. The key names a stream of 64-bit words (numpy's Philox, which can start anywhere), and
-the element at row-major position i of the *global* tensor is made of word i. So a rank makes its
-shard alone, and the global tensor is the same on every layout, mesh and number of ranks. Seeds,
-saved states, `fork_rng` and the recomputation of activation checkpointing work as ever, as nothing
-but the generator holds state.
+same state. The key selects a stream of 64-bit words (numpy's Philox, which can start anywhere), and
+word i makes the element at row-major position i of the *global* tensor. So a rank makes its shard
+alone, and the global tensor is the same on every layout, mesh and number of ranks. Seeds, saved
+states, `fork_rng` and the recomputation of activation checkpointing work as in torch, because only
+the generator holds state.
 
-How a word becomes a number is arithmetic that gives the same bits wherever in a buffer the word
-stands; torch's vectorised functions do not, so numpy's are used.
+A word must give the same bits at any position of a buffer. torch's vectorised functions do not
+guarantee that, so the conversions use numpy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Convert: TypeAlias = "Callable[[Words], NDArray[Any]]"
-"""Makes numbers of words, each of its own."""
+"""Converts each word to a number."""
 Device: TypeAlias = "torch.device | str | None"
 
 
@@ -38,12 +38,12 @@ Device: TypeAlias = "torch.device | str | None"
 
 
 def draw_key(mesh: DeviceMesh | None = None, generator: torch.Generator | None = None) -> int:
-    """The key of one random operator: 64 bits off torch's default generator, or another.
+    """Draw the key of one random operator: 64 bits of torch's default generator, or another.
 
     Arguments:
-        mesh: where the operator runs. If the generators of its ranks were found to differ when it
-            was made, they are compared again, by all ranks, before the first draw.
-        generator: draw from it instead. It must be in the same state on every rank.
+        mesh: the mesh of the operator. If the generators of its ranks differed when it was made,
+            all ranks compare them again before the first draw.
+        generator: draw from this one instead. It must be in the same state on every rank.
     """
     if generator is None and mesh is not None:
         check_if_suspect(mesh)
@@ -52,14 +52,14 @@ def draw_key(mesh: DeviceMesh | None = None, generator: torch.Generator | None =
     return int(drawn.random_(-(2**63), None, generator=generator)) % 2**64
 
 
-# ---- numbers, each of one word
+# ---- words to numbers
 
 
 def _filled(
     key: int, layout: Layout, convert: Convert, dtype: torch.dtype, device: Device
 ) -> torch.Tensor:
-    """This rank's shard, made of its words."""
-    # not cached under None: simulated ranks share the cache
+    """Make this rank's shard of its words."""
+    # simulated ranks share the cache of `boxes_of`, so the key must name the rank
     place = layout.mesh.get_coordinate()
     boxes = boxes_of(layout, place)
     parts = [_filled_box(key, runs, convert, dtype) for runs, _ in boxes]
@@ -89,7 +89,7 @@ def _filled_box(key: int, runs: Runs, convert: Convert, dtype: torch.dtype) -> t
 def _filled_complex(
     key: int, layout: Layout, convert: Convert, dtype: torch.dtype, device: Device
 ) -> torch.Tensor:
-    """A shard of complex numbers: the real and the imaginary part are numbers beside each other."""
+    """Make a shard of complex numbers, whose real and imaginary parts take neighbouring words."""
     real = torch.empty((), dtype=dtype, device="meta").real.dtype
     pairs = Layout(
         layout.mesh, (*layout.shape, 2), (*layout.shard_order, ()), {}, (*layout.cuts, None)
@@ -106,12 +106,12 @@ def _fill(
 
 
 def _floats(words: Words, bits: int, dtype: Any = np.float64) -> NDArray[Any]:
-    """The first bits of each word as an integer, in floating point."""
+    """Return the first `bits` bits of each word as an integer in floating point."""
     return (words >> np.uint64(64 - bits)).view(np.int64).astype(dtype)
 
 
 def _open_unit(words: Words) -> NDArray[np.float64]:
-    """In (0, 1), and never at its ends."""
+    """Return uniform numbers in (0, 1), without its ends."""
     values = _floats(words, 52)
     values += 0.5
     values *= 2.0**-52
@@ -119,12 +119,12 @@ def _open_unit(words: Words) -> NDArray[np.float64]:
 
 
 def _gauss(words: Words, dtype: torch.dtype) -> NDArray[Any]:
-    """Normally distributed, out to more than 6.7 sigma (8.2 in float64)."""
+    """Return normally distributed numbers, out to more than 6.7 sigma (8.2 in float64)."""
     return _gauss_double(words) if dtype in _DOUBLES else _gauss_single(words)
 
 
 def _gauss_double(words: Words) -> NDArray[np.float64]:
-    """The inverse of the distribution: 52 bits for how far out, the last one for the side."""
+    """Apply the inverse of the distribution: 52 bits for the magnitude, the last for the sign."""
     below = _floats(words, 52)
     below += 0.5
     below *= 2.0**-53
@@ -135,7 +135,7 @@ def _gauss_double(words: Words) -> NDArray[np.float64]:
 
 
 def _gauss_single(words: Words) -> NDArray[np.float32]:
-    """Box and Muller's transform: 32 bits for the radius, 32 for the angle."""
+    """Apply the Box-Muller transform: 32 bits for the radius, 32 for the angle."""
     radius: NDArray[np.float32] = _floats(words, 32, np.float32)
     radius += np.float32(0.5)
     radius *= np.float32(2.0**-32)
@@ -152,6 +152,9 @@ _DOUBLES = (torch.float64, torch.complex128)
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
+# ---- samplers: the key, the layout, the parameters of the distribution, the dtype, the device
+
+
 def uniform(
     key: int,
     layout: Layout,
@@ -160,7 +163,7 @@ def uniform(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """This rank's shard of numbers in [low, high), also after rounding to the dtype."""
+    """Make this rank's shard of numbers in [low, high), also after rounding to the dtype."""
     dtype = dtype or torch.get_default_dtype()
     real = torch.empty((), dtype=dtype, device="meta").real.dtype if dtype.is_complex else dtype
     digits = _DIGITS.get(real, 8)
@@ -183,7 +186,7 @@ def uniform(
 
 
 def _below(high: float, dtype: torch.dtype) -> float:
-    """The largest number of a dtype that is less."""
+    """Return the largest number of a dtype that is less than `high`."""
     nearest = torch.tensor(high, dtype=dtype, device="cpu")
     if nearest.item() < high:
         return nearest.item()
@@ -200,7 +203,7 @@ def normal(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """This rank's shard of normally distributed numbers (complex: `std` is of both parts)."""
+    """Make this rank's shard of normally distributed numbers (complex: `std` is of both parts)."""
     kind = dtype or torch.get_default_dtype()
     if kind.is_complex:
         std /= math.sqrt(2)
@@ -225,7 +228,7 @@ def log_normal(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """This rank's shard of numbers whose logarithms are normally distributed."""
+    """Make this rank's shard of numbers whose logarithms are normally distributed."""
     return _fill(
         key, layout, lambda block: np.exp(_gauss_double(block) * std + mean), dtype, device
     )
@@ -238,7 +241,7 @@ def exponential(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """This rank's shard of exponentially distributed numbers: never 0, so they have a logarithm."""
+    """Make this rank's shard of exponentially distributed numbers: never 0, so log() is finite."""
     dtype = dtype or torch.get_default_dtype()
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return _fill(
@@ -253,7 +256,7 @@ def exponential(
 def geometric(
     key: int, layout: Layout, p: float, dtype: torch.dtype | None = None, device: Device = None
 ) -> torch.Tensor:
-    """This rank's shard of how many trials it takes to succeed: at least 1."""
+    """Make this rank's shard of the number of trials until the first success: at least 1."""
     scale = 1 / math.log1p(-p)
     return _fill(
         key,
@@ -272,7 +275,7 @@ def cauchy(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """This rank's shard of Cauchy distributed numbers."""
+    """Make this rank's shard of Cauchy distributed numbers."""
 
     def convert(block: Words) -> NDArray[np.float64]:
         return np.tan((_open_unit(block) - 0.5) * math.pi) * sigma + median
@@ -288,7 +291,7 @@ def integers(
     dtype: torch.dtype | None = torch.int64,
     device: Device = None,
 ) -> torch.Tensor:
-    """This rank's shard of integers in [low, high)."""
+    """Make this rank's shard of integers in [low, high)."""
     span = high - low
 
     def convert(block: Words) -> NDArray[np.int64]:
@@ -296,7 +299,7 @@ def integers(
             block = block - block // np.uint64(span) * np.uint64(span)
         return block.view(np.int64) + np.int64(low)
 
-    # not through _fill: a complex number of this kind has no imaginary part
+    # not `_fill`: integers of a complex dtype have no imaginary part
     return _filled(key, layout, convert, dtype or torch.int64, device)
 
 
@@ -308,7 +311,7 @@ def bernoulli(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """This rank's shard of numbers that are 1 / divisor with probability p, and 0 else."""
+    """Make this rank's shard of numbers that are 1 / divisor with probability p, and else 0."""
     limit = math.ceil(p * 2.0**53) << 11
     is_certain = limit >= 2**64
     kind = np.float32 if dtype in (torch.float32, torch.bfloat16, torch.float16) else np.float64
@@ -323,7 +326,7 @@ def bernoulli(
 def permutation(
     key: int, layout: Layout, dtype: torch.dtype | None = None, device: Device = None
 ) -> torch.Tensor:
-    """This rank's shard of a random order of 0 to n - 1. Every rank makes all of it."""
+    """Make this rank's shard of a random order of 0 to n - 1; every rank makes the whole order."""
     order = np.random.Generator(np.random.Philox(key=key)).permutation(layout.shape[0])
     piece = layout.piece_of(torch.from_numpy(order)).clone()
     return piece.to(device=device, dtype=dtype or torch.int64)

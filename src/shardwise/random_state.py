@@ -1,7 +1,7 @@
-"""Are torch's default generators in the same state on all ranks?
+"""Checks that torch's default generators are in the same state on all ranks.
 
-What `shardwise.random` makes is one tensor only if they are. They are compared when a mesh is made
-(`watch`), and whenever the user asks (`check_random_state`).
+Otherwise the shards of a random tensor do not fit together. The states are compared when a mesh is
+made (`watch`), and when the user calls `check_random_state`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise import world
-from shardwise.agreement import disagreeing
 from shardwise.errors import ShardwiseError
+from shardwise.local_shards import differing_ranks
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.mesh import init_device_mesh as mesh_of_all_ranks
 
@@ -28,19 +28,20 @@ class RandomStateError(ShardwiseError, RuntimeError):
 
 _suspects: WeakKeyDictionary[world.World, WeakKeyDictionary[DeviceMesh, bool]]
 _suspects = WeakKeyDictionary()
-"""For each world the meshes whose ranks were found to differ, and those since found to agree."""
+"""For each world its meshes: True if the states of their ranks differed when last compared."""
 
 
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
-    """A mesh of all ranks of the world, in order; all of them call this.
+    """Make a mesh of all ranks of the world, in order; all of them call this.
 
-    Under torchrun this joins the ranks if nothing has done so before. Their random states are
-    compared: if they differ, and still do when a random operator runs on the mesh, that fails.
+    Under torchrun this starts the process group if the program has not. The random states of the
+    ranks are compared: if they differ, and still do when a random operator runs on the mesh, that
+    operator fails.
 
     Arguments:
-        device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
+        device_type: the device that the ranks compute on, such as `"cpu"` or `"cuda"`.
         mesh_shape: the size of each axis; the product must be the number of ranks.
         mesh_dim_names: one name per axis.
 
@@ -51,12 +52,12 @@ def init_device_mesh(
 
 
 def check_random_state(device_mesh: DeviceMesh | TorchMesh) -> None:
-    """Make sure that torch's default generator is in the same state on all ranks of a mesh.
+    """Check that torch's default generator is in the same state on all ranks of a mesh.
 
-    Costs a gather of 8 bytes for each rank; all ranks of the mesh must call it.
+    Costs an all_gather of 8 bytes per rank; all ranks of the mesh must call it.
 
     Raises:
-        RandomStateError: some differ; it names them.
+        RandomStateError: the states of some ranks differ; it names them.
     """
     mesh = as_mesh(device_mesh)
     problem = _divergence(mesh)
@@ -65,11 +66,11 @@ def check_random_state(device_mesh: DeviceMesh | TorchMesh) -> None:
 
 
 def watch(mesh: DeviceMesh) -> DeviceMesh:
-    """Compare the generators of a new mesh's ranks, all of which call this; returns the mesh.
+    """Compare the generators of a new mesh's ranks, all of which call this; return the mesh.
 
-    If they differ, that is no error yet: torch seeds every process differently, and the program
-    may seed them all alike later, or draw nothing. The first random operator on the mesh compares
-    again, as all ranks know, and fails.
+    A difference is no error yet: torch seeds every process differently, and the program may seed
+    all of them alike later, or draw nothing. Every rank then knows that the first random operator
+    on the mesh must compare again, and fail.
     """
     if mesh.is_abstract or mesh.get_coordinate() is None:
         return mesh
@@ -81,9 +82,9 @@ def watch(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_if_suspect(mesh: DeviceMesh) -> None:
-    """Compare again, if the ranks of this mesh (or of the one it was cut from) once differed.
+    """Compare again, if the ranks of this mesh (or of its root mesh) differed before.
 
-    All of them know, so all of them do.
+    All ranks know that they did, so all of them take part.
     """
     known = _suspects.get(world.current()) if _suspects else None
     if known is None or mesh.is_abstract:
@@ -94,8 +95,8 @@ def check_if_suspect(mesh: DeviceMesh) -> None:
 
 
 def _divergence(mesh: DeviceMesh) -> str:
-    """Which ranks differ, and what to do; nothing if they agree."""
-    others, same = disagreeing(mesh, torch.get_rng_state().numpy())
+    """Return a message about the ranks that differ; empty if they agree."""
+    others, same = differing_ranks(mesh, torch.get_rng_state().numpy())
     if not others:
         return ""
     return (

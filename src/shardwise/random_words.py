@@ -1,7 +1,8 @@
-"""The stream of random words: one for each element, by its position in the global tensor.
+"""The stream of random words: one per element, by its position in the global tensor.
 
-Philox is a counter-based generator, so a rank can start anywhere in the stream of a key. A shard's
-words are runs of it with gaps; here is which runs, and what is the cheapest way to make them.
+Philox is a counter-based generator, so a rank can start anywhere in the stream of a key. The words
+of a shard are runs of the stream with gaps between them. This module finds the runs, and the
+cheapest way to generate them.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ if TYPE_CHECKING:
 Words: TypeAlias = "NDArray[np.uint64]"
 
 BLOCK = 1 << 14
-"""How many words are made at a time: what they become stays in the cache."""
+"""The number of words to generate at a time: small enough for the processor's cache."""
 NONE: Words = np.empty(0, dtype=np.uint64)
 _WORDS_PER_COUNT = 4
 _JUMP = 500
-"""What it costs to go elsewhere in the stream, in words made."""
+"""The cost of a jump in the stream, in generated words."""
 
 
 class _Stream(threading.local):
-    """One Philox for each thread, set to where it is needed: cheaper than to make one each time."""
+    """One Philox per thread, whose position is set: cheaper than a new generator each time."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(key=0)
         self._state: Any = self._philox.state
 
     def take(self, key: int, start: int, count: int) -> Words:
-        """Words `start` to `start + count` of the stream of a key."""
+        """Return words `start` to `start + count` of the stream of a key."""
         number, skipped = divmod(start, _WORDS_PER_COUNT)
         place = self._state["state"]
         place["key"][0] = key
@@ -47,13 +48,13 @@ class _Stream(threading.local):
         return self._philox.random_raw(skipped + count)[skipped:]
 
     def take_each(self, key: int, starts: list[int], count: int) -> Words:
-        """The words of several runs of one length, one after the other."""
+        """Return the words of several runs of equal length, concatenated."""
         if len(starts) == 1:
             return self.take(key, starts[0], count)
         philox, state, place = self._philox, self._state, self._state["state"]["counter"]
         state["state"]["key"][0] = key
         result = np.empty((len(starts), count), dtype=np.uint64)
-        for row, start in zip(result, starts, strict=True):  # as fast as Python can
+        for row, start in zip(result, starts, strict=True):  # kept to few bytecodes
             number, skipped = divmod(start, _WORDS_PER_COUNT)
             place[0] = number
             philox.state = state
@@ -65,14 +66,15 @@ _stream = _Stream()
 
 
 class Runs(NamedTuple):
-    """Which words a box of a shard has: runs that follow each other in the global one, with gaps.
+    """The words of one box of a shard: runs of the stream, with gaps between them.
 
-    Either each run is made alone, or also what lies between, if that costs less than to jump: dims
-    from `level` on are then made whole, and cut.
+    Either each run is generated alone, or with the gaps, if these cost less than jumps: dims from
+    `level` on are then generated whole, and cut.
     """
 
     shape: tuple[int, ...]
-    """Of the box. The rest is of the same box in a tensor of as few dims as can be."""
+    """The shape of the box. The other fields describe it in a tensor with as few dims as
+    possible."""
     sizes: list[int]
     starts: list[int]
     counts: list[int]
@@ -82,7 +84,7 @@ class Runs(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def boxes_of(layout: Layout, place: tuple[int, ...] | None) -> list[tuple[Runs, Box]]:
-    """The runs of each box that a shard is made of, and where in the shard it lies."""
+    """Return the boxes of a shard: the runs of each, and its box within the shard."""
     return [(_runs(layout.shape, there), here) for there, here in layout.boxes(place)]
 
 
@@ -99,7 +101,7 @@ def _runs(shape: tuple[int, ...], box: Box) -> Runs:
 
 
 def blocks(key: int, runs: Runs) -> Iterator[Words]:
-    """The words of a shard in its row-major order, about a block at a time."""
+    """Yield the words of a box in row-major order, about a block at a time."""
     parts: list[Words] = []
     held = 0
     for part in _parts(key, runs):
@@ -113,7 +115,7 @@ def blocks(key: int, runs: Runs) -> Iterator[Words]:
 
 
 def _parts(key: int, runs: Runs) -> Iterator[Words]:
-    """The words of a shard, each run alone, or a part of one that is longer than a block."""
+    """Yield the words of a box: short runs together, long runs in parts of about a block."""
     shape, sizes, starts, counts, strides, level = runs
     if 0 in shape:
         return
@@ -137,7 +139,7 @@ def _parts(key: int, runs: Runs) -> Iterator[Words]:
 
 
 def _firsts(starts: list[int], counts: list[int], strides: list[int], level: int) -> list[int]:
-    """The positions at which the runs begin, if those are made of the dims from `level` on."""
+    """Return the positions at which runs begin, where a run spans the dims from `level` on."""
     firsts = np.array([starts[level] * strides[level]], dtype=np.int64)
     for start, count, stride in zip(starts[:level], counts, strides, strict=False):
         steps = np.arange(start, start + count, dtype=np.int64) * stride
@@ -148,7 +150,7 @@ def _firsts(starts: list[int], counts: list[int], strides: list[int], level: int
 def _merged(
     sizes: Sequence[int], starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The same box of a tensor of fewer dims: those that are whole join the one before."""
+    """Describe a box with fewer dims: a dim that the box spans joins the one before."""
     dims = [(1, 0, 1)]
     for size, start, count in zip(reversed(sizes), reversed(starts), reversed(counts), strict=True):
         inner = dims[-1]

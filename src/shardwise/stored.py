@@ -1,6 +1,6 @@
-"""Pieces of tensors in the words of torch.distributed.checkpoint.
+"""The protocol of torch.distributed.checkpoint (DCP): what each rank stores of a tensor.
 
-Imported when it asks: a program that stores nothing does not pay for it.
+DCP is imported when it is first needed: a program that stores nothing does not pay for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 
 
 def chunks(boxes: Sequence[Box], size: Sequence[int]) -> list[Any]:
-    """The boxes of a tensor of this size that a rank holds, without empty ones."""
+    """Describe the boxes that a rank holds of a tensor of this size, without empty ones."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
@@ -28,13 +28,16 @@ def chunks(boxes: Sequence[Box], size: Sequence[int]) -> list[Any]:
 
 
 class PendingError(LayoutError, AttributeError):
-    """A tensor without values to store. An AttributeError: it does not have torch's fields."""
+    """A tensor with pending reductions has no values to store.
+
+    It is an AttributeError because the tensor lacks the fields of torch's protocol.
+    """
 
 
 def parts_of(layout: Layout) -> list[tuple[Box, Box]]:
-    """The boxes that this rank holds, and where each lies; of values, not of contributions.
+    """List the boxes that this rank holds, each with its box in the local tensor.
 
-    A rank outside of the mesh holds none.
+    A rank outside of the mesh holds none. Pending reductions are refused.
     """
     if layout.partial:
         raise PendingError(
@@ -45,12 +48,12 @@ def parts_of(layout: Layout) -> list[tuple[Box, Box]]:
 
 
 def boxes_of(layout: Layout) -> list[Box]:
-    """The boxes that this rank holds."""
+    """List the boxes that this rank holds."""
     return [box for box, _ in parts_of(layout)]
 
 
 def chunk_at(local: torch.Tensor, layout: Layout, offsets: Any) -> torch.Tensor:
-    """The part of this rank's piece that is stored as the box at these offsets."""
+    """Return the part of this rank's shard that is stored as the box at these offsets."""
     if layout.is_cut and offsets is not None:
         for box, here in layout.boxes():
             if box.start == tuple(offsets):
@@ -65,11 +68,13 @@ def write_items(
     like: torch.Tensor,
     strides: Sequence[int] | None,
 ) -> list[Any]:
-    """What this rank writes. Of ranks with the same piece, torch's planner lets one write it.
+    """List the items that this rank writes. torch's planner lets one of several replicas write.
 
     Arguments:
-        like: a tensor of the dtype and device.
-        strides: what to note as the tensor's, in versions of torch that note them (2.15).
+        name: the name of the tensor in the checkpoint.
+        size: the global shape.
+        like: a tensor of the same dtype and device.
+        strides: the strides to store, in versions of torch that store them (2.15).
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -88,15 +93,17 @@ def write_items(
 
 
 Parts = Sequence[tuple[Box, Box]]
-"""The boxes of a tensor that a rank holds, each with where it lies in a local tensor."""
+"""The boxes that a rank holds of a tensor, each with its box in the local tensor."""
 
 
 class ProtocolField:
     """A field of `torch.distributed.checkpoint.CheckpointableTensor`, which torch has from 2.14 on.
 
-    With these fields torch describes a tensor as pieces of a global one where it does not ask for
-    write items, as in a plan of nothing but metadata. The tensor says what it holds:
-    `_stored_parts()`.
+    With these fields torch describes the pieces of a global tensor where it needs no write items,
+    as in a plan of metadata only. `_stored_parts()` of the tensor lists the pieces.
+
+    Arguments:
+        read: makes the value of the field of the global size and the pieces.
     """
 
     def __init__(self, read: Callable[[torch.Size, Parts], tuple[Any, ...]]) -> None:
@@ -113,53 +120,53 @@ class ProtocolField:
         return self._read(size, parts)
 
     def __set__(self, tensor: Any, value: Any) -> None:
-        # torch copies the fields to what it makes of a tensor without memory before it loads.
-        if value != (here := self.__get__(tensor)):
+        # Before it loads, torch copies the fields to the tensor that replaces one without memory.
+        if value != (expected := self.__get__(tensor)):
             raise LayoutError(
-                f"{self._name}: expected {here}, which follows from how the tensor lies; got "
+                f"{self._name}: expected {expected}, which follows from the tensor's layout; got "
                 f"{value!r}"
             )
 
 
 def global_shape(size: torch.Size, parts: Parts) -> tuple[int, ...]:
-    """The size of the whole tensor."""
+    """Return the size of the whole tensor."""
     return tuple(size)
 
 
 def global_offsets(size: torch.Size, parts: Parts) -> tuple[tuple[int, ...], ...]:
-    """Where each piece begins in the whole tensor."""
+    """Return where each piece begins in the whole tensor."""
     return tuple(box.start for box, _ in parts)
 
 
 def local_offsets(size: torch.Size, parts: Parts) -> tuple[tuple[int, ...], ...]:
-    """Where each piece begins in the local tensor that holds it."""
+    """Return where each piece begins in the local tensor that holds it."""
     return tuple(here.start for _, here in parts)
 
 
 def local_sizes(size: torch.Size, parts: Parts) -> tuple[tuple[int, ...], ...]:
-    """The size of each piece."""
+    """Return the size of each piece."""
     return tuple(box.shape for box, _ in parts)
 
 
 class CheckpointStager:
-    """Copies a state dict before `torch.distributed.checkpoint.async_save` returns.
+    """The stager for `torch.distributed.checkpoint.async_save`: copies the state dict.
 
-    The stager that it has copies storages, one for each tensor of the global size, and DTensors and
-    ShardedTensors of this library have none such.
+    The default stager of torch copies storages of the global size, and the DTensors and
+    ShardedTensors of this library have no such storage.
 
     Example:
         >>> dcp.async_save(state, checkpoint_id=path, async_stager=sw.CheckpointStager())
     """
 
     should_synchronize_after_execute = False
-    """The copy is made when it is asked for; there is nothing to wait for."""
+    """`stage` returns a complete copy, so there is nothing to wait for."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy that later steps do not change."""
+        """Return a copy that later training steps do not change."""
         return copy.deepcopy(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Of torch's protocol; see above."""
+        """Do nothing: `stage` has copied. Part of torch's protocol."""
 
     def close(self) -> None:
-        """Of torch's protocol; it keeps nothing."""
+        """Do nothing: the stager holds no resources. Part of torch's protocol."""

@@ -1,7 +1,7 @@
-"""DTensor: the local shard, re-typed, with one attribute: how the global tensor lies.
+"""DTensor: the local shard, re-typed, with one attribute: the layout of the global tensor.
 
-C++ (autograd, kernels, storage) sees an ordinary local tensor. Python sees the global one: what is
-read off the layout is a plain property here, and every torch function goes through
+C++ (autograd, kernels, storage) sees an ordinary local tensor. Python sees the global one: shape
+and sizes are properties that read the layout, and every torch function goes through
 `shardwise.dispatch`, which gives the class its `__torch_function__`.
 """
 
@@ -28,6 +28,7 @@ from shardwise.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.placement import Placement, Replicate
 from shardwise.redistribute.moves import redistribute_local, relabelled
 from shardwise.redistribute.plan import dual
+from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
     TensorBase,
@@ -51,14 +52,14 @@ _numel_of: Callable[[torch.Tensor], int] = TensorBase.numel
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
-    """Re-type a fresh local tensor, that nobody else holds, as the DTensor it is a piece of."""
+    """Re-type a new local tensor, which nobody else may hold, as the DTensor with this shard."""
     local.__class__ = DTensor
     local._layout = layout  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
 
 
 def unwrap(tensor: DTensor) -> torch.Tensor:
-    """This rank's piece as a plain tensor: an alias, differentiable, with the same gradient."""
+    """Return this rank's shard as a plain tensor: a differentiable alias with the same gradient."""
     if type(tensor) is not DTensor:
         tensor._renew()
     with as_local():
@@ -66,17 +67,20 @@ def unwrap(tensor: DTensor) -> torch.Tensor:
 
 
 def severed_by(tensor: torch.Tensor) -> str | None:
-    """The operator whose result this is, or is a view of, if torch would have returned a view and
-    here it is a copy. Within `as_local()`."""
-    severed: str | None = tensor.__dict__.get("_severed")
-    if severed is None:
+    """Return the operator that made a tensor, or its base, a copy where torch would return a view.
+
+    None for an ordinary tensor. Runs within `as_local()`.
+    """
+    # Every in-place operator runs this: `state_of`, without its frames.
+    notes = tensor.__dict__.get(ATTRIBUTE)
+    if type(notes) is not TensorState or notes.detached_by is None:
         base = base_of(tensor)
-        severed = None if base is None else base.__dict__.get("_severed")
-    return severed
+        notes = None if base is None else base.__dict__.get(ATTRIBUTE)
+    return notes.detached_by if type(notes) is TensorState else None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results, in order; within lists, tuples and dicts too."""
+    """Yield the tensors in arguments or results, in order; lists, tuples and dicts are searched."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -89,7 +93,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 class DTensor(torch.Tensor):
     """A tensor on a device mesh. `from_local`, `distribute_tensor` and the factories make it.
 
-    Shapes, sizes and results are those of the global tensor; `to_local()` is this rank's piece.
+    Shapes, sizes and results are those of the global tensor; `to_local()` is this rank's shard.
 
     Example:
         >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
@@ -99,7 +103,7 @@ class DTensor(torch.Tensor):
 
     _layout: Layout
 
-    # ---- making one, and leaving it
+    # ---- conversions and moves
 
     @staticmethod
     def from_local(
@@ -112,19 +116,21 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor of which each rank gives its piece; differentiable.
+        """Make a DTensor of the shards that the ranks hold; differentiable.
+
+        Forward: nothing moves. Backward: the gradient moves to `grad_placements`.
 
         Arguments:
-            local_tensor: this rank's piece. The result shares its memory.
-            device_mesh: where the pieces lie.
-            placements: how they lie; whole on every axis by default.
-            run_check: check on all ranks that shapes and dtypes fit, and that what is called
-                replicated is (it is compared, never overwritten).
-            shape: the global shape. Without it, and if a dim is split, the ranks tell each other
-                their sizes: the true shape, also of uneven pieces.
-            stride: accepted for torch's sake; strides follow from the local tensor.
-            grad_placements: how the gradient of `local_tensor` is wanted; by default it lies as
-                the pieces do, with pending sums made whole.
+            local_tensor: this rank's shard. The result shares its memory.
+            device_mesh: the mesh of the ranks.
+            placements: one per axis of the mesh; all `Replicate()` by default.
+            run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
+                (they are compared, never overwritten).
+            shape: the global shape. Without it, if a dim is split, the ranks exchange their sizes,
+                so that the shape is right for uneven shards, too.
+            stride: accepted because torch does; strides follow from the local tensor.
+            grad_placements: the placements of the gradient of `local_tensor`; by default those of
+                the shards, with pending sums reduced.
         """
         mesh = as_mesh(device_mesh)
         if not isinstance(local_tensor, torch.Tensor) or isinstance(local_tensor, DTensor):
@@ -148,11 +154,13 @@ class DTensor(torch.Tensor):
         return wrap(relabelled(local_tensor, back, wanted), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's piece, sharing memory; differentiable.
+        """Return this rank's shard, sharing memory; differentiable.
+
+        Forward: nothing moves. Backward: the gradient moves from `grad_placements`.
 
         Arguments:
-            grad_placements: how the gradient that comes back lies; by default as this tensor does,
-                with pending sums made whole.
+            grad_placements: the placements of the gradient of the result; by default those of this
+                tensor, with pending sums reduced.
         """
         if grad_placements is None:
             return unwrap(self)
@@ -161,11 +169,15 @@ class DTensor(torch.Tensor):
         return relabelled(unwrap(self), given, dual(layout))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank; differentiable.
+        """Return the whole tensor, on every rank; differentiable.
+
+        Forward: gather and reduce. Backward: the gradient moves from `grad_placements` to the
+        layout of this tensor.
 
         Arguments:
-            grad_placements: how the gradient that comes back lies, such as `[Partial()]` where each
-                rank's is a contribution; by default it is the same on every rank.
+            grad_placements: the placements of the gradient of the result, such as `[Partial()]` if
+                the gradient of each rank is a contribution; by default it is the same on every
+                rank.
         """
         whole: DTensor = self.redistribute(placements=[Replicate()] * self._layout.mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
@@ -180,14 +192,16 @@ class DTensor(torch.Tensor):
         backward_dtype: torch.dtype | None = None,
         shard_order: Any = None,
     ) -> Any:
-        """The same tensor laid out otherwise; differentiable.
+        """Return the same tensor in another layout; differentiable.
+
+        Forward: the cheapest plan between the two layouts. Backward: the plan between their duals.
 
         Arguments:
-            device_mesh: where it should lie; by default where it does.
-            placements: how it should lie; whole by default.
+            device_mesh: the mesh of the result; by default that of this tensor.
+            placements: the placements of the result; all `Replicate()` by default.
             async_op: return a `Pending` at once, whose `wait()` gives the DTensor.
-            forward_dtype: what travels, and the dtype of the result.
-            backward_dtype: what travels backward; the gradient has this tensor's dtype.
+            forward_dtype: the dtype that is sent, and that of the result.
+            backward_dtype: the dtype that is sent backward; the gradient has this tensor's dtype.
             shard_order: for each dim that several axes split, those axes outer to inner.
         """
         source = self._layout
@@ -214,22 +228,22 @@ class DTensor(torch.Tensor):
             return pending.then(lambda moved: _as_new(moved, local, target))
         return _as_new(result, local, target)
 
-    # ---- how it lies
+    # ---- the layout
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """How the global tensor lies."""
-        # within `as_local()` torch's own: some of its functions are Python that passes it on
+        """The layout of the global tensor."""
+        # within `as_local()` torch's: some Python functions of torch pass it on
         return self._layout if is_torch_function_enabled() else torch.strided  # type: ignore[return-value]
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Where it lies."""
+        """The mesh of the layout."""
         return self._layout.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How it lies on each axis of the mesh."""
+        """The placement on each axis of the mesh."""
         return self._layout.placements
 
     @property
@@ -237,8 +251,8 @@ class DTensor(torch.Tensor):
         """The indices of the global tensor that this rank holds."""
         return self._layout.box()
 
-    # ---- the global tensor's properties, off the layout; within `as_local()` the shard's, so that
-    # code which runs there, such as the hooks of activation checkpointing, meets one tensor
+    # ---- properties of the global tensor, from the layout. Within `as_local()` those of the shard:
+    # code that runs there, such as the hooks of activation checkpointing, must see one tensor
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -273,7 +287,7 @@ class DTensor(torch.Tensor):
         return self.shape[0]
 
     def stride(self, dim: int | None = None) -> Any:
-        """The strides of the global tensor, were it stored as its pieces are."""
+        """The strides of the global tensor if it were stored as its shards are."""
         strides = locally(TensorBase.stride, (), (self,))
         if is_torch_function_enabled():
             strides = global_stride(strides, self._layout)
@@ -284,7 +298,7 @@ class DTensor(torch.Tensor):
         """The bytes of the global tensor."""
         return self.numel() * self.dtype.itemsize
 
-    # ---- the local tensor's properties, without dispatch
+    # ---- properties of the local tensor, without dispatch
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -293,7 +307,7 @@ class DTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of this rank's piece."""
+        """The device of this rank's shard."""
         return locally(_device_of, (), (self,))  # type: ignore[no-any-return]
 
     @property
@@ -308,7 +322,7 @@ class DTensor(torch.Tensor):
 
     @property
     def grad(self) -> DTensor | None:
-        """The gradient, laid out as this tensor is, with pending sums made whole."""
+        """The gradient, in the layout of this tensor, with pending sums reduced."""
         local = locally(_grad_of, (), (self,))
         if local is None:
             return None
@@ -320,32 +334,33 @@ class DTensor(torch.Tensor):
                 return local
             with as_local():  # autograd may give one tensor to two leaves
                 local = local.view_as(local)
-        local._is_gradient = True  # what is taken of it must be told when it is added to
+        ensure_state(local).is_gradient = True
         return wrap(local, layout)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             value = laid_out(value, dual(self._layout), "grad")
-            if "_link" in value.__dict__:
+            notes = ensure_state(value)
+            if notes.link is not None:
                 raise LayoutError(
                     "grad: this tensor is a part of another one, and of a dim that was split: what "
                     "backward adds to it would not reach that; clone() it"
                 )
-            value._is_gradient = True  # type: ignore[attr-defined]
+            notes.is_gradient = True
         with as_local():
             TensorBase.grad.__set__(self, value)
 
     @property
     def data(self) -> DTensor:
         """The tensor without its history, sharing memory."""
-        if self._layout.partial:  # what was reduced knows nothing of what is written here
-            self._forget_moves()
+        if self._layout.partial:  # a write to the result does not change the tensor's version
+            forget_moves(self)
         with as_local():
             result = wrap(TensorBase.data.__get__(self), self._layout)
             severed = severed_by(self)
         if severed is not None:
-            result._severed = severed  # type: ignore[attr-defined]
+            ensure_state(result).detached_by = severed
         return result
 
     @data.setter
@@ -353,19 +368,16 @@ class DTensor(torch.Tensor):
         layout = value._layout if isinstance(value, DTensor) else self._layout
         if not isinstance(value, DTensor):
             value = laid_out(value, layout, "data")
-        self._forget_moves()
+        forget_moves(self)
         with as_local():
             TensorBase.data.__set__(self, value)
         self._layout = layout
 
-    def _forget_moves(self) -> None:
-        """Drop what dispatch keeps of it for other uses; `dispatch.moving` says how."""
-
     def _renew(self) -> None:
-        """Bring it up to date; `copies` says which ones may be out of date, and how."""
+        """Bring it up to date. Only a `ViewCopy` can be out of date, and overrides this."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.Tensor.to`; itself, at once, if it is only asked for the device it is on."""
+        """Convert as `torch.Tensor.to` does; return itself at once for the device it is on."""
         asks_device = len(args) == 1 and not kwargs and type(args[0]) is torch.device
         if asks_device and args[0] == locally(_device_of, (), (self,)):
             return self
@@ -374,7 +386,8 @@ class DTensor(torch.Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> DTensor:
         """Take another DTensor's memory and layout, as `torch.nn.utils.parametrize` does.
 
-        Else refused: torch does not ask `__torch_function__` here, and a layout would be belied.
+        Other arguments are refused: torch does not call `__torch_function__` here, and set_ would
+        make the layout wrong.
         """
         if len(args) == 1 and not kwargs and isinstance(args[0], DTensor):
             self.data = args[0]
@@ -432,14 +445,14 @@ class DTensor(torch.Tensor):
             raise TypeError("iteration over a 0-d tensor")
         return iter(self.unbind(0))
 
-    # ---- what torch.distributed.checkpoint asks for
+    # ---- the protocol of torch.distributed.checkpoint
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The boxes that this rank holds, in the words of torch's checkpoints."""
+        """List the boxes that this rank holds, as torch's checkpoints describe them."""
         return stored.chunks(stored.boxes_of(self._layout), self._layout.shape)
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
-        """What this rank writes to a checkpoint: its piece."""
+        """List the items that this rank writes to a checkpoint: its shard."""
         boxes = stored.boxes_of(self._layout)
         local = unwrap(self).detach()
         return stored.write_items(name, boxes, self._layout.shape, local, local.stride())
@@ -453,12 +466,12 @@ class DTensor(torch.Tensor):
         return stored.parts_of(self._layout)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """Where a checkpoint is read to, or written from."""
+        """Return the memory that a checkpoint is read into, or written from."""
         return stored.chunk_at(unwrap(self).detach(), self._layout, index.offset)
 
 
 def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
-    """A DTensor from its pickle."""
+    """Make a DTensor from its pickle."""
     check_shard(local, layout)
     result = wrap(local, layout)
     result.requires_grad = requires_grad
@@ -468,8 +481,11 @@ def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: 
 
 
 def laid_out(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor:
-    """A tensor, whose layout may differ, as one in `layout`; a plain one is this rank's piece,
-    or the whole tensor."""
+    """Return a tensor in a layout: move a DTensor; take a plain tensor for the shard or the whole.
+
+    Arguments:
+        argument: the name of the value in messages.
+    """
     if isinstance(value, DTensor):
         if value._layout is layout:
             return value
@@ -491,13 +507,13 @@ def laid_out(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor
 
 
 def wrap_moved(tensor: DTensor, layout: Layout) -> DTensor:
-    """The tensor in another layout."""
+    """Return a DTensor in another layout of the same shape; differentiable."""
     local = unwrap(tensor)
     return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
 
 
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
-    """Wrap what a move gave, which is what went in if there was nothing to do."""
+    """Wrap the result of a move, which is the input itself if nothing had to move."""
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
 
 
@@ -511,5 +527,5 @@ def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Seq
     )
 
 
-# What a pickled DTensor is made of, so that torch.load takes it as it takes torch's own.
+# The parts of a pickled DTensor: torch.load accepts it as it accepts torch's own.
 torch.serialization.add_safe_globals([rebuilt, Layout, unpickled])

@@ -88,14 +88,14 @@ def _find(path: str) -> tuple[Any, str | None]:
     return value, None
 
 
-# ---- tensors: the piece below a DTensor
+# ---- tensors: the shard below a DTensor
 
 TensorBase: Any = _take(
-    "torch._C.TensorBase", "the C class of tensors: its properties see the piece"
+    "torch._C.TensorBase", "the C class of tensors: its properties are those of the shard"
 )
-as_local: Any = _take("torch._C.DisableTorchFunctionSubclass", "torch functions see the pieces")
+as_local: Any = _take("torch._C.DisableTorchFunctionSubclass", "within, torch functions see shards")
 without_torch_function: Any = _take(
-    "torch._C.DisableTorchFunction", "no mode and no subclass sees the calls within"
+    "torch._C.DisableTorchFunction", "within, no mode and no subclass sees a call"
 )
 locally: Any = _take(
     "torch._C._disabled_torch_function_impl",
@@ -114,17 +114,20 @@ backward_hooks_of: Callable[[torch.Tensor], Any] = _getter(
     "torch._C.TensorBase._backward_hooks", "the hooks of a tensor; None if it has none"
 )
 post_accumulate_hooks_of: Callable[[torch.Tensor], Any] = _getter(
-    "torch._C.TensorBase._post_accumulate_grad_hooks", "the same, of hooks after accumulation"
+    "torch._C.TensorBase._post_accumulate_grad_hooks",
+    "the same for hooks that run after accumulation",
 )
 HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes to copy to a tensor that takes another's place."""
 PARAMETER_FLAG = "_is_param"
-"""The attribute by which `isinstance(x, nn.Parameter)` knows a subclass's parameters."""
+"""The attribute by which `isinstance(x, nn.Parameter)` recognizes a parameter of a subclass."""
 
 
 def has_own_grad_dtype(parameter: Any) -> bool:
-    """Tell whether a `grad_dtype` was set. Before torch 2.15 one that is the parameter's own dtype
-    cannot be told from none."""
+    """Tell whether a `grad_dtype` was set on a parameter.
+
+    Before torch 2.15, False also for a `grad_dtype` that is the parameter's own dtype.
+    """
     is_set = getattr(parameter, "_has_grad_dtype_override", None)
     return parameter.grad_dtype is not parameter.dtype if is_set is None else bool(is_set)
 
@@ -133,7 +136,7 @@ make_wrapper_subclass: Any = _take(
     "torch.Tensor._make_wrapper_subclass", "a tensor with a size and no memory"
 )
 is_zero_tensor: Callable[[torch.Tensor], bool] = _take(
-    "torch.Tensor._is_zerotensor", "whether autograd left out the zeros' memory"
+    "torch.Tensor._is_zerotensor", "whether autograd represents zeros without memory"
 )
 _storage_use_count: Any = _take(
     "torch._C._storage_Use_Count", "the number of tensors that hold a memory"
@@ -161,20 +164,20 @@ _is_key_excluded: Callable[[Any], bool] = _take(
 )
 _AUTOGRAD: Any = _take("torch._C.DispatchKey.AutogradFunctionality", "the key asked for")
 current_graph_task: Callable[[], int] = _take(
-    "torch._C._current_graph_task_id", "the number of the backward that runs; -1 outside"
+    "torch._C._current_graph_task_id", "the number of the running backward; -1 outside of one"
 )
 next_sequence_number: Callable[[], int] = _take(
     "torch._C._autograd._get_sequence_nr", "the number of the next node of the graph"
 )
 top_saved_tensors_hooks: Any = _take(
-    "torch._C._autograd._top_saved_tensors_default_hooks", "the hooks that would pack saved tensors"
+    "torch._C._autograd._top_saved_tensors_default_hooks", "the current hooks for saved tensors"
 )
 engine: Any = _take(
     "torch.autograd.variable.Variable._execution_engine", "calls back at the end of a backward"
 )
 preserve_version_counter: Callable[[Any], AbstractContextManager[None]] = _take(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
-    "writes that saved tensors do not count",
+    "writes that do not change versions",
     "tensors",
 )
 
@@ -197,12 +200,13 @@ def backward_node(function: type[torch.autograd.Function]) -> type:
 # ---- custom autograd functions of torch that DTensors may enter (torch_patches, dispatch)
 
 CheckpointFunction: Any = _take(
-    "torch.utils.checkpoint.CheckpointFunction", "reentrant checkpointing hands tensors through"
+    "torch.utils.checkpoint.CheckpointFunction", "reentrant checkpointing: hands tensors through"
 )
 BackwardHookFunction: Any = _take(
-    "torch.nn.modules._functions.BackwardHookFunction", "a module's backward hooks do, too"
+    "torch.nn.modules._functions.BackwardHookFunction",
+    "backward hooks of modules: hands tensors through",
 )
-Dirichlet: Any = _take("torch.distributions.dirichlet._Dirichlet", "it samples")
+Dirichlet: Any = _take("torch.distributions.dirichlet._Dirichlet", "samples of Dirichlet and Beta")
 
 # ---- operators
 
@@ -255,7 +259,7 @@ verify_spatial_size: Any = _take(
 )
 check_attention_shapes: Any = _take(
     "torch.nn.functional._mha_shape_check",
-    "refuses shapes that do not fit; tells whether there is a batch",
+    "refuses shapes that do not fit; tells whether there is a batch dim",
     "query key value key_padding_mask attn_mask num_heads",
 )
 legacy_reduction: Any = _take(
@@ -319,11 +323,14 @@ device_for_objects: Any = _take(
     f"{_c10d}._get_object_coll_device", "the device on which a group sends bytes", "group"
 )
 forget_group: Any = _take(
-    f"{_c10d}._cleanup_process_group_global_state", "a group that was aborted"
+    f"{_c10d}._cleanup_process_group_global_state", "removes a group that was aborted"
 )
-set_default_group: Any = _take(f"{_c10d}._update_default_pg", "None after all ranks were aborted")
+set_default_group: Any = _take(
+    f"{_c10d}._update_default_pg", "set to None after all ranks were aborted"
+)
 register_group: Any = _take(
-    "torch._C._distributed_c10d._register_process_group", "programs find groups by their names"
+    "torch._C._distributed_c10d._register_process_group",
+    "makes a group known by its name, for programs",
 )
 resolve_group: Any = _take(
     "torch._C._distributed_c10d._resolve_process_group", "the group of a name"
@@ -345,8 +352,10 @@ else:
         "torch.distributed.remote_device._remote_device", "`rank:1/cpu` in a ShardedTensor's spec"
     )
 
-_take("torch.distributed.ProcessGroup._allgather_base", "gathers into one buffer, without a copy")
-_take("torch.distributed.ProcessGroup._reduce_scatter_base", "the same, backwards")
+_take(
+    "torch.distributed.ProcessGroup._allgather_base", "all_gather into one buffer, without a copy"
+)
+_take("torch.distributed.ProcessGroup._reduce_scatter_base", "reduce_scatter of one buffer")
 _take("torch.distributed.ProcessGroup._get_backend", "gives a group's timeout")
 
 start_coalescing: Any = _take(
@@ -355,18 +364,18 @@ start_coalescing: Any = _take(
 end_coalescing: Any = _take("torch.distributed.ProcessGroup._end_coalescing", "the same")
 
 
-def start_all_gather(group: Any, out: torch.Tensor, piece: torch.Tensor) -> Any:
-    """Start gathering the pieces of a group's ranks in one buffer; return what to wait for."""
-    return group._allgather_base(out, piece)
+def start_all_gather(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
+    """Start an all_gather into one buffer; return the work to wait for."""
+    return group._allgather_base(out, part)
 
 
 def start_reduce_scatter(group: Any, out: torch.Tensor, packed: torch.Tensor, options: Any) -> Any:
-    """Start reducing the ranks' buffers; each rank gets a part. Return what to wait for."""
+    """Start a reduce_scatter of one buffer per rank; return the work to wait for."""
     return group._reduce_scatter_base(out, packed, options)
 
 
 def timeout_of(group: Any) -> Any:
-    """Return how long a group waits for its ranks."""
+    """Return the timeout of a group's collectives."""
     return group._get_backend(torch.device(device_for_objects(group))).options._timeout
 
 
@@ -380,25 +389,27 @@ if TYPE_CHECKING:
 
     pytree = torch.utils._pytree
 else:
-    TracingContext = _take("torch._guards.TracingContext", "holds the mode of a recording")
-    FakeTensorMode = _take("torch._subclasses.fake_tensor.FakeTensorMode", "values without data")
+    TracingContext = _take(
+        "torch._guards.TracingContext", "holds the fake tensor mode while torch traces"
+    )
+    FakeTensorMode = _take("torch._subclasses.fake_tensor.FakeTensorMode", "tensors without data")
     pytree = _take("torch.utils._pytree", "nested arguments and results")
     TorchDispatchMode = _take(
         "torch.utils._python_dispatch.TorchDispatchMode", "sees every operator below autograd"
     )
 
-tracing: Any = _take("torch._guards.tracing", "records within a context", "context")
+tracing: Any = _take("torch._guards.tracing", "sets the context of a trace", "context")
 enable_python_dispatcher: Any = _take(
     "torch._dispatch.python.enable_python_dispatcher", "kernels in Python, for dynamic sizes"
 )
 _take("torch.fx.Node._rename", "gives a node a name of ours")
-_take("torch.fx.Interpreter._set_current_node", "notes which node is run")
+_take("torch.fx.Interpreter._set_current_node", "notes the node that runs")
 
 
 def guard_error() -> type[Exception]:
     """Return the error of a program that would hold for some sizes only.
 
-    Asked for late: its module takes long to import, and only programs with dynamic sizes need it.
+    Imported late: its module takes long to import, and only programs with dynamic sizes need it.
     """
     return cast(
         type[Exception],
@@ -412,7 +423,7 @@ def rename_node(node: fx.Node, name: str) -> None:
 
 
 def current_node(interpreter: fx.Interpreter, node: fx.Node) -> AbstractContextManager[None]:
-    """Within, the interpreter runs this node."""
+    """Return a context in which the interpreter runs this node."""
     return interpreter._set_current_node(node)
 
 

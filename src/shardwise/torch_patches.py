@@ -26,7 +26,7 @@ from shardwise import optimizers
 from shardwise.comm import trace
 from shardwise.comm.cause import in_module
 from shardwise.copies import as_ordinary, copies_in
-from shardwise.dispatch.functions import apply_to_dtensors
+from shardwise.dispatch.autograd import apply_to_dtensors
 from shardwise.errors import DispatchError
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import (
@@ -169,13 +169,13 @@ def _refusing(wrapping: Any) -> Any:
 # ---- activation checkpointing
 
 
-def _compare_pieces_in_checkpoints() -> Undo:
-    def metadata_of_piece(tensor: torch.Tensor) -> Any:
+def _compare_shards_in_checkpoints() -> Undo:
+    def metadata_of_shard(tensor: torch.Tensor) -> Any:
         with as_local():
             return default_checkpoint_metadata(tensor)
 
     before = checkpoint_metadata["default"]
-    checkpoint_metadata["default"] = metadata_of_piece
+    checkpoint_metadata["default"] = metadata_of_shard
     return lambda: checkpoint_metadata.update(default=before)
 
 
@@ -302,30 +302,30 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.autograd.Function.apply",
         "A custom function bypasses __torch_function__: its forward would see DTensors and its "
-        "backward pieces. Torch has no hook there.",
+        "backward shards. Torch has no hook there.",
         _guard_function_apply,
     ),
     Patch(
         "torch._functorch.vmap._add_batch_dim, .eager_transforms._wrap_for_grad and "
         "._wrap_functional_tensor",
-        "torch.func wraps its inputs in C++, where a DTensor is only its piece: refused.",
+        "torch.func wraps its inputs in C++, where a DTensor is only its shard: refused.",
         _refuse_in_transforms,
     ),
     Patch(
         "torch.utils.checkpoint._allowed_determinism_checks_to_fns['default']",
-        "Checkpointing looks at saved tensors as pieces and at recomputed ones as DTensors: both "
-        "must mean the piece.",
-        _compare_pieces_in_checkpoints,
+        "Checkpointing compares saved tensors, which are shards, with recomputed ones, which are "
+        "DTensors: both must be described as shards.",
+        _compare_shards_in_checkpoints,
     ),
     Patch(
         "torch.utils.checkpoint._CheckpointFrame.save_inputs",
-        "Copies that stand for views of split dims must be up to date before a checkpoint runs.",
+        "Copies that emulate views of split dims must be up to date before a checkpoint runs.",
         _renew_inputs_of_checkpoints,
     ),
     Patch(
         "torch.masked._ops._input_mask",
-        "It asks whether x.layout is in a set of torch's layouts, a question of hashes, where our "
-        "Layout cannot pass for torch.strided.",
+        "It looks for x.layout in a set of torch's layouts, and the hash of our Layout is not that "
+        "of torch.strided.",
         _make_masks_of_dtensors,
     ),
     Patch(
@@ -336,7 +336,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.optim.SGD.step and those of the other pointwise optimizers",
-        "They run on the pieces as plain tensors. Not by step hooks: those run in the order of "
+        "They run on the shards as plain tensors. Not by step hooks: these run in the order of "
         "registration, so that a user's hooks would see the plain tensors, and not at all after an "
         "error.",
         _step_on_shards,
@@ -354,7 +354,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.nn.Module.__call__, within `listen` and `trace`",
-        "Events name the module that runs. Not by global forward hooks: those end before a "
+        "Events name the module that runs. Not by global forward hooks: these end before a "
         "module's own hooks, which move tensors at its boundary.",
         _name_running_modules,
     ),

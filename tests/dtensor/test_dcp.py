@@ -93,7 +93,7 @@ def test_the_fields_follow_from_the_layout() -> None:
         x = sw.distribute_tensor(WHOLE, mesh, [Shard(0)])
         for name in FIELDS:
             setattr(x, name, getattr(x, name))  # as torch does to a copy with memory
-            with pytest.raises(LayoutError, match=f"{name}: expected .* how the tensor lies"):
+            with pytest.raises(LayoutError, match=f"{name}: expected .* the tensor.s layout"):
                 setattr(x, name, ((9, 9),))
         check_fields(x)
         x = x.redistribute(placements=[Shard(1)])

@@ -19,7 +19,7 @@ from support.op_db.reference import difference, leaves, memory, on_plain, refere
 from support.torch_versions import since
 
 from shardwise.comm import communicator
-from shardwise.dispatch.entry import DispatchError
+from shardwise.errors import DispatchError
 from shardwise.placement import Partial, Replicate, Shard
 from shardwise.rules import registry
 from shardwise.rules.registry import Known

@@ -10,7 +10,7 @@ from support.rules import leaf
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
-from shardwise.dispatch.entry import DispatchError
+from shardwise.errors import DispatchError
 from shardwise.tensor import DTensor
 from shardwise.testing import Sample, check_rule
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.dispatch.entry import DispatchError
-from shardwise.errors import LayoutError
+from shardwise.errors import DispatchError, LayoutError
 
 SPARSE = torch.eye(4).to_sparse()
 

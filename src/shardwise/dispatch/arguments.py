@@ -1,36 +1,39 @@
-"""The arguments of a call: where its tensors stand, how they lie, and which are refused."""
+"""The arguments of a call: the paths to its tensors, their common mesh, and checks of them."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from types import BuiltinFunctionType, MethodDescriptorType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.agreement import disagreeing
-from shardwise.dispatch.entry import Path
 from shardwise.dispatch.state import state
 from shardwise.errors import DispatchError, MeshError
 from shardwise.layout import Layout
+from shardwise.local_shards import differing_ranks
 from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError
-from shardwise.rules.registry import Known
 from shardwise.tensor import DTensor
-from shardwise.torch_internals import OpOverload, schema_of
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+ArgPath = tuple[int | str, ...]
+"""The path to a tensor among arguments: position or keyword, then positions in nested lists."""
 
 
-def tensor_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Path]:
-    """Where the tensors of a call stand."""
+# ---- paths
+
+
+def tensor_paths(args: Args, kwargs: Kwargs) -> Iterator[ArgPath]:
+    """Yield the paths to the tensors of a call."""
     for at, arg in enumerate(args):
         yield from _paths_in(arg, (at,))
     for name, arg in kwargs.items():
         yield from _paths_in(arg, (name,))
 
 
-def _paths_in(value: Any, path: Path) -> Iterator[Path]:
+def _paths_in(value: Any, path: ArgPath) -> Iterator[ArgPath]:
     if isinstance(value, torch.Tensor):
         yield path
     elif isinstance(value, list | tuple):
@@ -38,63 +41,47 @@ def _paths_in(value: Any, path: Path) -> Iterator[Path]:
             yield from _paths_in(each, (*path, at))
 
 
-_NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+def argument_at(args: Args, kwargs: Kwargs, path: ArgPath) -> Any:
+    """Return the argument at a path."""
+    first, *rest = path
+    value: Any = kwargs[first] if isinstance(first, str) else args[first]
+    for at in rest:
+        value = value[at]
+    return value
 
 
-def by_torchs_names(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords under torch's names, where its C++ takes numpy's too; rules know only the former."""
-    if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
-        return kwargs
-    if "quantize" in func.__name__ or func is torch.segment_reduce:  # where the axis is called so
-        return kwargs
-    return {_NUMPYS_NAMES.get(name, name): each for name, each in kwargs.items()}
+def with_argument_at(args: Args, kwargs: Kwargs, path: ArgPath, value: Any) -> tuple[Args, Kwargs]:
+    """Return the arguments with another value at a path."""
+    positional, keywords = list(args), dict(kwargs)
+    replace_argument(positional, keywords, path, lambda _: value)
+    return tuple(positional), keywords
 
 
-_INPUTS = ("input", "self", "A", "x")
-"""What torch calls the first operand, where a rule has another name for it."""
+def replace_argument(
+    positional: list[Any], keywords: Kwargs, path: ArgPath, change: Callable[[Any], Any]
+) -> None:
+    """Replace the argument at a path by what `change` makes of it; nested lists are copied."""
+    first, *rest = path
+    container: Any = keywords if isinstance(first, str) else positional
+    if rest:
+        container[first] = _changed(container[first], rest, change)
+    else:
+        container[first] = change(container[first])
 
 
-def by_position(
-    func: Any, known: Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that were named, in their places, by which lowerings know operands.
-
-    All of an aten operator's, whose schema tells the places; of others the first, if it is what
-    the rule begins with, or what is written to.
-    """
-    given, rest = list(args), dict(kwargs)
-    if isinstance(func, OpOverload):
-        for name in _places(func)[len(args) :]:
-            if name not in rest:
-                break
-            given.append(rest.pop(name))
-        return tuple(given), rest
-    if args or known is None or known.rule is None:
-        return args, kwargs
-    names = _inputs(known.rule)
-    if known.outplace is not None:
-        names = (*names, *_INPUTS)
-    found = next((each for each in names if each in rest), None)
-    return (args, kwargs) if found is None else ((rest.pop(found),), rest)
+def _changed(value: Any, path: list[int | str], change: Callable[[Any], Any]) -> Any:
+    parts = list(value)
+    at, *rest = path
+    assert isinstance(at, int), "lists have positions"
+    parts[at] = _changed(parts[at], rest, change) if rest else change(parts[at])
+    return parts if isinstance(value, list) else type(value)(parts)
 
 
-@lru_cache(maxsize=4096)
-def _places(operator: OpOverload) -> tuple[str, ...]:
-    return tuple(each.name for each in schema_of(operator).arguments if not each.kwarg_only)
-
-
-@lru_cache(maxsize=4096)
-def _inputs(rule: Any) -> tuple[str, ...]:
-    """What a rule's first argument may be called; nothing if it takes any arguments."""
-    first, *others = inspect.signature(rule).parameters.values()
-    if first.kind is first.VAR_POSITIONAL:
-        return ()
-    taken = {each.name for each in others}
-    return (first.name, *(each for each in _INPUTS if each not in taken))
+# ---- layouts
 
 
 def layout_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Layout:
-    """How a tensor lies; a plain one is whole."""
+    """Return the layout of a tensor on a mesh; a plain tensor is replicated."""
     if isinstance(tensor, DTensor):
         layout = tensor._layout
         return layout if layout.mesh is mesh else Layout(mesh, layout.shape)
@@ -102,9 +89,9 @@ def layout_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Layout:
 
 
 def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
-    """The mesh that the DTensors of a call lie on.
+    """Return the mesh of the DTensors of a call.
 
-    Those that are whole may lie on another one of the same ranks.
+    A replicated DTensor may be on another mesh of the same ranks.
     """
     layouts = [tensor._layout for tensor in tensors if isinstance(tensor, DTensor)]
     split = [layout for layout in layouts if not layout.is_replicated] or layouts
@@ -121,8 +108,11 @@ def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
     return mesh
 
 
-def check_dense(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse plain tensors that are sparse: no layout can tell of their pieces."""
+# ---- checks
+
+
+def check_dense_arguments(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse sparse plain tensors: no layout describes their pieces."""
     for tensor in tensors:
         if tensor.layout != torch.strided:
             raise DispatchError(
@@ -132,7 +122,7 @@ def check_dense(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_plain(name: str, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Refuse plain tensors, or those that differ between ranks, if that is the policy."""
+    """Apply the policy of `sw.plain_tensors` to the plain tensors of a call."""
     if state.plain_tensors == "error":
         for tensor in tensors:
             if not isinstance(tensor, DTensor) and tensor.dim() > 0:
@@ -148,26 +138,16 @@ def check_plain(name: str, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) ->
 
 
 def check_same(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Refuse a plain tensor that is not the same on every rank of the mesh; all of them call it."""
+    """Refuse a plain tensor that differs between the ranks of a mesh, all of which call this."""
     if tensor.is_meta:
         return
     kind = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     plain = tensor.detach().resolve_conj().resolve_neg()
     values = plain.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    others, same = disagreeing(mesh, kind + values.tobytes())
+    others, same = differing_ranks(mesh, kind + values.tobytes())
     if others:
         raise PolicyError(
             f"{name}: got a plain tensor of shape {tuple(tensor.shape)} that is another one on "
             f"ranks {others} of {mesh!r} than on ranks {same}, and is taken for the same on all; "
             "if each has its own part, as of a batch, say DTensor.from_local(x, mesh, placements)"
-        )
-
-
-def check_target(name: str, target: Any) -> None:
-    """Refuse a plain tensor as what an operator in place writes to."""
-    if not isinstance(target, DTensor):
-        raise DispatchError(
-            f"{name}: cannot write a DTensor's values into a plain tensor in place; "
-            "use full_tensor() or to_local() of the DTensor, or write to a DTensor: "
-            "x.new_empty(...), torch.empty_like(x), sw.empty(..., device_mesh=...)"
         )

@@ -1,4 +1,7 @@
-"""Calls made of other calls: results that are made aside, then copied to where they should be."""
+"""Composite calls: calls that are made of other calls on DTensors.
+
+Results that cannot be computed in place are computed out of place, then copied into the target.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,25 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import Entry, check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import OpOverload
 
-
-class AsIs(Entry):
-    """A call whose result is not re-typed: it is made of other calls."""
-
-    __slots__ = ()
-
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        super().__init__(
-            name, run, [], [], (), plain=False, inplace=False, fresh=True, severed=False
-        )
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.run(*args, **kwargs)
+Run = Callable[..., Any]
 
 
-def computed_aside(name: str, outplace: Callable[..., Any], keeps: Layout | None) -> Entry:
-    """An in-place call whose result cannot be made where it must lie: make it, then copy it."""
-    assert keeps is not None, "the target is a DTensor"
+# ---- results that are copied into a target
+
+
+def compute_then_copy(name: str, outplace: Run, target_layout: Layout) -> Run:
+    """Return an in-place call that computes out of place, then copies into its first argument.
+
+    Arguments:
+        outplace: the operator that returns a new tensor.
+        target_layout: the layout of the first argument, which stays.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         target = args[0]
@@ -40,58 +38,32 @@ def computed_aside(name: str, outplace: Callable[..., Any], keeps: Layout | None
         if torch.is_grad_enabled() and target.requires_grad:
             args = (target.clone(), *args[1:])  # its gradient may need what is overwritten
         result = outplace(*args, **kwargs)
-        if result.shape != keeps.size:
+        if result.shape != target_layout.size:
             raise DispatchError(
-                f"{name}: output with shape {list(keeps.shape)} doesn't match the broadcast shape "
-                f"{list(result.shape)}; a DTensor is not resized in place"
+                f"{name}: output with shape {list(target_layout.shape)} doesn't match the "
+                f"broadcast shape {list(result.shape)}; a DTensor is not resized in place"
             )
-        if not torch.can_cast(result.dtype, target.dtype):
-            raise RuntimeError(
-                f"result type {result.dtype} can't be cast to the desired output type "
-                f"{target.dtype}"
-            )
+        _check_cast(result, target)
         target.copy_(result)
         return target
 
-    return AsIs(name, run)
+    return run
 
 
-# ---- tensors among the keywords that are not operands
-
-_NUMBERS = ("alpha", "beta")
-"""Keywords that are numbers to torch, which also takes tensors for them."""
-
-
-def numbers_among(name: str, kwargs: dict[str, Any]) -> list[str]:
-    """The keywords that are numbers to torch, where a tensor was given."""
-    numbers = (*_NUMBERS, "value") if name.startswith("addc") else _NUMBERS
-    return [each for each in numbers if isinstance(kwargs.get(each), torch.Tensor)]
-
-
-def with_numbers(func: Any, name: str, keywords: list[str]) -> Entry:
-    """A call whose keywords are such tensors."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return func(*args, **{**kwargs, **{each: kwargs[each].item() for each in keywords}})
-
-    return AsIs(name, run)
-
-
-def into_out(func: Any, name: str) -> Entry:
-    """A call with `out=`: make the result, then copy it to where it should lie."""
-
-    # torch.ops.aten.add.out has no meaning without `out`: the operator finds its overload.
-    makes = func.overloadpacket if isinstance(func, OpOverload) else func
+def compute_into_out(func: Any, name: str) -> Run:
+    """Return a call with `out=` that computes a new result, then copies it into `out`."""
+    # torch.ops.aten.add.out cannot run without `out`: the operator finds its overload.
+    outplace = func.overloadpacket if isinstance(func, OpOverload) else func
 
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:
-        copy_into(name, makes(*args, **kwargs), out)
+        copy_into(name, outplace(*args, **kwargs), out)
         return out
 
-    return AsIs(name, run)
+    return run
 
 
 def copy_into(name: str, made: Any, target: Any) -> None:
-    """Copy results to where `out=` says."""
+    """Copy the results of a call into the tensors given as `out=`."""
     if not isinstance(target, torch.Tensor):
         for one, where in zip(made, target, strict=True):
             copy_into(name, one, where)
@@ -111,25 +83,53 @@ def copy_into(name: str, made: Any, target: Any) -> None:
             f"{name}(out=): expected a DTensor of shape {tuple(made.shape)}, "
             f"got {tuple(target.shape)}; a DTensor is not resized in place"
         )
+    _check_cast(made, target)
+    target.copy_(made)
+
+
+def _check_cast(made: torch.Tensor, target: torch.Tensor) -> None:
     if not torch.can_cast(made.dtype, target.dtype):
         raise RuntimeError(
             f"result type {made.dtype} can't be cast to the desired output type {target.dtype}"
         )
-    target.copy_(made)
+
+
+# ---- keywords that are numbers to torch
+
+_NUMBERS = ("alpha", "beta")
+"""Keywords that are numbers to torch, which also accepts 0-d tensors for them."""
+
+
+def tensors_for_numbers(name: str, kwargs: dict[str, Any]) -> list[str]:
+    """List the keywords that are numbers to torch and were given as tensors."""
+    numbers = (*_NUMBERS, "value") if name.startswith("addc") else _NUMBERS
+    return [each for each in numbers if isinstance(kwargs.get(each), torch.Tensor)]
+
+
+def call_with_numbers(func: Any, keywords: list[str]) -> Run:
+    """Return a call that replaces the tensors at these keywords by their values."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **{**kwargs, **{each: kwargs[each].item() for each in keywords}})
+
+    return run
 
 
 # ---- functions that torch wrote in Python
 
 
 @lru_cache(maxsize=4096)
-def decomposed(func: Any) -> Callable[..., Any] | None:
-    """A torch function written in Python, without its first question whether an argument
-    overrides it: then the functions it calls are what is dispatched."""
+def decomposed(func: Any) -> Run | None:
+    """Return a copy of a Python function of torch that skips the check for overrides.
+
+    The copy calls the functions that `func` is made of, and these are dispatched. None if torch
+    did not write `func` in Python.
+    """
     func = getattr(func, "__wrapped__", func)
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
     names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
-    if not names or "overrides" in func.__code__.co_names:  # asked through its module
+    if not names or "overrides" in func.__code__.co_names:  # it asks through torch.overrides
         return None
     changed = {**func.__globals__, **dict.fromkeys(names, _never)}
     copy = types.FunctionType(

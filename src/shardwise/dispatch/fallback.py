@@ -1,4 +1,7 @@
-"""Calls that no rule speaks for: every rank runs them on whole inputs. Always right, never fast."""
+"""The fallback for calls without a rule: every rank runs them on replicated inputs.
+
+Always right, never fast.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,23 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import Entry, Path, mark_severed
+from shardwise.dispatch.arguments import ArgPath, Args, Kwargs
+from shardwise.dispatch.cached_call import CachedCall
 from shardwise.dispatch.moving import InputMove
 from shardwise.dispatch.state import state
+from shardwise.dispatch.writes import mark_severed
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError
-from shardwise.rules.calls import tensors_in
+from shardwise.tensor import tensors_in
 
 
 class FallbackWarning(UserWarning):
-    """An operator has no rule for a call, so its inputs are made whole."""
+    """An operator has no rule for a call, so its inputs are replicated."""
 
 
-class WholeEntry(Entry):
-    """A call on whole inputs: the results are whole, whatever their shapes."""
+class FallbackCall(CachedCall):
+    """A call on replicated inputs: its results are replicated, whatever their shapes."""
 
     __slots__ = ("mesh",)
 
@@ -31,19 +36,17 @@ class WholeEntry(Entry):
         self,
         name: str,
         run: Any,
-        paths: list[Path],
-        moves: list[tuple[Path, InputMove]],
+        paths: list[ArgPath],
+        moves: list[tuple[ArgPath, InputMove]],
         mesh: DeviceMesh,
     ) -> None:
-        super().__init__(
-            name, run, paths, moves, (), plain=True, inplace=False, fresh=False, severed=False
-        )
+        super().__init__(name, run, paths, moves, (), needs_plain=True)
         self.mesh = mesh
-        self.views = bool(moves)
+        self.returns_views = bool(moves)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         if self.moves:
-            _report_fallback(self.name, [how.source for _, how in self.moves])
+            _report_fallback(self.name, [move.source for _, move in self.moves])
         return super().__call__(args, kwargs)
 
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
@@ -51,15 +54,15 @@ class WholeEntry(Entry):
         layouts = iter([Layout(self.mesh, tuple(each.shape)) for each in results])
         made = self._retyped(result, layouts, operands)
         if self.moves:
-            # A view of an input that was moved is none of the input itself.
-            inputs = {_memory(each) for each in tensors_in(operands)} - {0}
+            # A view of a moved input is not a view of the input itself.
+            inputs = {_address(each) for each in tensors_in(operands)} - {0}
             for each in tensors_in(made):
-                if _memory(each) in inputs:
+                if _address(each) in inputs:
                     mark_severed(each, self.name)
         return made
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
@@ -70,10 +73,9 @@ def _report_fallback(name: str, layouts: Sequence[Layout]) -> None:
     state.fallbacks[name] = state.fallbacks.get(name, 0) + 1
     if state.fallback == "replicate":
         return
-    lies = ", ".join(map(repr, layouts))
     text = (
-        f"{name} has no rule for inputs that lie so: {lies}; they are made whole and every rank "
-        "computes all of it"
+        f"{name} has no rule for inputs of these layouts: {', '.join(map(repr, layouts))}; they "
+        "are replicated and every rank computes the whole result"
     )
     if state.fallback == "error":
         raise PolicyError(
@@ -97,7 +99,7 @@ _ROOTS = tuple(
 
 
 def user_line() -> tuple[str, int]:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the file and number of the innermost line outside of torch and shardwise."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOTS):
         frame = frame.f_back

@@ -1,8 +1,12 @@
-"""Getting the inputs of a call to where its plan wants them; one move for several uses."""
+"""Moves of the inputs of a call to the layouts that its plan needs; several uses share one move.
+
+A tensor keeps its moved versions (`TensorState.moves`) until its version changes. A DTensor that
+wraps a plain tensor (`TensorState.alias_of`) keeps them on that tensor, so that all its wrappers
+share them. The versions of a leaf are kept apart (`leaf_moves`).
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +21,7 @@ from shardwise.policy import PolicyError
 from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import dual, plan_redistribute
 from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of
 from shardwise.torch_internals import TensorBase, backward_hooks_of, version_of
 
 _requires_grad = TensorBase.requires_grad.__get__
@@ -28,34 +33,39 @@ _is_inference = TensorBase.is_inference
 
 @dataclass(frozen=True, slots=True)
 class InputMove:
-    """How an input gets from how it lies to how a call needs it."""
+    """The move of an input from its layout to the one that a call needs."""
 
     source: Layout
     target: Layout
     used_on: tuple[int, ...]
-    """Axes on which its gradient is a contribution."""
+    """Axes on which the gradient of the moved input is a contribution, to be summed."""
     pair: Pair
     slices: tuple[slice, ...] | None
-    """What to keep of the local tensor, if that is all there is to do on this rank."""
+    """The part of the local tensor to keep, if slicing is all that this rank has to do."""
     is_slice: bool
-    """Whether every rank has what it needs; on one that needs nothing, and where a dim is cut in
-    pieces, `slices` is None."""
+    """Whether slicing is all that every rank has to do. `slices` is None nevertheless on a rank
+    that needs nothing, and where a dim is segmented."""
     is_linear: bool
-    """Whether it has a gradient."""
+    """Whether the move has a gradient: no maximum or product is pending."""
     stages: tuple[InputMove, InputMove] | None
-    """The same in two: the sum, which other uses can share, and what gradients need."""
+    """The same move in two: the reduction, which other uses can share, then the enter."""
     contributes: bool | None
-    """Of a whole tensor that becomes pending: whether this rank gives it, and not zeros."""
+    """For a replicated tensor that becomes a pending sum: whether this rank contributes the
+    tensor (True) or zeros (False). None for other moves."""
     is_enter: bool
-    """Whether it stays as it lies, and only its gradient moves."""
+    """Whether the layout stays and only the gradient moves."""
     is_kept: bool
-    """Whether what it was moved to is kept for other uses, also without gradients."""
+    """Whether the moved input is kept for other uses, also without gradients."""
     keys: tuple[Any, Any]
-    """What it is kept under: without gradients, and with them."""
+    """The keys in the cache of moves: without gradients, and with them."""
 
 
 def input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> InputMove:
-    """The move between two layouts, on this rank."""
+    """Plan the move of an input between two layouts, on this rank.
+
+    Arguments:
+        used_on: axes on which the gradient of the moved input is a contribution.
+    """
     is_linear = all(op in ("sum", "avg") for _, op in source.partial + target.partial)
     pair = make_pair(source, target, used_on)
     by_slicing = is_slice(source, target)
@@ -82,7 +92,7 @@ def input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> Inpu
 
 
 def is_slice(source: Layout, target: Layout) -> bool:
-    """Whether every rank has what it needs to go from one layout to another."""
+    """Tell whether every rank can go from one layout to the other by slicing its shard."""
     within = all(
         before == after[: len(before)] and (not before or source.cuts[dim] == target.cuts[dim])
         for dim, (before, after) in enumerate(
@@ -93,6 +103,7 @@ def is_slice(source: Layout, target: Layout) -> bool:
 
 
 def _contributes(source: Layout, target: Layout) -> bool | None:
+    """Return `InputMove.contributes`."""
     pending = dict(target.partial)
     is_fill = source.mesh is target.mesh and source is dual(target)
     if not is_fill or set(pending.values()) != {"sum"}:
@@ -102,179 +113,172 @@ def _contributes(source: Layout, target: Layout) -> bool | None:
 
 
 def _slices(source: Layout, target: Layout) -> tuple[slice, ...] | None:
+    """Return `InputMove.slices`, for a move that is a slice."""
     if source.mesh.get_coordinate() is None or target.is_cut:
         return None
     before, after = source.box(), target.box()
     return None if after.is_empty else after.within(before).slices
 
 
-def moved(tensor: torch.Tensor, how: InputMove, operator: str) -> torch.Tensor:
-    """The local tensor that a call needs, of an input that lies otherwise or needs an enter.
+def moved(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Tensor:
+    """Move an input of a call; return the local tensor that the call needs.
 
-    Forward: the move. Backward: gradients of all uses are summed, then one move back.
+    Forward: the move. Backward: the gradients of all uses are summed, then moved back once.
     Runs within `as_local()`.
+
+    Arguments:
+        operator: the name of the called operator, for messages.
     """
     if state.heard is not None:
-        state.heard.append((tensor, how))
+        state.heard.append((tensor, move))
     needs_grad = _is_grad_enabled() and _requires_grad(tensor)
-    if how.is_enter and not needs_grad:
-        return tensor  # the gradient alone would have moved
-    if how.stages is not None:
-        reduced, entered = how.stages
-        return moved(moved(tensor, reduced, operator), entered, operator)
-    # All ranks must agree on what is shared, as the moves back of its gradients are collectives.
+    if move.is_enter and not needs_grad:
+        return tensor  # only a gradient would move
+    if move.stages is not None:
+        reduction, enter = move.stages
+        return moved(moved(tensor, reduction, operator), enter, operator)
+    # All ranks must agree on what is shared: moving its gradients back is a collective.
     is_shared = (
         type(tensor) is DTensor
-        and (how.is_kept or (how.is_slice if needs_grad else state.keeps_gathers))
-        and not _is_inference(tensor)  # it has no version that would tell of changes
+        and (move.is_kept or (move.is_slice if needs_grad else state.keeps_gathers))
+        and not _is_inference(tensor)  # it has no version that would reveal changes
     )
-    # A leaf must not hold what leads back to it: see below.
-    makes_sums = how.source.partial and not how.target.partial and not how.used_on
-    remembers = is_shared and makes_sums and not (needs_grad and _is_leaf(tensor))
+    # A leaf must not hold a tensor whose graph leads back to it (see `leaf_moves`).
+    reduces = move.source.partial and not move.target.partial and not move.used_on
+    keeps_reduced = is_shared and reduces and not (needs_grad and _is_leaf(tensor))
     if is_shared:
-        found = _shared(tensor, how, needs_grad)
+        found = _shared(tensor, move, needs_grad)
         if found is not None:
-            if remembers:
+            if keeps_reduced:
                 remember_reduced(tensor, found, needs_grad)  # type: ignore[arg-type]
             return found
     if state.explicit:
-        _refuse_communication(how, tensor.dtype, operator)
+        _refuse_communication(move, tensor.dtype, operator)
     if needs_grad:
-        if not how.is_linear:
+        if not move.is_linear:
             raise LayoutError(
-                f"{operator}: a pending reduction of {how.source!r} has no gradient, as it is not "
+                f"{operator}: a pending reduction of {move.source!r} has no gradient, as it is not "
                 "linear; detach() the tensor first"
             )
-        gather = _gather_to_pass(tensor) if how.is_enter else None
+        gather = _skippable_gather(tensor) if move.is_enter else None
         if gather is None:
-            result = apply_pair(tensor, how.pair, _own_part(tensor, how))
+            result = apply_pair(tensor, move.pair, _own_part(tensor, move))
         else:
-            result = apply_use(tensor, gather, how.used_on)
-    elif how.slices is not None:
-        return tensor[how.slices]
-    elif how.contributes is not None:
-        return tensor if how.contributes else torch.zeros_like(tensor)
+            result = apply_use(tensor, gather, move.used_on)
+    elif move.slices is not None:
+        return tensor[move.slices]
+    elif move.contributes is not None:
+        return tensor if move.contributes else torch.zeros_like(tensor)
     else:
-        result = _run(tensor, how)
+        result = _run(tensor, move)
     if is_shared:
-        if makes_sums:
-            result = wrap(result, how.target)  # so that it can remember moves of its own
-        _share(tensor, how, needs_grad, result)
-    if remembers:
+        if reduces:
+            result = wrap(result, move.target)  # so that it can keep moves of its own
+        _share(tensor, move, needs_grad, result)
+    if keeps_reduced:
         remember_reduced(tensor, result, needs_grad)  # type: ignore[arg-type]
     return result
 
 
-def _gather_to_pass(tensor: torch.Tensor) -> Any:
-    """The gather that a tensor is the result of, unless somebody looks at the tensor's gradient."""
+def _skippable_gather(tensor: torch.Tensor) -> Any:
+    """Return the gather that made a tensor, if the gradient of the tensor may be skipped.
+
+    It may not be skipped if a hook or `retain_grad` looks at it.
+    """
     if _hooks_of(tensor) or tensor.retains_grad:
         return None
     return gather_of(tensor)
 
 
 def check_gradient(tensor: DTensor, what: str) -> None:
-    """Refuse to show the gradient of a gathered tensor that parts of it go past.
+    """Refuse to show the gradient of a gathered tensor if that gradient is never complete.
 
+    Uses beside shards reduce-scatter their gradients directly into the shards that were gathered.
     Runs within `as_local()`.
+
+    Arguments:
+        what: the function that asks, for the message.
     """
     if getattr(gather_of(tensor), "is_passed", False):
         raise LayoutError(
             f"{what}: this tensor was gathered, and then used beside shards: its gradient is "
-            "never made, as it goes to the pieces in one reduce-scatter. Take that of the tensor "
-            "that was gathered, or of tensor.view_as(tensor) which is used instead; hooks and "
-            "retain_grad() before the first use are fine"
+            "never complete, because one reduce-scatter sums it directly into the shards. Take the "
+            "gradient of the tensor that was gathered, or use tensor.view_as(tensor) instead and "
+            "take its gradient; hooks and retain_grad() before the first use are fine"
         )
 
 
-def _own_part(tensor: torch.Tensor, how: InputMove) -> Pending[torch.Tensor] | None:
-    """What a slice keeps, or what is contributed, if that is all there is to do.
+def _own_part(tensor: torch.Tensor, move: InputMove) -> Pending[torch.Tensor] | None:
+    """Return the result of a move that needs no communication: a slice, or a contribution.
 
-    An alias, but no view of autograd's: as it may be kept for other uses, it must show what is
-    written to the tensor unseen, as through `data`.
+    It is an alias of the tensor but no view to autograd: it may be kept for other uses, and must
+    then show writes that the version of the tensor does not reveal, such as those through `data`.
     """
-    if how.contributes is not None:
-        return Pending.done(tensor.detach() if how.contributes else torch.zeros_like(tensor))
-    if how.slices is None or how.is_enter:
+    if move.contributes is not None:
+        return Pending.done(tensor.detach() if move.contributes else torch.zeros_like(tensor))
+    if move.slices is None or move.is_enter:
         return None
-    return Pending.done(tensor.detach()[how.slices].detach())
+    return Pending.done(tensor.detach()[move.slices].detach())
 
 
-def _run(tensor: torch.Tensor, how: InputMove) -> torch.Tensor:
+def _run(tensor: torch.Tensor, move: InputMove) -> torch.Tensor:
     with torch.no_grad():
-        return how.pair.forward.run(unwrap(tensor) if type(tensor) is DTensor else tensor)
+        return move.pair.forward.run(unwrap(tensor) if type(tensor) is DTensor else tensor)
 
-
-# A tensor remembers what it was moved to, as long as it is not changed; what plain tensors are
-# wrapped as (`_alias_of`) does so in their place, so that it is shared too. A leaf cannot hold what
-# leads back to it: the cycle goes through C++ and would never be freed. What leaves were moved to
-# is held here until a backward has passed through it, and no more than so many: each holds its
-# leaf, and unlike parameters a program may make new inputs forever that no gradient is asked of.
-# Whether something is alive must not decide, as ranks could differ and each move back is a
-# collective.
 
 _MOST_OF_PARAMETERS = 4096
 _MOST_OF_INPUTS = 64
 
 
-class _Moves(dict[Any, Any]):
-    """What a tensor was moved to. A plain tensor that has it is stored and copied without."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # which torch.load takes
-
-
-def _shared(tensor: Any, how: InputMove, needs_grad: bool) -> torch.Tensor | None:
-    key = how.keys[needs_grad]
-    owner = tensor.__dict__.get("_alias_of", tensor)
+def _shared(tensor: Any, move: InputMove, needs_grad: bool) -> torch.Tensor | None:
+    """Return the moved version of a tensor that an earlier use made, if it is still valid."""
+    key = move.keys[needs_grad]
+    owner, notes = tensor, tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
+    if type(notes) is TensorState and notes.alias_of is not None:
+        owner = notes.alias_of
+        notes = owner.__dict__.get(ATTRIBUTE)
     if needs_grad and _is_leaf(owner):
-        found = _kept(owner).get((id(owner), *key))
+        found = _moves_of_leaf(owner).get((id(owner), *key))
     else:
-        kept = owner.__dict__.get("_moved")
-        found = None if kept is None else kept.get(key)
+        has_moves = type(notes) is TensorState and notes.moves is not None
+        found = notes.moves.get(key) if has_moves else None
     if found is None or found[1] != version_of(tensor):
         return None
     return found[0]  # type: ignore[no-any-return]
 
 
-def _share(tensor: Any, how: InputMove, needs_grad: bool, result: torch.Tensor) -> None:
-    key = how.keys[needs_grad]
-    owner = tensor.__dict__.get("_alias_of", tensor)
+def _share(tensor: Any, move: InputMove, needs_grad: bool, result: torch.Tensor) -> None:
+    """Keep the moved version of a tensor for later uses."""
+    key = move.keys[needs_grad]
+    notes = state_of(tensor)
+    owner = tensor if notes is None or notes.alias_of is None else notes.alias_of
     if not (needs_grad and _is_leaf(owner)):
-        owner.__dict__.setdefault("_moved", _Moves())[key] = result, version_of(tensor)
+        notes = ensure_state(owner)
+        if notes.moves is None:
+            notes.moves = {}
+        notes.moves[key] = result, version_of(tensor)
         return
-    kept, place = _kept(owner), (id(owner), *key)  # the graph of the result holds the leaf
-    most = _MOST_OF_PARAMETERS if kept is state.moved_parameters else _MOST_OF_INPUTS
-    if len(kept) >= most and place not in kept:
-        del kept[next(iter(kept))]
-    kept[place] = result, version_of(tensor)
+    moves, place = _moves_of_leaf(owner), (id(owner), *key)
+    most = _MOST_OF_PARAMETERS if moves is leaf_moves.of_parameters else _MOST_OF_INPUTS
+    if len(moves) >= most and place not in moves:
+        del moves[next(iter(moves))]
+    moves[place] = result, version_of(tensor)
     node = result.grad_fn
     assert node is not None, "it was made of a tensor that requires grad"
-    node.register_prehook(lambda gradients: kept.pop(place, None) and None)
+    node.register_prehook(lambda gradients: moves.pop(place, None) and None)
 
 
-def _kept(leaf: torch.Tensor) -> dict[Any, Any]:
+def _moves_of_leaf(leaf: torch.Tensor) -> dict[Any, Any]:
     is_parameter = isinstance(leaf, torch.nn.Parameter)
-    return state.moved_parameters if is_parameter else state.moved_inputs
+    return leaf_moves.of_parameters if is_parameter else leaf_moves.of_inputs
 
 
-def forget(tensor: DTensor) -> None:
-    """Drop what a tensor was moved to: its data change, which its version does not tell."""
-    tensor.__dict__.pop("_moved", None)
-    tensor.__dict__.pop("_reduced", None)
-    mine = id(tensor)
-    for kept in (state.moved_parameters, state.moved_inputs):
-        for place in [each for each in kept if each[0] == mine]:
-            del kept[place]
-
-
-DTensor._forget_moves = forget  # type: ignore[assignment,method-assign]
-
-
-def _refuse_communication(how: InputMove, dtype: torch.dtype, operator: str) -> None:
-    plan = plan_redistribute(how.source, how.target, dtype)
+def _refuse_communication(move: InputMove, dtype: torch.dtype, operator: str) -> None:
+    """Refuse a move that communicates, within `sw.explicit()`."""
+    plan = plan_redistribute(move.source, move.target, dtype)
     if not any(step.communicates for step in plan.moves):
         return
-    wanted = ", ".join(map(repr, how.target.placements))
+    wanted = ", ".join(map(repr, move.target.placements))
     raise PolicyError(
         f"{operator}: within explicit(), but an input must move to fit:\n{plan.explain()}\n"
         f"Say so: x.redistribute(placements=[{wanted}])"

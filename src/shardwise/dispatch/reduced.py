@@ -1,8 +1,9 @@
-"""Which pending sums have been made: a tensor remembers, so that later calls can use what is there.
+"""The cache of reduced values: a tensor keeps its value without pending reductions for later calls.
 
-What a tensor remembers decides how a call is split, and a checkpointed region is run twice: what
-the second run saves goes into the graph of the first, so both must decide alike. In such a region
-only what was asked for in this very run counts. Its hooks for saved tensors tell the runs apart.
+This value decides how a later call is split. A checkpointed region runs twice, and the tensors
+that its second run saves go into the graph of the first run, so both runs must decide alike.
+Therefore only a value that was made in the same run of the region counts within it. The hooks for
+saved tensors, which a region sets, tell the runs apart.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.tensor import DTensor
+from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state
 from shardwise.torch_internals import TensorBase, locally, top_saved_tensors_hooks, version_of
 
 _requires_grad = TensorBase.requires_grad.__get__
@@ -20,26 +22,29 @@ _hooks = top_saved_tensors_hooks
 
 
 def remember_reduced(tensor: Any, result: DTensor, has_grad: bool) -> None:
-    """Keep a tensor's value with its pending reductions made, which a call has asked for."""
+    """Keep the value of a tensor without its pending reductions, which a call has asked for."""
     hooks = _hooks(True)
-    # No reference: the hooks of a region lead to its inputs, and so back to the tensor.
+    # A weak reference: the hooks of a region lead to its inputs, and so back to the tensor.
     region = None if hooks is None else weakref.ref(hooks[0])
-    tensor._reduced = result, has_grad, version_of(tensor), region
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `ensure_state`, mostly without its frame
+    if type(notes) is not TensorState:
+        notes = ensure_state(tensor)
+    notes.reduced = result, has_grad, version_of(tensor), region
 
 
-def reduced(tensor: Any) -> DTensor | None:
-    """A tensor with its pending reductions made, if an earlier call had that done.
+def find_reduced(tensor: Any) -> DTensor | None:
+    """Return the value of a tensor without its pending reductions, if an earlier call made it.
 
-    The same on every rank: whether something is alive has no influence.
+    The answer is the same on every rank: whether something is alive does not influence it.
     """
-    found = tensor.__dict__.get("_reduced")
-    if found is None:
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
+    if type(notes) is not TensorState or notes.reduced is None:
         return None
-    result, has_grad, version, region = found
+    result, has_grad, version, region = notes.reduced
     if version != locally(version_of, (), (tensor,)):
         return None
     if not has_grad and torch.is_grad_enabled() and locally(_requires_grad, (), (tensor,)):
         return None
     hooks = _hooks(True)
-    here = region is None if hooks is None else region is not None and region() is hooks[0]
-    return result if here else None
+    is_same_run = region is None if hooks is None else region is not None and region() is hooks[0]
+    return result if is_same_run else None

@@ -1,6 +1,6 @@
-"""What dispatch keeps for each thread: the policies, and the calls it has planned.
+"""The state of dispatch on one thread: its policies and the cache of planned calls.
 
-Simulated ranks are threads, so neither a policy nor a plan of one reaches another.
+Simulated ranks are threads, so neither a policy nor a plan of one rank reaches another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from shardwise.policy import Policy
+from shardwise.tensor_state import leaf_moves
 
 MOST_ENTRIES = 16384
 
@@ -24,72 +25,73 @@ class CacheInfo(NamedTuple):
     most_entries: int
 
 
-class State(threading.local):
+class DispatchState(threading.local):
     """The policies and the planned calls of one thread."""
 
     def __init__(self) -> None:
         self.entries: dict[Any, Any] = {}
+        """The planned calls (`CachedCall`), by key."""
         self.misses = 0
-        self.hits_of_forgotten = 0
+        self.hits_of_evicted = 0
+        """The hits of calls that left the cache."""
         self.fallback = "warn"
         self._plain_tensors = "assume"
         self.explicit = False
         self.keeps_gathers = False
-        """Whether tensors remember all that they were moved to, as they do pending sums."""
+        """Whether tensors keep all their moved versions, and not only those without pending sums.
+        The exporter of programs sets it."""
         self.heard: list[tuple[Any, Any]] | None = None
-        """What inputs calls had moved, and how, if somebody wants to know."""
+        """A log of the inputs that calls moved, each with its `InputMove`, if a listener wants
+        one."""
         self.warned: set[Any] = set()
+        """The operators and lines that a `FallbackWarning` was given for."""
         self.fallbacks: dict[str, int] = {}
-        self.moved_parameters: dict[Any, Any] = {}
-        """What parameters were moved to, until a backward has passed (see `moving`)."""
-        self.moved_inputs: dict[Any, Any] = {}
-        """The same for other leaves of the graph."""
+        """How often each operator fell back to replicated inputs."""
 
     @property
     def plain_tensors(self) -> str:
-        """What happens when a plain tensor meets a DTensor."""
+        """The policy for plain tensors beside DTensors."""
         return self._plain_tensors
 
     @plain_tensors.setter
     def plain_tensors(self, policy: str) -> None:
         self._plain_tensors = policy
-        self.entries.clear()  # what was planned may now be checked, or forbidden
+        self.entries.clear()  # planned calls may now need a check, or be forbidden
 
 
-state = State()
+state = DispatchState()
 
 
 def cache_info() -> CacheInfo:
-    """How this thread's cache of planned calls does: hits, misses, entries, and its limit."""
-    hits = state.hits_of_forgotten + sum(entry.hits for entry in state.entries.values())
+    """Return the hits, misses, size and limit of this thread's cache of planned calls."""
+    hits = state.hits_of_evicted + sum(entry.hits for entry in state.entries.values())
     return CacheInfo(hits, state.misses, len(state.entries), MOST_ENTRIES)
 
 
 def cache_clear() -> None:
-    """Forget this thread's planned calls, all statistics, and inputs kept for other uses."""
+    """Clear this thread's planned calls, all statistics, and the inputs kept for other uses."""
     state.entries.clear()
-    state.moved_parameters.clear()
-    state.moved_inputs.clear()
+    leaf_moves.clear()
     state.fallbacks.clear()
-    state.misses = state.hits_of_forgotten = 0
+    state.misses = state.hits_of_evicted = 0
 
 
-def remember(key: Any, entry: Any) -> None:
-    """Keep a planned call; the oldest goes when there are too many."""
+def add_to_cache(key: Any, call: Any) -> None:
+    """Put a planned call into the cache; the oldest leaves when the cache is full."""
     if len(state.entries) >= MOST_ENTRIES:
         oldest = state.entries.pop(next(iter(state.entries)))
-        state.hits_of_forgotten += oldest.hits
-    state.entries[key] = entry
+        state.hits_of_evicted += oldest.hits
+    state.entries[key] = call
 
 
 def fallback(policy: str) -> Policy:
-    """What happens when an operator has no rule for a call, on this thread.
+    """Set, on this thread, what happens when an operator has no rule for a call.
 
-    The inputs are made whole and every rank runs the operator: always right, never fast.
+    A fallback replicates the inputs and every rank runs the operator: always right, never fast.
 
     Arguments:
-        policy: `"warn"` does so and says so, once for each operator and place (the default);
-            `"replicate"` does so silently; `"error"` refuses.
+        policy: `"warn"` falls back with a warning, once for each operator and line (the default);
+            `"replicate"` falls back silently; `"error"` refuses.
 
     Example:
         >>> with sw.fallback("error"):
@@ -99,17 +101,17 @@ def fallback(policy: str) -> Policy:
 
 
 def fallback_counts() -> dict[str, int]:
-    """How often each operator made its inputs whole on this thread, as it has no rule for them."""
+    """Return how often each operator without a rule replicated its inputs on this thread."""
     return dict(state.fallbacks)
 
 
 def plain_tensors(policy: str) -> Policy:
-    """What happens when a plain tensor meets a DTensor in a call, on this thread.
+    """Set, on this thread, what happens when a plain tensor meets a DTensor in a call.
 
     Arguments:
-        policy: `"assume"` takes it for one that is the same on every rank (the default);
-            `"check"` makes sure that it is, at the cost of a small collective each time: to find a
-            mistake; `"error"` refuses it, unless it is 0-d.
+        policy: `"assume"` takes it for the same on every rank (the default); `"check"` compares
+            the ranks, at the cost of a small collective each time: to find a mistake; `"error"`
+            refuses it, unless it is 0-d.
     """
     return Policy(state, "plain_tensors", policy, ("assume", "check", "error"))
 

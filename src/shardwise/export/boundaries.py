@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from shardwise.copies import link
-from shardwise.dispatch.entry import mark_severed
+from shardwise.dispatch.writes import mark_severed
 from shardwise.export.aliases import Aliases
 from shardwise.export.cleaning import writes
 from shardwise.export.errors import ExportError

@@ -19,9 +19,9 @@ from shardwise import world
 from shardwise.comm import Cause, trace
 from shardwise.comm.cause import acting
 from shardwise.copies import as_ordinary, copies_in
-from shardwise.dispatch.entry import check_writable
 from shardwise.dispatch.moving import input_move, moved
 from shardwise.dispatch.state import state
+from shardwise.dispatch.writes import check_writable
 from shardwise.export.aliases import seen_by
 from shardwise.export.assigning import UNREAD, assign, is_assigned_to
 from shardwise.export.autocast import Autocast

@@ -20,6 +20,7 @@ from shardwise.parallel.names import PlanError
 from shardwise.placement import Placement, Shard
 from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
 from shardwise.tensor import DTensor, wrap
+from shardwise.tensor_state import ensure_state
 from shardwise.torch_internals import TensorBase, as_local
 
 _requires_grad = TensorBase.requires_grad.__get__
@@ -83,7 +84,7 @@ def wrapped(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
     if state.plain_tensors == "check" and layout.is_replicated:
         check_same(what, local, layout.mesh)
     result = wrap(local.view_as(local), layout)
-    result._alias_of = local  # type: ignore[attr-defined]
+    ensure_state(result).alias_of = local
     return result
 
 

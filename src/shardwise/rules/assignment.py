@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.copies import is_up_to_date
-from shardwise.dispatch.arguments import check_target
+from shardwise.dispatch.writes import check_target
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.calls import Function, composed

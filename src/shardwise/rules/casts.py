@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.arguments import check_plain, check_target
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.arguments import check_plain
 from shardwise.dispatch.moving import input_move, moved
+from shardwise.dispatch.writes import check_target, check_writable
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed, dispatched
 from shardwise.rules.pointwise import broadcast
@@ -20,6 +20,7 @@ from shardwise.rules.precision import is_summed, keeps_sums
 from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
 from shardwise.tensor import DTensor, severed_by
+from shardwise.tensor_state import ensure_state
 from shardwise.torch_internals import as_local
 
 FLOATS = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
@@ -53,7 +54,7 @@ def _detached(input: Any) -> torch.Tensor:
     result = torch.Tensor.detach(input)
     severed = severed_by(input)
     if severed is not None:  # autograd does not record what a detached tensor is an alias of
-        result._severed = severed  # type: ignore[attr-defined]
+        ensure_state(result).detached_by = severed
     return result
 
 

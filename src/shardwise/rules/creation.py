@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.rules.dims import unsplit

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.layout import Layout
 from shardwise.rules.pointwise import names
 from shardwise.rules.registry import handler

@@ -15,8 +15,7 @@ import torch
 
 from shardwise import random, world
 from shardwise.cut import Cut
-from shardwise.dispatch.arguments import check_target
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_target, check_writable
 from shardwise.drawing import Sampler, drawn
 from shardwise.layout import Layout
 from shardwise.redistribute.moves import redistribute_local

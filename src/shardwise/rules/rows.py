@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from shardwise.comm import Communicator, communicator
-from shardwise.dispatch.entry import mark_severed
 from shardwise.dispatch.state import state
+from shardwise.dispatch.writes import mark_severed
 from shardwise.mesh import DeviceMesh
 from shardwise.policy import PolicyError
 from shardwise.rules.chunks import pieces

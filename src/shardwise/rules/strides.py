@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dispatch.writes import is_detached_copy
 from shardwise.errors import DispatchError, LayoutError
 from shardwise.layout import Layout
 from shardwise.rules.calls import Function, composed
@@ -172,7 +173,7 @@ def as_strided_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Turn a tensor into a strided view of itself: another layout, the same memory."""
     target = args[0]
     view = as_strided(target.detach(), *args[1:], **kwargs)
-    if getattr(view, "_severed", None):
+    if is_detached_copy(view):
         raise LayoutError(
             f"as_strided_: it would have to move {target._layout!r}, and so cannot be done in "
             "place; use x = x.as_strided(...)"

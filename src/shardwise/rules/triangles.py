@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.rules.calls import composed
 from shardwise.rules.creation import contribution
 from shardwise.rules.pointwise import broadcast

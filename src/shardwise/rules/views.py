@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.copies import has_other_dims, is_copy
+from shardwise.dispatch.writes import is_detached_copy
 from shardwise.errors import LayoutError
 from shardwise.rules.calls import composed
 from shardwise.rules.dims import as_dims, as_sizes
@@ -124,7 +125,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"keep its dims, to be kept as that part is; use x = x.{name}(...)"
         )
     result = getattr(target.detach(), name)(*args[1:], **kwargs)
-    if getattr(result, "_severed", None):
+    if is_detached_copy(result):
         raise LayoutError(
             f"{name}_: it would have to move {target._layout!r}, and so cannot be done in place; "
             f"use x = x.{name}(...)"

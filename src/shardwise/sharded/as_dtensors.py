@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.layout import Layout
 from shardwise.placement import Shard
 from shardwise.rules.registry import name_of
 from shardwise.sharded import converting
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor, unwrap
+from shardwise.tensor_state import ensure_state
 from shardwise.torch_internals import base_of, locally, pytree, version_of
 
 _CONTAINERS = list, tuple, dict
@@ -96,7 +97,7 @@ class _StandIn(NamedTuple):
                 with torch.set_grad_enabled(was_recorded and torch.is_grad_enabled()):
                     converting.write_back(self.tensor, self.layout, memory)
             # What is written to a view of it from now on would be lost: dispatch refuses that.
-            memory._severed = name_of(func)  # type: ignore[attr-defined]
+            ensure_state(memory).detached_by = name_of(func)
         if not self.tensor.requires_grad and self.dtensor.requires_grad:
             self.tensor._note_requires_grad(True)
 

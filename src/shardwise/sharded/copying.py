@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.sharded.base import bare
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_group

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise import factories
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.placement import Replicate
 from shardwise.rules.pointwise import names
 from shardwise.sharded import comparing, filling, gradients

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Event, listen
-from shardwise.dispatch.failing import AGREEING
+from shardwise.dispatch.errors import AGREEING
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, init_device_mesh
 from shardwise.placement import Placement, Replicate, Shard

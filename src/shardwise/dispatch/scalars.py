@@ -1,6 +1,6 @@
-"""Questions whose answer is a Python value, an array or a plain tensor: asked of the whole tensor.
+"""Conversions of a DTensor to a Python value, an array or text: of the global tensor.
 
-They reduce or gather first, and never answer with a rank's own piece.
+They reduce or gather first; the result is never that of this rank's shard alone.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _Tensor = torch.Tensor
     _Tensor.__dlpack__,
 )
 def asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ask the whole tensor."""
-    args = tuple(_whole(arg) for arg in args)
+    """Run a function on the whole tensors."""
+    args = tuple(_as_whole(arg) for arg in args)
     with as_local():
         return func(*args, **kwargs)
 
 
-def _whole(arg: Any) -> Any:
+def _as_whole(arg: Any) -> Any:
     if not isinstance(arg, DTensor):
         return arg
     if arg._layout.is_replicated:
         return unwrap(arg)
-    # A history is kept, as torch refuses some of these questions because of it.
+    # With its history, because torch refuses some of these conversions for tensors that have one.
     return arg.full_tensor()

@@ -1,0 +1,310 @@
+"""The planner: from a function and its arguments to a `CachedCall`. Paid once per kind of call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.arguments import (
+    ArgPath,
+    Args,
+    Kwargs,
+    argument_at,
+    check_dense_arguments,
+    check_plain,
+    common_mesh,
+    layout_of,
+    tensor_paths,
+)
+from shardwise.dispatch.aside import (
+    call_with_numbers,
+    compute_into_out,
+    compute_then_copy,
+    decomposed,
+    tensors_for_numbers,
+)
+from shardwise.dispatch.cached_call import CachedCall, CompositeCall, PartialReuseCall
+from shardwise.dispatch.errors import check_dtype_on_empty_shards, fail_on_all_ranks
+from shardwise.dispatch.fallback import FallbackCall
+from shardwise.dispatch.moving import InputMove, input_move
+from shardwise.dispatch.writes import check_target
+from shardwise.errors import DispatchError
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.choose import Choice, choose
+from shardwise.rules.registry import Known, RuleError, name_of
+from shardwise.rules.spec import Spec
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local, schema_of
+
+
+@dataclass(frozen=True, slots=True)
+class _NewCall:
+    """A call to plan."""
+
+    func: Any
+    known: Known | None
+    name: str
+    args: Args
+    paths: list[ArgPath]
+    """The paths to the tensors among its arguments."""
+    tensors: list[torch.Tensor]
+    mesh: DeviceMesh
+
+    @property
+    def outplace(self) -> Callable[..., Any] | None:
+        """The out-of-place form of an in-place function that has a rule; else None."""
+        return None if self.known is None else self.known.outplace
+
+
+def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> CachedCall:
+    """Plan a call: by its rule, as a composite of other calls, or as a fallback."""
+    name = name_of(func)
+    if kwargs.get("out") is not None:
+        return CompositeCall(name, compute_into_out(func, name))
+    numbers = tensors_for_numbers(name, kwargs)
+    if numbers:
+        return CompositeCall(name, call_with_numbers(func, numbers))
+    paths = list(tensor_paths(args, kwargs))
+    tensors = [argument_at(args, kwargs, path) for path in paths]
+    mesh = common_mesh(name, tensors)
+    check_dense_arguments(name, tensors)
+    check_plain(name, tensors, mesh)
+    spec = None
+    if known is not None and known.rule is not None:
+        spec = known.rule(*args, **kwargs)
+    if callable(spec):
+        return CompositeCall(name, spec)
+    new = _NewCall(func, known, name, args, paths, tensors, mesh)
+    return _plan_without_rule(new) if spec is None else _plan_by_rule(new, spec)
+
+
+def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
+    name, paths, tensors, outplace = new.name, new.paths, new.tensors, new.outplace
+    order = _match_inputs(name, spec, tensors)
+    layouts = [layout_of(tensor, new.mesh) for tensor, _ in spec.inputs]
+    is_inplace = outplace is not None
+    if is_inplace:
+        if not isinstance(new.args[0], DTensor) and all(each.is_replicated for each in layouts):
+            return CompositeCall(name, _on_replicas(new.func))
+        check_target(name, new.args[0])
+    choice = choose(spec, layouts, new.mesh, keeps=layouts[0] if is_inplace else None)
+    if choice is None:
+        assert outplace is not None, "only a result with a given layout can be impossible"
+        return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
+    lowered = None if spec.lower is None else spec.lower(choice.here)
+    if lowered is not None and outplace is not None and not spec.writes:
+        return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
+    run = new.func if lowered is None else lowered
+    run = check_dtype_on_empty_shards(new.func, run, choice.here)
+    if spec.may_fail:
+        run = fail_on_all_ranks(name, run, choice.here)
+    moves = [
+        (paths[at], move)
+        for at, move in zip(order, _input_moves(layouts, choice), strict=True)
+        if move is not None
+    ]
+    moves_first = bool(
+        moves and moves[0][0] == paths[order[0]] and moves[0][1].source is not moves[0][1].target
+    )
+    run_needs_plain = _is_python(new.func) if lowered is None else _needs_plain(lowered)
+    call = CachedCall(
+        name,
+        run,
+        paths,
+        moves,
+        choice.outputs,
+        needs_plain=spec.needs_plain or run_needs_plain,
+        is_inplace=is_inplace,
+        takes_only_dtensors=all(isinstance(tensor, DTensor) for tensor in tensors),
+        detaches=spec.is_view and moves_first,
+    )
+    call.returns_views, call.keys = spec.is_view, spec.keys
+    # A write, directly or through a view, must reach the tensor that was given.
+    if is_inplace or spec.is_view or not any(each.partial for each in choice.outputs):
+        return call
+    partial_inputs = [
+        paths[at]
+        for before, after, at in zip(layouts, choice.inputs, order, strict=True)
+        if before.partial and after.partial and type(tensors[at]) is DTensor
+    ]
+    if not partial_inputs:
+        return call
+    return PartialReuseCall(call, partial_inputs, partial(plan, new.func, new.known))
+
+
+def _on_replicas(func: Any) -> Callable[..., Any]:
+    """Return an in-place call on a plain tensor, with replicated DTensors: every rank writes the
+    same values to its own replica."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with as_local():
+            return func(*args, **kwargs)
+
+    return run
+
+
+def _input_moves(layouts: Sequence[Layout], choice: Choice) -> Iterator[InputMove | None]:
+    for source, target, used_on in zip(layouts, choice.inputs, choice.used_on, strict=True):
+        moves = source is not target or used_on
+        yield input_move(source, target, used_on) if moves else None
+
+
+# ---- the rule and the arguments
+
+
+def _match_inputs(name: str, spec: Spec, tensors: list[torch.Tensor]) -> list[int]:
+    """Return the position of each input of a spec among the tensors of the call."""
+    free = list(range(len(tensors)))
+    found = []
+    for tensor, dims in spec.inputs:
+        at = next((at for at in free if tensors[at] is tensor), None)
+        if at is None:
+            raise RuleError(f"{name}: its rule speaks of a tensor that is no argument")
+        if len(dims) != tensor.dim():
+            raise RuleError(
+                f"{name}: its rule gives {len(dims)} factors to an input of {tensor.dim()} dims"
+            )
+        free.remove(at)
+        found.append(at)
+    if free:
+        raise RuleError(f"{name}: its rule forgets {len(free)} of {len(tensors)} tensors")
+    return found
+
+
+_BUILTIN = type(torch.layer_norm)
+"""The type of torch's functions of C, to which a DTensor is its shard. A Python function may ask
+for its shape, and would get the global one."""
+
+
+def _needs_plain(lowered: Callable[..., Any]) -> bool:
+    return type(lowered) is not _BUILTIN and not getattr(lowered, "takes_shards", False)
+
+
+def _is_python(func: Any) -> bool:
+    """Tell whether Python code runs on the tensors, now or in the backward.
+
+    Such code must get plain local tensors, because a DTensor would show it global shapes.
+    """
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return not str(func).startswith("aten.")
+    return hasattr(func, "__code__")
+
+
+_NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def by_torchs_names(func: Any, kwargs: Kwargs) -> Kwargs:
+    """Rename numpy's keywords, which functions of C accept too, to torch's, which rules know."""
+    if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
+        return kwargs
+    if "quantize" in func.__name__ or func is torch.segment_reduce:  # torch's own name is `axis`
+        return kwargs
+    return {_NUMPYS_NAMES.get(name, name): each for name, each in kwargs.items()}
+
+
+_INPUTS = ("input", "self", "A", "x")
+"""Names that torch has for the first operand, where a rule may use another."""
+
+
+def by_position(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Turn keyword arguments into positional ones, because lowerings know operands by position.
+
+    For an aten operator: all of them, by its schema. For other functions: the first one, if it is
+    the first parameter of the rule, or the target of a write.
+    """
+    given, rest = list(args), dict(kwargs)
+    if isinstance(func, OpOverload):
+        for name in _positional_names(func)[len(args) :]:
+            if name not in rest:
+                break
+            given.append(rest.pop(name))
+        return tuple(given), rest
+    if args or known is None or known.rule is None:
+        return args, kwargs
+    names = _names_of_first(known.rule)
+    if known.outplace is not None:
+        names = (*names, *_INPUTS)
+    found = next((each for each in names if each in rest), None)
+    return (args, kwargs) if found is None else ((rest.pop(found),), rest)
+
+
+@lru_cache(maxsize=4096)
+def _positional_names(operator: OpOverload) -> tuple[str, ...]:
+    return tuple(each.name for each in schema_of(operator).arguments if not each.kwarg_only)
+
+
+@lru_cache(maxsize=4096)
+def _names_of_first(rule: Any) -> tuple[str, ...]:
+    """Return the names that the first argument of a rule may have; none if it takes `*args`."""
+    first, *others = inspect.signature(rule).parameters.values()
+    if first.kind is first.VAR_POSITIONAL:
+        return ()
+    taken = {each.name for each in others}
+    return (first.name, *(each for each in _INPUTS if each not in taken))
+
+
+# ---- operators without a rule
+
+
+def _plan_without_rule(new: _NewCall) -> CachedCall:
+    """Plan a call by the functions it is made of, out of place, or on replicated inputs."""
+    name, mesh = new.name, new.mesh
+    copy = decomposed(new.func)
+    if copy is not None:
+        return CompositeCall(name, copy)
+    outplace = new.outplace
+    if outplace is None:
+        outplace = _outplace(new.func)
+        if outplace is not None:
+            check_target(name, new.args[0])
+    if outplace is not None:
+        run = compute_then_copy(name, outplace, layout_of(new.args[0], mesh))
+        return CompositeCall(name, run)
+    moves = []
+    for path, tensor in zip(new.paths, new.tensors, strict=True):
+        source = layout_of(tensor, mesh)
+        if not source.is_replicated:
+            moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
+            if _is_written(new.func, path):
+                raise DispatchError(
+                    f"{name}: it has no rule and writes to a tensor of layout {source!r}: on "
+                    "replicated inputs it would write to a copy. Register a rule with "
+                    "sw.register_rule, redistribute the tensor to Replicate(), or write to "
+                    "x.to_local(), this rank's piece"
+                )
+    return FallbackCall(name, new.func, new.paths, moves, mesh)
+
+
+def _is_written(func: Any, path: ArgPath) -> bool:
+    """Tell from its schema or its name whether a function writes to an argument."""
+    if not isinstance(func, OpOverload):
+        return path[0] == 0 and _is_inplace(func)
+    return any(
+        each.alias_info is not None and each.alias_info.is_write and path[0] in (at, each.name)
+        for at, each in enumerate(schema_of(func).arguments)
+    )
+
+
+def _outplace(func: Any) -> Callable[..., Any] | None:
+    """Return the out-of-place form of an in-place function; None if it is not in place."""
+    found = getattr(torch.Tensor, _short_name(func)[:-1], None) if _is_inplace(func) else None
+    return found if callable(found) else None
+
+
+def _is_inplace(func: Any) -> bool:
+    """Tell whether a function has the name of one that changes its first argument."""
+    name = _short_name(func)
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _short_name(func: Any) -> str:
+    if isinstance(func, OpOverload):
+        return str(schema_of(func).name.rpartition("::")[2])
+    return getattr(func, "__name__", "")

@@ -1,0 +1,118 @@
+"""The notes that the library keeps on a tensor: one `TensorState`, absent on ordinary tensors.
+
+Plain tensors carry one too: the base of a view, the result of a gather, a tensor that enters
+several modules. Two kinds of notes are elsewhere. The layout of a DTensor is an attribute of its
+own, because every operator reads it. Notes on parameters that must survive copies and pickles are
+ordinary attributes (`optimizers`, `fsdp`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+ATTRIBUTE = "_tensor_state"
+"""The attribute of a tensor that holds its state. The hot path of dispatch tests for it only."""
+
+
+class TensorState:
+    """The notes on one tensor. A field that nobody set is None or False.
+
+    A copy and a pickle of the tensor have no notes.
+    """
+
+    __slots__ = (
+        "alias_of",
+        "detached_by",
+        "gathered_from",
+        "is_gradient",
+        "key",
+        "link",
+        "moves",
+        "reduced",
+        "viewed_copy",
+    )
+
+    def __init__(self) -> None:
+        self.moves: dict[Any, tuple[torch.Tensor, int]] | None = None
+        """Its moved versions, by move and grad mode, each with the version of the tensor. Set and
+        read by `input_moves`; an entry ends with that version, all end with `forget_moves`."""
+        self.reduced: tuple[Any, ...] | None = None
+        """Its value without pending reductions, and for which calls that value holds. Set and read
+        by `reduced_cache`; ends with the version of the tensor or with `forget_moves`."""
+        self.alias_of: torch.Tensor | None = None
+        """The plain tensor that this DTensor wraps where it enters a module. Set by `parallel`;
+        read by `input_moves`, which keeps `moves` there, so that all modules share them."""
+        self.gathered_from: torch.Tensor | None = None
+        """The piece that a gather made this tensor of. Set and read by `redistribute`, which sums
+        gradients directly into the pieces."""
+        self.is_gradient = False
+        """Whether it is the `grad` of a DTensor: backward adds to it unseen. Set by `DTensor.grad`;
+        read by `view_copy`."""
+        self.detached_by: str | None = None
+        """The operator that returned it as a copy, where torch would return a view. Set by
+        `writes.mark_detached_copy`, and handed on by `detach` and `data`; read by
+        `writes.check_writable`. Ends when `data` is assigned."""
+        self.key: Any = None
+        """The index of the original that gives such a copy, if one does. Set beside `detached_by`;
+        read by `view_copy.link_copies`."""
+        self.link: Any = None
+        """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
+        `view_copy`; ends when `data` is assigned."""
+        self.viewed_copy: torch.Tensor | None = None
+        """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # torch.load accepts it, also where shardwise is not installed
+
+
+def state_of(tensor: torch.Tensor) -> TensorState | None:
+    """Return the state of a tensor; None if it has none."""
+    found = tensor.__dict__.get(ATTRIBUTE)
+    return found if type(found) is TensorState else None
+
+
+def ensure_state(tensor: torch.Tensor) -> TensorState:
+    """Return the state of a tensor, which gets one if it has none."""
+    found = tensor.__dict__.get(ATTRIBUTE)
+    if type(found) is not TensorState:
+        found = tensor.__dict__[ATTRIBUTE] = TensorState()
+    return found
+
+
+class _LeafMoves(threading.local):
+    """The moved versions of leaves of the autograd graph, until a backward has passed through.
+
+    A leaf cannot hold them itself: their graph leads back to the leaf, and a cycle through C++ is
+    never freed. Keys begin with the id of the leaf, which the graph of the value keeps alive.
+    Whether something is alive must not decide what is shared: ranks could differ, and each move
+    back is a collective.
+    """
+
+    def __init__(self) -> None:
+        self.of_parameters: dict[Any, tuple[torch.Tensor, int]] = {}
+        self.of_inputs: dict[Any, tuple[torch.Tensor, int]] = {}
+        """The same for leaves that are no parameters. A program may make new ones forever and never
+        run a backward, so fewer are kept."""
+
+    def clear(self) -> None:
+        """Forget all of this thread."""
+        self.of_parameters.clear()
+        self.of_inputs.clear()
+
+
+leaf_moves = _LeafMoves()
+
+
+def forget_moves(tensor: torch.Tensor) -> None:
+    """Drop the moved versions of a tensor whose data change without a change of its version."""
+    state = state_of(tensor)
+    if state is not None:
+        state.moves = state.reduced = None
+    mine = id(tensor)
+    for kept in (leaf_moves.of_parameters, leaf_moves.of_inputs):
+        for key in [each for each in kept if each[0] == mine]:
+            del kept[key]
