@@ -4,18 +4,23 @@ Rules are checked, not believed: an operator on DTensors is compared with the sa
 process, on every layout of its inputs.
 """
 
-from shardwise.testing.checking import Report, check_rule
-from shardwise.testing.comparing import UnstableWarning, value_difference, warn_of_unstable, widened
-from shardwise.testing.layouts import (
+from shardwise.testing.inputs import (
+    Sample,
     contribution,
     distributed,
     layouts_of,
     piece,
     whole_of,
 )
-from shardwise.testing.legal import missing_splits
-from shardwise.testing.reference import Reference, loss_of
-from shardwise.testing.sample import Sample
+from shardwise.testing.reference import (
+    Reference,
+    UnstableWarning,
+    loss_of,
+    value_difference,
+    warn_of_unstable,
+    widened,
+)
+from shardwise.testing.rule_check import Report, check_rule, missing_splits
 
 __all__ = [
     "Reference",

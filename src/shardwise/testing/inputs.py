@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +14,7 @@ from shardwise.layout import Layout
 from shardwise.local_shards import check_dense
 from shardwise.mesh import DeviceMesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.rules.calls import tensors_in
 from shardwise.tensor import DTensor, wrap
 
 
@@ -64,3 +69,59 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
             f"the result says {tensor.layout!r}, but its piece has shape {tuple(local.shape)}"
         )
     return tensor.full_tensor()
+
+
+class Sample:
+    """The arguments of one call, with plain tensors.
+
+    Example:
+        >>> Sample(torch.randn(5, 4), dim=1)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, in order."""
+        return list(tensors_in((self.args, self.kwargs)))
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors in place of its own."""
+        rest = iter(tensors)
+        args = tuple(_filled(arg, rest) for arg in self.args)
+        return args, {name: _filled(arg, rest) for name, arg in self.kwargs.items()}
+
+    def __repr__(self) -> str:
+        parts = [_shown(arg) for arg in self.args]
+        parts += [f"{name}={_shown(arg)}" for name, arg in self.kwargs.items()]
+        return f"({', '.join(parts)})"
+
+
+def _filled(value: Any, rest: Iterator[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(rest)
+    if isinstance(value, list | tuple):
+        parts = [_filled(each, rest) for each in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)
+
+
+def combinations(choices: Sequence[Sequence[Any]], most: int, seed: int) -> list[tuple[Any, ...]]:
+    """One of each of the choices: every way to choose, or `most` of them."""
+    if math.prod(map(len, choices)) <= most:
+        return list(itertools.product(*choices))
+    generator = random.Random(seed)
+    found = {tuple(generator.randrange(len(each)) for each in choices) for _ in range(most)}
+    return [
+        tuple(each[at] for each, at in zip(choices, picked, strict=True))
+        for picked in sorted(found)
+    ]
