@@ -121,11 +121,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(options: argparse.Namespace) -> int:
     from shardwise import demo
-    from shardwise.demo.options import checked
+    from shardwise.demo.options import check_options
 
     given = {name: value for name, value in vars(options).items() if name != "run"}
     try:
-        chosen = checked(**given)
+        chosen = check_options(**given)
     except demo.UsageError as error:
         print(f"shardwise demo: {error}", file=sys.stderr)
         return 2

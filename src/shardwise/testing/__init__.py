@@ -1,17 +1,10 @@
-"""Tools to check a rule: `check_rule`, and what it is made of.
+"""Tools to check the rule of an operator: `check_rule`, and its parts.
 
-Rules are checked, not believed: an operator on DTensors is compared with the same operator in one
-process, on every layout of its inputs.
+An operator on DTensors is compared with the same operator in one process, for all layouts of its
+inputs.
 """
 
-from shardwise.testing.inputs import (
-    Sample,
-    contribution,
-    distributed,
-    layouts_of,
-    piece,
-    whole_of,
-)
+from shardwise.testing.inputs import Sample, contribution, distributed, layouts_of, piece, whole_of
 from shardwise.testing.reference import (
     Reference,
     UnstableWarning,

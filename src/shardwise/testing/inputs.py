@@ -1,4 +1,4 @@
-"""Every layout that a tensor can have, and the DTensors of it; and the whole of such a tensor."""
+"""Inputs of a checked call: samples of arguments, the layouts of tensors, and DTensors of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from shardwise.tensor import DTensor, wrap
 
 
 def layouts_of(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:
-    """Every layout a tensor can have on a mesh (of nested shards, two orders)."""
+    """Return all layouts that a tensor can have on a mesh (for nested shards, two orders of
+    axes)."""
     per_axis: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()))]
-    is_added = tensor.itemsize > 1  # float8 is not
-    if is_added and (tensor.is_floating_point() or tensor.is_complex()):
+    can_be_added = tensor.itemsize > 1  # torch does not add float8
+    if can_be_added and (tensor.is_floating_point() or tensor.is_complex()):
         per_axis.append(Partial())
     found = [
         Layout.from_placements(mesh, tensor.shape, placements)
@@ -33,7 +34,8 @@ def layouts_of(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:
 
 
 def piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's piece of a tensor that every rank has; contributions that add up to it."""
+    """Return this rank's piece of a tensor that every rank has. Where the layout is Partial, it is
+    a contribution: the contributions of all ranks add up to the tensor."""
     place = layout.mesh.get_coordinate()
     assert place is not None, "every rank is on the mesh"
     local = layout.piece_of(tensor, place).clone()
@@ -43,7 +45,8 @@ def piece(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
-    """One of so many contributions: x is 2x - x + 0 + ..., exact in any order of adding up."""
+    """Return one of `count` contributions to a sum: x is 2x - x + 0 + ..., which is exact in any
+    order of addition."""
     if count == 1:
         return total
     finite = torch.isfinite(total)
@@ -52,7 +55,7 @@ def contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
 
 
 def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
-    """A leaf in this layout, of a tensor that every rank has."""
+    """Return a leaf DTensor with this layout, of a tensor that every rank has."""
     check_dense("tensor", tensor)
     result = wrap(piece(tensor.detach(), layout), layout)
     result.requires_grad = tensor.requires_grad
@@ -60,7 +63,8 @@ def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A result as every rank has it; its piece must be what its layout says."""
+    """Return a result as a plain tensor, gathered if it is a DTensor; refuse a piece whose shape is
+    not that of its layout."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()
@@ -83,22 +87,23 @@ class Sample:
         self.kwargs = kwargs
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the arguments, in order."""
+        """Return the tensors among the arguments, in order."""
         return list(tensors_in((self.args, self.kwargs)))
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors in place of its own."""
+        """Return the arguments with these tensors in place of the sample's own."""
         rest = iter(tensors)
         args = tuple(_filled(arg, rest) for arg in self.args)
         return args, {name: _filled(arg, rest) for name, arg in self.kwargs.items()}
 
     def __repr__(self) -> str:
-        parts = [_shown(arg) for arg in self.args]
-        parts += [f"{name}={_shown(arg)}" for name, arg in self.kwargs.items()]
+        parts = [_format_argument(arg) for arg in self.args]
+        parts += [f"{name}={_format_argument(arg)}" for name, arg in self.kwargs.items()]
         return f"({', '.join(parts)})"
 
 
 def _filled(value: Any, rest: Iterator[torch.Tensor]) -> Any:
+    """Return an argument with tensors replaced by the next ones of an iterator."""
     if isinstance(value, torch.Tensor):
         return next(rest)
     if isinstance(value, list | tuple):
@@ -107,16 +112,18 @@ def _filled(value: Any, rest: Iterator[torch.Tensor]) -> Any:
     return value
 
 
-def _shown(value: Any) -> str:
+def _format_argument(value: Any) -> str:
+    """Format an argument for messages; of a tensor, its dtype and shape."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_format_argument, value))}]"
     return repr(value)
 
 
 def combinations(choices: Sequence[Sequence[Any]], most: int, seed: int) -> list[tuple[Any, ...]]:
-    """One of each of the choices: every way to choose, or `most` of them."""
+    """Return all choices of one option from each list; if there are more than `most`, at most so
+    many of them, drawn by the seed."""
     if math.prod(map(len, choices)) <= most:
         return list(itertools.product(*choices))
     generator = random.Random(seed)

@@ -1,8 +1,8 @@
 """check_rule: compare an operator on DTensors with the same operator in one process.
 
-Every layout of the inputs is tried (a fixed sample of them where there are too many): values,
-dtypes, shapes and gradients. And what is legal is found numerically: a split that a rule does not
-offer is reported.
+All layouts of the inputs are tried (a fixed sample, where there are too many), and values, dtypes,
+shapes and gradients are compared. Splits that need no communication are found numerically; those
+for which the rule communicates are reported.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from shardwise.testing.reference import (
 
 @dataclass
 class Report:
-    """What `check_rule` found."""
+    """The findings of `check_rule`."""
 
     cases: int = 0
-    """How many layouts of inputs were tried."""
+    """The number of layouts of inputs that were tried."""
     fallbacks: list[str] = field(default_factory=list)
-    """Layouts that no rule speaks for."""
+    """Layouts that no rule covers."""
     wrong: list[str] = field(default_factory=list)
-    """Where values, dtypes, shapes or gradients differ, or an error was raised."""
+    """Cases where values, dtypes, shapes or gradients differ, or an error was raised."""
     missing: list[str] = field(default_factory=list)
-    """Splits that are legal but communicate."""
+    """Splits that need no communication, but communicate."""
     unstable: list[str] = field(default_factory=list)
-    """Results and gradients that torch itself does not reproduce when it is called twice: of these
-    shapes and dtypes were compared, and no values."""
+    """Results and gradients that torch itself does not reproduce in a second call: only their
+    shapes and dtypes were compared."""
 
     def __str__(self) -> str:
         lines = [f"{self.cases} cases, {len(self.wrong)} wrong, {len(self.fallbacks)} fall back"]
@@ -83,22 +83,22 @@ def check_rule(
     rtol: float = 1e-7,
     atol: float = 1e-9,
 ) -> Report:
-    """Compare `fn` on DTensors of every layout with `fn` on the plain tensors.
+    """Compare `fn` on DTensors of all layouts with `fn` on the plain tensors.
 
     Arguments:
-        fn: what is checked; a torch function or any function of tensors.
-        samples: its arguments. float64 makes small errors visible. Tensors that require grad get
-            their gradients compared.
+        fn: a torch function, or any function of tensors.
+        samples: its arguments. float64 makes small errors visible. For tensors that require grad,
+            gradients are compared.
         mesh_shapes: the meshes to try, in `simulate`.
         gradients: whether to compare gradients.
         most: how many layouts to try for each sample and mesh; all if there are fewer.
-        allow_fallback: whether a call without a rule may be made whole.
-        allow_missing: do not look for legal splits that communicate. To look for them, the plain
-            operator is called with pieces of its inputs, which a few operators do not survive.
+        allow_fallback: whether a call without a rule may gather its inputs.
+        allow_missing: do not look for splits that communicate without need. To find them, the plain
+            operator is called with pieces of its inputs, which crashes a few operators.
 
     Returns:
-        What was tried. Anything wrong is raised as a `RuleError` with the same report. Values that
-        torch itself does not reproduce are not compared: an `UnstableWarning` names them.
+        The report. Anything wrong is raised as a `RuleError` with the same report. Values that
+            torch itself does not reproduce are not compared: an `UnstableWarning` names them.
 
     Example:
         >>> check_rule(torch.mm, [Sample(torch.randn(5, 4), torch.randn(4, 3))])
@@ -126,7 +126,7 @@ def check_rule(
 
 @dataclass(frozen=True)
 class _Check:
-    """One sample on one mesh."""
+    """The check of one sample on one mesh."""
 
     fn: Callable[..., Any]
     sample: Sample
@@ -134,10 +134,10 @@ class _Check:
     tolerance: Tolerance
     mesh_shape: tuple[int, ...]
     policy: str
-    """What happens to a call without a rule."""
+    """The fallback policy: what happens to a call without a rule."""
 
     def run(self, report: Report, most: int, seed: int) -> None:
-        """Try so many layouts, and report."""
+        """Try at most `most` layouts, and add the findings to the report."""
 
         def cases() -> list[tuple[str, str]]:
             mesh = init_device_mesh("cpu", self.mesh_shape)
@@ -152,7 +152,8 @@ class _Check:
                 (report.wrong if kind == "wrong" else report.fallbacks).append(text)
 
     def outcome(self, layouts: Sequence[Layout]) -> tuple[str, str]:
-        """What kind of problem one case has, and which; nothing twice if it has none."""
+        """Return the kind of problem of one case and its description; two empty strings if there is
+        none."""
         case = f"{self.sample} on {self.mesh_shape} with {', '.join(map(repr, layouts))}"
         with fallback(self.policy):
             try:
@@ -162,7 +163,7 @@ class _Check:
         return ("wrong", f"{case}: {problem}") if problem else ("", "")
 
     def problem(self, layouts: Sequence[Layout]) -> str:
-        """What is wrong with one case, or nothing."""
+        """Describe what is wrong with one case, or return an empty string."""
         tensors = self.sample.tensors()
         inputs = [distributed(each, how) for each, how in zip(tensors, layouts, strict=True)]
         args, kwargs = self.sample.filled(inputs)
@@ -181,12 +182,13 @@ class _Check:
             return problem
         loss_of(outputs).backward()  # type: ignore[no-untyped-call]
         leaves = [each for each in inputs if each.requires_grad]
-        return self.problem_of_gradients(leaves, reference.gradients)
+        return self.gradient_problem(leaves, reference.gradients)
 
-    def problem_of_gradients(
+    def gradient_problem(
         self, leaves: Sequence[DTensor], expected: Sequence[torch.Tensor | None]
     ) -> str:
-        """The same, of the gradients. One that is missing is zero."""
+        """Describe what is wrong with the gradients, or return an empty string. A missing gradient
+        counts as zero."""
         for at, (leaf, want) in enumerate(zip(leaves, expected, strict=True)):
             if leaf.grad is not None:
                 got = leaf.grad.full_tensor()
@@ -203,8 +205,11 @@ class _Check:
         return ""
 
 
+# ---- splits that need no communication
+
+
 def missing_splits(fn: Callable[..., Any], sample: Sample) -> list[str]:
-    """Splits of the inputs over two ranks that need no communication, but for which there is."""
+    """List the splits of the inputs over two ranks that need no communication, but communicate."""
     expected = reference_of(fn, sample, False, Tolerance(1e-5, 1e-8)).outputs
     tensors = sample.tensors()
     choices = [[None, *range(each.dim())] for each in tensors]
@@ -216,7 +221,7 @@ def missing_splits(fn: Callable[..., Any], sample: Sample) -> list[str]:
 
     def run() -> list[str]:
         mesh = init_device_mesh("cpu", (2,))
-        return [_communicates(fn, sample, _placements(dims), mesh) for dims in legal]
+        return [_first_collective(fn, sample, _placements(dims), mesh) for dims in legal]
 
     found = simulate(run, 2)[0] if legal else []
     return [
@@ -230,10 +235,10 @@ def _placements(dims: Sequence[int | None]) -> list[Placement]:
     return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
 
-def _communicates(
+def _first_collective(
     fn: Callable[..., Any], sample: Sample, placements: Sequence[Placement], mesh: DeviceMesh
 ) -> str:
-    """The first collective of a call, or nothing."""
+    """Return the kind of the first collective of a call, or an empty string."""
     events: list[Event] = []
     inputs = [
         distributed(each, Layout.from_placements(mesh, each.shape, [placement]))
@@ -252,7 +257,8 @@ def _communicates(
 def _is_legal(
     fn: Callable[..., Any], sample: Sample, dims: Sequence[int | None], expected: Sequence[Any]
 ) -> bool:
-    """Whether the results of two ranks with these pieces, joined or added, are the results."""
+    """Return whether the results of two ranks with these pieces, concatenated or added, are the
+    expected ones."""
     pieces = []
     for rank in range(2):
         local = []
@@ -270,25 +276,31 @@ def _is_legal(
         except Exception:
             return False
     return len(pieces[0]) == len(pieces[1]) == len(expected) and all(
-        _joins(first, second, whole) for first, second, whole in zip(*pieces, expected, strict=True)
+        _forms_whole(first, second, whole)
+        for first, second, whole in zip(*pieces, expected, strict=True)
     )
 
 
-def _joins(first: torch.Tensor, second: torch.Tensor, whole: torch.Tensor) -> bool:
+def _forms_whole(first: torch.Tensor, second: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether two results, concatenated or added, are the whole one."""
     first, second, whole = widened(first), widened(second), widened(whole)
 
-    def same(made: torch.Tensor) -> bool:
-        return made.shape == whole.shape and not value_difference(made, whole, rtol=1e-5, atol=1e-8)
+    def is_whole(result: torch.Tensor) -> bool:
+        return result.shape == whole.shape and not value_difference(
+            result, whole, rtol=1e-5, atol=1e-8
+        )
 
     if first.dim() != whole.dim() or second.dim() != whole.dim():
         return False
-    if first.shape == second.shape and same(first + second):
+    if first.shape == second.shape and is_whole(first + second):
         return True
     for dim in range(whole.dim()):
         others = [each for at, each in enumerate(first.shape) if at != dim]
         if others != [each for at, each in enumerate(second.shape) if at != dim]:
             continue
         sizes = [each.shape[dim] for each in whole.chunk(2, dim)]
-        if [first.shape[dim], second.shape[dim]] == sizes and same(torch.cat([first, second], dim)):
+        if [first.shape[dim], second.shape[dim]] == sizes and is_whole(
+            torch.cat([first, second], dim)
+        ):
             return True
     return False
