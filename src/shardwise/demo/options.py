@@ -64,7 +64,7 @@ MODES = {
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """A model and the size of its batches."""
 
     model: Config
@@ -78,10 +78,10 @@ class Size:
         return self.batch * self.length
 
 
-def _size(width: int, layers: int, heads: int, kv_heads: int, batch: int, length: int) -> Size:
+def _size(width: int, layers: int, heads: int, kv_heads: int, batch: int, length: int) -> ModelSize:
     """Return a size with the hidden width that follows from the model's width."""
     hidden = width * 8 // 3 | 1  # odd, as splits need not be even
-    return Size(
+    return ModelSize(
         Config(VOCABULARY, width, layers, heads, kv_heads, hidden, longest=length), batch, length
     )
 
@@ -126,7 +126,7 @@ class Options:
         return MODES[self.mode]
 
     @property
-    def size(self) -> Size:
+    def size(self) -> ModelSize:
         """The model and its batches."""
         return MODELS[self.model]
 

@@ -28,7 +28,7 @@ from shardwise.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded.ownership import Ownership
+from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardwise.tensor import DTensor, unwrap, wrap
 from shardwise.torch_internals import base_of, locally, pytree, version_of
@@ -69,14 +69,11 @@ def _join_shards(tensor: ShardedTensorCore, layout: Layout) -> torch.Tensor:
         return local if local.shape == shape else local.reshape(shape)
     if not shards:
         return tensor._get_placeholder(shape).clone()
-    whole = tensor._prototype().new_zeros(shape)
-    for place, shard in zip(_boxes_in_piece(tensor, layout), shards, strict=True):
+    piece = tensor._prototype().new_zeros(shape)
+    for inner, shard in zip(_boxes_in_piece(tensor, layout), shards, strict=True):
         # An empty shard is copied too, so that it gets a gradient when the others do.
-        target = (
-            whole.view(-1)[:0].view(shard.tensor.shape) if place is None else whole[place.slices]
-        )
-        target.copy_(shard.tensor)
-    return whole
+        _part(piece, inner, shard.tensor.shape).copy_(shard.tensor)
+    return piece
 
 
 def shares_memory(tensor: ShardedTensorCore) -> bool:
@@ -110,9 +107,8 @@ def write_back(tensor: ShardedTensorCore, layout: Layout, local: torch.Tensor) -
     """Copy a rank's piece, in which several shards were joined, back to the shards."""
     if not tensor._local_shards:  # raise the errors that other ranks raise
         tensor._get_placeholder(tuple(local.shape)).copy_(local)
-    for target, part in zip(
-        tensor._local_tensors(), _split_piece(tensor, layout, local), strict=True
-    ):
+    parts = _split_piece(tensor, layout, local)
+    for target, part in zip(tensor._local_tensors(), parts, strict=True):
         target.copy_(part)
 
 
@@ -120,13 +116,13 @@ def _split_piece(
     tensor: ShardedTensorCore, layout: Layout, local: torch.Tensor
 ) -> list[torch.Tensor]:
     """Cut the piece that a layout gives to this rank into this rank's shards."""
-    places = zip(
-        _boxes_in_piece(tensor, layout), tensor._ownership.boxes_of(tensor._group.rank), strict=True
-    )
-    return [
-        local.reshape(-1)[:0].view(box.shape) if place is None else local[place.slices]
-        for place, box in places
-    ]
+    boxes = zip(_boxes_in_piece(tensor, layout), tensor._local_boxes(), strict=True)
+    return [_part(local, inner, box.shape) for inner, box in boxes]
+
+
+def _part(piece: torch.Tensor, inner: Box | None, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a box of a piece, as a view; for None a part of this shape without elements."""
+    return piece.reshape(-1)[:0].view(shape) if inner is None else piece[inner.slices]
 
 
 class _LocalPiece(NamedTuple):
@@ -146,19 +142,15 @@ def _local_piece(layout: Layout, rank: int) -> _LocalPiece:
 
 def _boxes_in_piece(tensor: ShardedTensorCore, layout: Layout) -> list[Box | None]:
     """Return the box in the piece of each of this rank's shards; None for an empty shard."""
-    rank = tensor._group.rank
-    boxes = _local_piece(layout, rank).boxes
-    return [
-        None if box.is_empty else _box_in_piece(box, boxes)
-        for box in tensor._ownership.boxes_of(rank)
-    ]
+    boxes = _local_piece(layout, tensor._group.rank).boxes
+    return [None if box.is_empty else _box_in_piece(box, boxes) for box in tensor._local_boxes()]
 
 
 def _box_in_piece(box: Box, boxes: list[tuple[Box, Box]]) -> Box:
     """Return the box in a piece where a box of the whole tensor is."""
-    there, here = next(each for each in boxes if each[0].intersect(box) == box)
-    inner = box.within(there)
-    start = tuple(map(add, here.start, inner.start))
+    outer, in_piece = next(each for each in boxes if each[0].intersect(box) == box)
+    inner = box.within(outer)
+    start = tuple(map(add, in_piece.start, inner.start))
     return Box(start, tuple(map(add, start, inner.shape)))
 
 
@@ -178,7 +170,7 @@ def find_layout(tensor: ShardedTensorCore, mesh: DeviceMesh | None = None) -> La
 
 @lru_cache(maxsize=1024)
 def _search_layout(
-    ownership: Ownership,
+    ownership: ShardOwnership,
     size: tuple[int, ...],
     ranks: tuple[int, ...],
     device: str,
@@ -194,11 +186,11 @@ def _search_layout(
         return None
     order = {**dict.fromkeys(ranks, 0), **{rank: at for at, rank in enumerate(ownership.owners)}}
     for dim in range(len(size)) if cut_dim is None else [cut_dim]:
-        # Empty chunks come last; among themselves in the order in which they were given.
-        line = sorted(
+        # Empty chunks come last, in the order of the shards.
+        ordered = sorted(
             ranks, key=lambda rank: (boxes[rank].is_empty, boxes[rank].start[dim], order[rank])
         )
-        layout = _layout_if_matching(DeviceMesh(device, line), [dim], size, boxes)
+        layout = _layout_if_matching(DeviceMesh(device, ordered), [dim], size, boxes)
         if layout is not None:
             return layout
     return _grid_layout(size, ranks, device, boxes)
@@ -206,7 +198,7 @@ def _search_layout(
 
 @lru_cache(maxsize=1024)
 def _search_layout_on(
-    ownership: Ownership, size: tuple[int, ...], ranks: tuple[int, ...], mesh: DeviceMesh
+    ownership: ShardOwnership, size: tuple[int, ...], ranks: tuple[int, ...], mesh: DeviceMesh
 ) -> Layout | None:
     """Return the layout that shards form on this mesh."""
     boxes = _box_of_each_rank(ownership, ranks)
@@ -250,7 +242,7 @@ def _layout_if_matching(
     return layout
 
 
-def _box_of_each_rank(ownership: Ownership, ranks: tuple[int, ...]) -> dict[int, Box] | None:
+def _box_of_each_rank(ownership: ShardOwnership, ranks: tuple[int, ...]) -> dict[int, Box] | None:
     """Return the one box that each rank's shards make up together; None if they do not."""
     if not ownership.boxes[0].start:
         return None if len(ranks) > 1 else {ranks[0]: ownership.boxes[0]}
@@ -307,7 +299,7 @@ def from_dtensor(cls: type[_Core], tensor: DTensor, process_group: GroupLike = N
     # Copies, because the described shards are cached and users may write to metadata.
     own = [each.copy() for each in shards]
     metadata = ShardedTensorMetadata(own, layout.size, properties)
-    pieces = [local[here.slices] for _, here in layout.boxes()] if layout.is_cut else [local]
+    pieces = [local[box.slices] for _, box in layout.boxes()] if layout.is_cut else [local]
     result = cls._from_parts(metadata, spec, pieces, group, ownership)
     result._cached_layout = ownership, found
     return result
@@ -316,13 +308,13 @@ def from_dtensor(cls: type[_Core], tensor: DTensor, process_group: GroupLike = N
 @lru_cache(maxsize=1024)
 def _describe_layout(
     layout: Layout, ranks: tuple[int, ...]
-) -> tuple[ShardingSpec, list[ShardMetadata], Ownership, Layout | None]:
+) -> tuple[ShardingSpec, list[ShardMetadata], ShardOwnership, Layout | None]:
     """Return the spec, the shards and the ownership of a layout, and the layout that `find_layout`
     finds for them."""
     spec = _spec_of(layout)
     shards = spec.build_metadata(layout.shape, TensorProperties()).shards_metadata
     owners = [each.placement.rank() for each in shards if each.placement is not None]
-    ownership = Ownership(
+    ownership = ShardOwnership(
         tuple(each.box for each in shards), tuple(rank for rank in owners if rank is not None)
     )
     found = _search_layout(ownership, layout.shape, ranks, layout.mesh.device_type, None)

@@ -10,13 +10,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from shardwise.box import Box
 from shardwise.checks import as_ints
 from shardwise.layout import Layout
 from shardwise.sharded import remote
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import RankGroup
 from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, TensorProperties
-from shardwise.sharded.ownership import Ownership, local_metadata
+from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import (
     ShardingSpec,
     as_size,
@@ -150,10 +151,10 @@ class ShardedTensorCore(ShardedTensorBase):
     """
 
     _group: RankGroup
-    _ownership: Ownership
+    _ownership: ShardOwnership
     """The boxes of all shards, and the rank that holds each."""
     _init_rrefs: bool
-    _cached_layout: tuple[Ownership, Layout | None] | None = None
+    _cached_layout: tuple[ShardOwnership, Layout | None] | None = None
     """The result of `as_dtensor.find_layout`, and the ownership that it is valid for."""
     _placeholder: torch.Tensor | None = None
     """Made on demand by `_get_placeholder`; None on ranks that hold shards."""
@@ -167,7 +168,7 @@ class ShardedTensorCore(ShardedTensorBase):
         spec: ShardingSpec,
         tensors: Sequence[torch.Tensor],
         group: RankGroup,
-        ownership: Ownership | None = None,
+        ownership: ShardOwnership | None = None,
         init_rrefs: bool = False,
     ) -> Self:
         """Make a sharded tensor of parts that have been checked.
@@ -177,13 +178,17 @@ class ShardedTensorCore(ShardedTensorBase):
             ownership: taken from the metadata by default.
         """
         if ownership is None:
-            ownership = Ownership.of(metadata.shards_metadata, group)
+            ownership = ShardOwnership.of(metadata.shards_metadata, group)
         shards = list(map(Shard, tensors, local_metadata(metadata, ownership, group)))
         wrapper = new_wrapper(cls, spec, metadata, [])
         return wrapper._set_shards(group, ownership, shards, init_rrefs)
 
     def _set_shards(
-        self, group: RankGroup, ownership: Ownership, shards: list[Shard], init_rrefs: bool = False
+        self,
+        group: RankGroup,
+        ownership: ShardOwnership,
+        shards: list[Shard],
+        init_rrefs: bool = False,
     ) -> Self:
         """Finish the construction of a sharded tensor; all ranks call it, if `init_rrefs`."""
         self._group, self._ownership, self._local_shards = group, ownership, shards
@@ -251,6 +256,9 @@ class ShardedTensorCore(ShardedTensorBase):
 
     def _local_tensors(self) -> list[torch.Tensor]:
         return [shard.tensor for shard in self._local_shards]
+
+    def _local_boxes(self) -> list[Box]:
+        return self._ownership.boxes_of(self._group.rank)
 
     def _tensors_or_placeholder(self) -> list[torch.Tensor]:
         """Return the tensors that functions run on: the local shards, or else the placeholder."""

@@ -178,8 +178,7 @@ class CopyMethods(ShardedTensorCore):
             other = other.full_tensor()
         if not isinstance(other, ShardedTensorCore):
             whole = sum_grads_over_ranks(other, self._group) if recorded else other
-            boxes = self._ownership.boxes_of(self._group.rank)
-            return [whole[box.slices] for box in boxes] or [whole.reshape(-1)[:0]]
+            return [whole[box.slices] for box in self._local_boxes()] or [whole.reshape(-1)[:0]]
         if other._ownership == self._ownership:
             return other._tensors_or_placeholder()
         if other._group.ranks != self._group.ranks:

@@ -30,7 +30,7 @@ from shardwise.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded.ownership import Ownership, local_metadata
+from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import (
     ShardingSpec,
     as_size,
@@ -221,7 +221,7 @@ def from_local_tensor(
             sharding_spec, as_size(global_size, "global_size"), properties
         )
         checked_spec(metadata, sharding_spec)
-        ownership = Ownership.of(metadata.shards_metadata, group)
+        ownership = ShardOwnership.of(metadata.shards_metadata, group)
         shards = local_metadata(metadata, ownership, group)
         if len(shards) != 1:
             raise ShardedTensorError(
@@ -257,7 +257,7 @@ def from_local_shards_and_global_metadata(
     )  # requires_grad_ writes to it, and this one is the caller's
     with remote.guard_exchange(group, init_rrefs):
         spec = checked_spec(metadata, sharding_spec)
-        ownership = Ownership.of(metadata.shards_metadata, group)
+        ownership = ShardOwnership.of(metadata.shards_metadata, group)
         _check_against(local_shards, metadata, local_metadata(metadata, ownership, group))
     tensors = [each.tensor for each in local_shards]
     return ShardedTensor._from_parts(metadata, spec, tensors, group, ownership, init_rrefs)
@@ -301,16 +301,16 @@ def shard_by_spec(
     """
     group = as_rank_group(process_group)
     index, metadata = _agree_on_scatter(tensor, self, src_rank, group)
-    ownership, source = Ownership.of(metadata.shards_metadata, group), group.ranks[index]
+    ownership, source = ShardOwnership.of(metadata.shards_metadata, group), group.ranks[index]
     own = local_metadata(metadata, ownership, group)
     given = [tensor.detach()] if source == group.rank else []
     # On other ranks than the source, the tensor may be on the meta device.
     device = torch.device("cpu") if tensor.is_meta else tensor.device
     like = torch.empty(0, dtype=tensor.dtype, device=device)
     pieces = [like.new_empty(each.shard_sizes) for each in own]
-    ShardMove(group, Ownership.whole(tensor.shape, source), ownership, "ShardingSpec.shard").run(
-        given, like, pieces
-    )
+    ShardMove(
+        group, ShardOwnership.whole(tensor.shape, source), ownership, "ShardingSpec.shard"
+    ).run(given, like, pieces)
     shards = [
         piece.to(each.device).requires_grad_(tensor.requires_grad)
         for piece, each in zip(pieces, own, strict=True)

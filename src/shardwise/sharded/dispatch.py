@@ -55,22 +55,22 @@ def dispatch(
         return custom(types, args, kwargs, first._process_group)
     if func in _PROPERTIES:  # registered for other specs
         return locally(func, types, args, kwargs)
-    own = METHODS.get(func)
-    if own is not None:
-        result = own(*args, **kwargs)
+    method = METHODS.get(func)
+    if method is not None:
+        result = method(*args, **kwargs)
         if result is not NotImplemented:
             return result
     _check_groups(func, tensors)
     _check_targets(func, args, kwargs)
-    if func in _LOOKUPS:
+    if func in _EMBEDDINGS:
         _check_indices(func, args, kwargs, first)
     mesh = _mesh_of_dtensors(args, kwargs)
     layouts = _common_layouts(tensors, mesh)
     if layouts is not None:
         return as_dtensor.run_on_dtensors(func, args, kwargs, tensors, layouts)
     if mesh is not None or len({each.dim() > 0 for each in tensors}) > 1:
-        args, kwargs, are_fewer = _gather_scalars(func, args, kwargs)
-        if are_fewer:
+        args, kwargs, found_any = _gather_scalars(func, args, kwargs)
+        if found_any:
             return func(*args, **kwargs)
     if mesh is not None:
         result = embedding.run(func, args, kwargs)
@@ -99,8 +99,8 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTenso
         result = per_shard_ops.run_reduction(func, args, kwargs, tensors[0])
     if result is not None:
         return result
-    args, kwargs, are_fewer = _gather_scalars(func, args, kwargs)
-    if not are_fewer:
+    args, kwargs, found_any = _gather_scalars(func, args, kwargs)
+    if not found_any:
         raise _refusal(func, tensors)
     return func(*args, **kwargs)
 
@@ -109,17 +109,17 @@ def _gather_scalars(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
     """Replace sharded tensors without dims, which one rank holds and which form no layout, by plain
     tensors, except those that the call writes to. Return whether there were any."""
     targets = list(_targets(func, args, kwargs))
-    are_fewer = False
+    found_any = False
 
-    def whole(value: Any) -> Any:
-        nonlocal are_fewer
+    def gather(value: Any) -> Any:
+        nonlocal found_any
         if not isinstance(value, ShardedTensor) or value.dim() or any(x is value for x in targets):
             return value
-        are_fewer = True
+        found_any = True
         return value.full_tensor()
 
-    args, kwargs = pytree.tree_map(whole, (args, kwargs))
-    return args, kwargs, are_fewer
+    args, kwargs = pytree.tree_map(gather, (args, kwargs))
+    return args, kwargs, found_any
 
 
 def _mesh_of_dtensors(args: Any, kwargs: Any) -> DeviceMesh | None:
@@ -185,7 +185,7 @@ def _check_groups(func: Any, tensors: list[ShardedTensor]) -> None:
             )
 
 
-_LOOKUPS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
+_EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 
 
 def _check_indices(func: Any, args: Any, kwargs: Any, weight: ShardedTensor) -> None:

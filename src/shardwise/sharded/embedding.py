@@ -20,6 +20,7 @@ from shardwise.rules.asking import Range, Table, rows_of
 from shardwise.rules.indexing import check_bounds
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
+from shardwise.sharded.transfer import sum_grads_over_ranks
 from shardwise.tensor import DTensor
 
 
@@ -48,9 +49,8 @@ def _embedding(
         return None
     _check_dense("embedding", sparse, weight)
     padding = _padding_row(padding_idx, weight)
-    if _are_all_different(input) and all(
-        box.shape[1] == weight.size(1) for box in weight._ownership.boxes
-    ):
+    has_whole_rows = all(box.shape[1] == weight.size(1) for box in weight._ownership.boxes)
+    if has_whole_rows and _has_own_indices(input):
         return _fetch_rows(input, weight, -1 if padding is None else padding)
     indices = _gather_indices(input, weight)
     flat = indices.reshape(-1)
@@ -72,7 +72,7 @@ def _check_dense(name: str, sparse: bool, weight: ShardedTensor) -> None:
         )
 
 
-def _are_all_different(indices: Any) -> bool:
+def _has_own_indices(indices: Any) -> bool:
     """Return whether each rank has its own part of the indices, and no part is on two ranks."""
     if not isinstance(indices, DTensor) or not carries_values(indices.device_mesh):
         return False
@@ -89,7 +89,7 @@ def _fetch_rows(indices: DTensor, weight: ShardedTensor, padding: int) -> DTenso
         start, stop = box.start[0], box.stop[0]
         ranges.append(Range(start, stop, group.ranks.index(rank), placed[rank]))
         placed[rank] += stop - start
-    shards = [shard.tensor for shard in weight._local_shards]
+    shards = weight._local_tensors()
     local = torch.cat(shards) if shards else weight._get_placeholder((0, weight.size(1)))
     table = Table(group, ranges, weight.size(0), padding)
     answer = table.ask(local, indices.to_local())
@@ -127,17 +127,19 @@ def _embedding_bag(
     else:
         starts = as_full_tensor(offsets)
         count = len(starts) - int(include_last_offset)
-        places = torch.arange(len(flat), device=flat.device)
-        bags = torch.searchsorted(starts[:count].long(), places, right=True) - 1
+        positions = torch.arange(len(flat), device=flat.device)
+        bags = torch.searchsorted(starts[:count].long(), positions, right=True) - 1
     padding = _padding_row(padding_idx, weight)
     kept = torch.ones_like(flat, dtype=torch.bool) if padding is None else flat != padding
-    scale = None if not is_weighted else _with_partial_grads(per_sample_weights, weight).reshape(-1)
+    if is_weighted:
+        weights = as_full_tensor(per_sample_weights)
+        weights = sum_grads_over_ranks(weights, weight._group).reshape(-1)
     result = _zero_rows(weight, count)
     for rows, columns, shard in _local_tables(weight):
         at = _positions_in(flat, rows, kept)
         looked_up = F.embedding(flat[at] - rows.start, shard)
-        if scale is not None:
-            looked_up = looked_up * scale[at][:, None]
+        if is_weighted:
+            looked_up = looked_up * weights[at][:, None]
         result[:, columns].index_add_(0, bags[at], looked_up)
     if mode == "mean":
         sizes = torch.bincount(bags[kept], minlength=count).clamp(min=1)
@@ -163,13 +165,6 @@ def _gather_indices(indices: Any, weight: ShardedTensor) -> torch.Tensor:
     found: torch.Tensor = as_full_tensor(indices)
     check_bounds(found, 0, weight.size(0))
     return found
-
-
-def _with_partial_grads(scale: Any, weight: ShardedTensor) -> torch.Tensor:
-    """Return per-sample weights on every rank. Backward: the sum of the gradients of all ranks."""
-    mesh = weight._group.mesh(weight.device.type)
-    plain = DTensor.from_local(as_full_tensor(scale), mesh, [Replicate()])
-    return plain.to_local(grad_placements=[Partial()])
 
 
 def _padding_row(padding_idx: int | None, weight: ShardedTensor) -> int | None:

@@ -15,7 +15,7 @@ from torch import nn, optim
 from shardwise.sharded import optimizer_state
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.optimizer_state import NamedParameters
-from shardwise.sharded.ownership import Ownership
+from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.plan import tensors_of
 from shardwise.sharded.specs import format_spec
 from shardwise.sharded.tensor import ShardedTensor
@@ -186,7 +186,7 @@ class ShardedOptimizer(optim.Optimizer):
                 )
 
 
-LocalShardsByName = dict[str, tuple[Ownership, list[torch.Tensor]]]
+LocalShardsByName = dict[str, tuple[ShardOwnership, list[torch.Tensor]]]
 """By the name of a sharded parameter: its ownership, and this rank's tensors."""
 
 

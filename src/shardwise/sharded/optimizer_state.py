@@ -15,7 +15,7 @@ from torch import optim
 
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import RankGroup, raise_on_all_ranks
-from shardwise.sharded.ownership import Ownership
+from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -272,7 +272,7 @@ def _check_same_entries(
                 )
 
 
-def _ownership_of(value: Any) -> Ownership | None:
+def _ownership_of(value: Any) -> ShardOwnership | None:
     """Return the ownership of a sharded tensor, and None for other values."""
     return value._ownership if isinstance(value, ShardedTensor) else None
 

@@ -12,21 +12,21 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class Ownership:
+class ShardOwnership:
     """The boxes of all shards of a tensor, and the global rank that holds each."""
 
     boxes: tuple[Box, ...]
     owners: tuple[int, ...]
 
     @staticmethod
-    def of(shards: Sequence[ShardMetadata], group: RankGroup) -> Ownership:
+    def of(shards: Sequence[ShardMetadata], group: RankGroup) -> ShardOwnership:
         """Read boxes and owners off the metadata of shards."""
-        return Ownership(tuple(each.box for each in shards), tuple(group.owners(shards)))
+        return ShardOwnership(tuple(each.box for each in shards), tuple(group.owners(shards)))
 
     @staticmethod
-    def whole(size: Sequence[int], rank: int) -> Ownership:
+    def whole(size: Sequence[int], rank: int) -> ShardOwnership:
         """Return the ownership of a tensor that one rank holds whole."""
-        return Ownership((Box((0,) * len(size), tuple(size)),), (rank,))
+        return ShardOwnership((Box((0,) * len(size), tuple(size)),), (rank,))
 
     @property
     def empty_box(self) -> Box:
@@ -47,7 +47,7 @@ class Ownership:
 
 
 def local_metadata(
-    metadata: ShardedTensorMetadata, ownership: Ownership, group: RankGroup
+    metadata: ShardedTensorMetadata, ownership: ShardOwnership, group: RankGroup
 ) -> list[ShardMetadata]:
     """Return the metadata of the shards that this rank holds."""
     pairs = zip(metadata.shards_metadata, ownership.owners, strict=True)

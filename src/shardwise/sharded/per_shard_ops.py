@@ -71,8 +71,7 @@ def run_pointwise(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor
     args, kwargs = pytree.tree_map(with_summed_grads, (args, kwargs))
     results: list[Any] = []
     # A rank without shards computes with placeholders, for the same dtypes and errors.
-    boxes = model._ownership.boxes_of(model._group.rank) or [model._ownership.empty_box]
-    for at, box in enumerate(boxes):
+    for at, box in enumerate(model._local_boxes() or [model._ownership.empty_box]):
         local_args, local_kwargs = pytree.tree_map(partial(part_of, box, at), (args, kwargs))
         results.append(func(*local_args, **local_kwargs))
     if not isinstance(results[0], torch.Tensor | tuple | list):

@@ -27,7 +27,7 @@ from shardwise.sharded.metadata import (
     TensorProperties,
     is_on,
 )
-from shardwise.sharded.ownership import Ownership, local_metadata
+from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -122,7 +122,7 @@ def restore(tensor: ShardedTensorCore, state: PickledState) -> None:
                 f"{tuple(tensor.shape)} and {tensor.dtype}; got one of size "
                 f"{tuple(metadata.size)} and {metadata.tensor_properties.dtype}"
             )
-        ownership = Ownership.of(metadata.shards_metadata, group)
+        ownership = ShardOwnership.of(metadata.shards_metadata, group)
         own = local_metadata(metadata, ownership, group)
         if len(own) != len(shards):
             raise ShardedStateError(

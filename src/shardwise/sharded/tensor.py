@@ -23,7 +23,7 @@ from shardwise.sharded.copying import CopyMethods
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_rank_group
 from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded.ownership import Ownership, local_metadata
+from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata, format_spec
 from shardwise.sharded.transfer import ShardMove
 from shardwise.tensor import DTensor
@@ -69,7 +69,7 @@ class ShardedTensor(CopyMethods):
         with remote.guard_exchange(group, init_rrefs):
             if pin_memory:
                 check_can_pin()
-            ownership = Ownership.of(self._metadata.shards_metadata, group)
+            ownership = ShardOwnership.of(self._metadata.shards_metadata, group)
             shards = []
             for each in local_metadata(self._metadata, ownership, group):
                 tensor = torch.empty(
@@ -133,12 +133,8 @@ class ShardedTensor(CopyMethods):
         into = None  # else received in a buffer, and copied
         if out is not None and not problem and _can_receive(out, like, tensors):
             into = [out.detach()]
-        move = ShardMove(
-            self._group,
-            self._ownership,
-            Ownership.whole(self._metadata.size, dst),
-            "ShardedTensor.gather",
-        )
+        target = ShardOwnership.whole(self._metadata.size, dst)
+        move = ShardMove(self._group, self._ownership, target, "ShardedTensor.gather")
         results = move.run(tensors, like, into)
         if problem:  # raised after the transfer, in which all ranks wait for each other
             raise ShardedTensorError(problem)
@@ -187,17 +183,17 @@ class ShardedTensor(CopyMethods):
             properties = replace(self._metadata.tensor_properties)
             metadata = build_checked_metadata(resharding_spec, self._metadata.size, properties)
             _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
-            ownership = Ownership.of(metadata.shards_metadata, self._group)
+            ownership = ShardOwnership.of(metadata.shards_metadata, self._group)
         if ownership == self._ownership:  # the spec may name the same ranks differently
             self._set_sharding(resharding_spec, metadata, ownership, self._local_tensors())
             return self
         move = ShardMove(self._group, self._ownership, ownership)
         requires_grad = self.requires_grad
         is_computed, has_gradient = self._history() if requires_grad else (False, False)
-        recorded = is_computed and torch.is_grad_enabled()
-        if recorded:
+        is_recorded = is_computed and torch.is_grad_enabled()
+        if is_recorded:
             move.check_gradients_return("resharding_spec")
-        placeholder = self._get_placeholder() if recorded else None
+        placeholder = self._get_placeholder() if is_recorded else None
         tensors = transfer.move_shards(move, self._local_tensors(), self._prototype(), placeholder)
         if requires_grad and not is_computed:
             tensors = [each.requires_grad_() for each in tensors]
@@ -207,7 +203,7 @@ class ShardedTensor(CopyMethods):
                     tensor.grad = new
         self._set_sharding(resharding_spec, metadata, ownership, tensors)
         self._placeholder = None
-        if is_computed and not recorded:
+        if is_computed and not is_recorded:
             self._set_requires_grad_flag(False)
         if has_gradient and not is_computed and not tensors:
             self._set_placeholder_grad()
@@ -217,14 +213,13 @@ class ShardedTensor(CopyMethods):
         self,
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
-        ownership: Ownership,
+        ownership: ShardOwnership,
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Describe this tensor by another spec, with these local tensors."""
         self._metadata, self._sharding_spec, self._ownership = metadata, spec, ownership
-        self._local_shards = list(
-            map(Shard, tensors, local_metadata(metadata, ownership, self._group))
-        )
+        own = local_metadata(metadata, ownership, self._group)
+        self._local_shards = list(map(Shard, tensors, own))
         if self._init_rrefs:
             self._references = remote.exchange_references(self._group, self._local_shards)
 
@@ -287,13 +282,13 @@ class ShardedTensor(CopyMethods):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Describe the boxes that this rank holds, for torch.distributed.checkpoint."""
-        return stored.chunks(self._ownership.boxes_of(self._group.rank), self.shape)
+        return stored.chunks(self._local_boxes(), self.shape)
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
         """Describe the shards that this rank writes to a checkpoint."""
-        boxes = self._ownership.boxes_of(self._group.rank)
         strides = self._metadata.tensor_properties.strides
-        return stored.write_items(name, boxes, self.shape, self._prototype(), strides)
+        boxes, like = self._local_boxes(), self._prototype()
+        return stored.write_items(name, boxes, self.shape, like, strides)
 
     global_shape = stored.ProtocolField(stored.global_shape)
     global_offsets = stored.ProtocolField(stored.global_offsets)
@@ -303,8 +298,7 @@ class ShardedTensor(CopyMethods):
     def _stored_parts(self) -> list[tuple[Box, Box]]:
         """Return the boxes of this rank in the whole tensor, and in the shard, which has each
         alone."""
-        boxes = self._ownership.boxes_of(self._group.rank)
-        return [(box, Box((0,) * len(box.shape), box.shape)) for box in boxes]
+        return [(box, Box((0,) * len(box.shape), box.shape)) for box in self._local_boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Return the local tensor that a checkpoint reads into, or writes."""

@@ -22,7 +22,7 @@ from shardwise.redistribute.overlap import Transfer
 from shardwise.redistribute.swap import Swap
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import RankGroup
-from shardwise.sharded.ownership import Ownership
+from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.tiling import BoxIndex
 
 # ---- routes: plain data, without tensors or process groups
@@ -62,7 +62,7 @@ class Route:
 
 
 def find_route(
-    before: Ownership, after: Ownership, ranks: tuple[int, ...], rank: int, may_keep: bool
+    before: ShardOwnership, after: ShardOwnership, ranks: tuple[int, ...], rank: int, may_keep: bool
 ) -> Route:
     """Return the route of `rank`, one of `ranks`, from the shards before to those after.
 
@@ -74,7 +74,7 @@ def find_route(
 
 
 def _compute_route(
-    before: Ownership, after: Ownership, ranks: tuple[int, ...], rank: int, may_keep: bool
+    before: ShardOwnership, after: ShardOwnership, ranks: tuple[int, ...], rank: int, may_keep: bool
 ) -> Route:
     own_before, own_after = before.boxes_of(rank), after.boxes_of(rank)
     positions = {box: at for at, box in enumerate(own_before) if may_keep and not box.is_empty}
@@ -98,7 +98,7 @@ _cached_route = lru_cache(maxsize=1024)(_compute_route)
 
 
 def _overlaps_by_owner(
-    boxes: Sequence[Box], skipped: Container[int], ownership: Ownership
+    boxes: Sequence[Box], skipped: Container[int], ownership: ShardOwnership
 ) -> tuple[list[Transfer], dict[Box, ShardSlice]]:
     """Return the overlaps of own boxes with the boxes of an ownership, and who owns those.
 
@@ -115,7 +115,7 @@ def _overlaps_by_owner(
     return transfers, slices
 
 
-def _has_few_messages(before: Ownership, after: Ownership, limit: int) -> bool:
+def _has_few_messages(before: ShardOwnership, after: ShardOwnership, limit: int) -> bool:
     """Return whether at most `limit` pairs of different ranks exchange elements."""
     index, pairs = BoxIndex(after.boxes), set()
     for box, owner in zip(before.boxes, before.owners, strict=True):
@@ -134,8 +134,8 @@ class ShardMove:
     """A move from some shards to others of the same tensor."""
 
     group: RankGroup
-    before: Ownership
-    after: Ownership
+    before: ShardOwnership
+    after: ShardOwnership
     reason: str = "ShardedTensor.reshard"
     """The cause of the communication, as a trace shows it."""
 
@@ -282,7 +282,7 @@ class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ownership: Ownership,
+        ownership: ShardOwnership,
         group: RankGroup,
         out: torch.Tensor,
         placeholder: torch.Tensor,
@@ -307,7 +307,7 @@ class _GatherShards(torch.autograd.Function):
 
 
 def gather_shards(
-    ownership: Ownership,
+    ownership: ShardOwnership,
     group: RankGroup,
     tensors: Sequence[torch.Tensor],
     out: torch.Tensor,
