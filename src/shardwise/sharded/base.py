@@ -347,7 +347,7 @@ class ShardedTensorCore(ShardedTensorBase):
         if not isinstance(value, ShardedTensorCore) or value._ownership != self._ownership:
             raise ShardedTensorError(
                 "grad: expected a ShardedTensor with the same shards as this one, or None; got a "
-                f"{type(value).__name__}; torch.zeros_like(x).copy_(value) is one of its elements"
+                f"{type(value).__name__}; torch.zeros_like(x).copy_(value) makes one"
             )
         for tensor, gradient in zip(self._local_tensors(), value._local_tensors(), strict=True):
             tensor.grad = gradient

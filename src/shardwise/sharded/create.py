@@ -252,9 +252,7 @@ def from_local_shards_and_global_metadata(
         sharding_spec: how the tensor is cut; inferred from the metadata by default.
     """
     group = as_rank_group(process_group)
-    metadata = (
-        sharded_tensor_metadata.copy()
-    )  # requires_grad_ writes to it, and this one is the caller's
+    metadata = sharded_tensor_metadata.copy()  # requires_grad_ writes to it
     with remote.guard_exchange(group, init_rrefs):
         spec = checked_spec(metadata, sharding_spec)
         ownership = ShardOwnership.of(metadata.shards_metadata, group)

@@ -169,8 +169,8 @@ def _check_targets(func: Any, args: Any, kwargs: Any) -> None:
     for each in _targets(func, args, kwargs):
         if not isinstance(each, ShardedTensor | DTensor):
             raise ShardedTensorError(
-                f"{_name(func)}: cannot write to a plain tensor what is made of sharded ones; make "
-                "a new one, and plain.copy_(result) takes it, or take them whole: x.full_tensor()"
+                f"{_name(func)}: cannot write the result of sharded tensors to a plain tensor; "
+                "copy it there with plain.copy_(result), or gather the inputs with x.full_tensor()"
             )
 
 
@@ -203,9 +203,7 @@ def _check_indices(func: Any, args: Any, kwargs: Any, weight: ShardedTensor) -> 
 
 def _name(func: Any) -> str:
     """Return the name of a function for messages."""
-    owner: Any = getattr(
-        func, "__self__", None
-    )  # func may be the getter of a property, such as `T`
+    owner: Any = getattr(func, "__self__", None)  # a property, if func is its getter
     return str(owner.__name__) if hasattr(owner, "__objclass__") else name_of(func)
 
 
@@ -221,8 +219,8 @@ def _refusal(func: Any, tensors: list[ShardedTensor]) -> ShardedTensorError:
     specs = " and ".join({format_spec(each._sharding_spec): None for each in tensors})
     way = as_dtensor.suggest_reshard(tensors[0]).removesuffix(" makes them so")
     return ShardedTensorError(
-        f"{_name(func)}: got sharded tensors whose shards lie on different ranks, of {specs}; "
-        f"reshard all of them alike, as by {way}"
+        f"{_name(func)}: got sharded tensors whose shards are on different ranks: {specs}; "
+        f"reshard all of them in the same way, such as {way}"
     )
 
 

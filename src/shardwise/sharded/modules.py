@@ -195,7 +195,7 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
     def reshard(module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, ShardedTensor):
             return output
-        # reshard works in place: a copy keeps the output, and the gradient of a leaf, unchanged.
+        # A copy, as reshard works in place; the gradient of a leaf moves back through the clone.
         return (output.clone() if output.requires_grad else output.detach()).reshard(spec)
 
     module.register_forward_hook(reshard)

@@ -166,8 +166,8 @@ class ShardedOptimizer(optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise ShardedStateError(
-            "ShardedOptimizer: it is neither pickled nor copied, as its shards are those of the "
-            "parameters it was made with; save its state_dict(), and load that into another"
+            "ShardedOptimizer: cannot be pickled or copied, as it works on the shards of the "
+            "parameters it was made with; save its state_dict(), and load that into another one"
         )
 
     def _parameters(self) -> NamedParameters:
@@ -181,8 +181,8 @@ class ShardedOptimizer(optim.Optimizer):
             if parameter._ownership != ownership or list(now) != list(map(id, tensors)):
                 raise ShardedStateError(
                     f"{method}: the shards of {name!r} are not those that this optimizer was made "
-                    f"with ({format_spec(parameter._sharding_spec)} now); make another after "
-                    "reshard(), and load what state_dict() of this one gave before it"
+                    f"with ({format_spec(parameter._sharding_spec)} now); make another one "
+                    "after reshard(), and load into it the state_dict() of this one from before"
                 )
 
 
@@ -234,7 +234,8 @@ def _checked_names(named: Named, before: Mapping[str, torch.Tensor]) -> dict[str
             raise ShardedTensorError(f"named_params: {name!r} is in another group already")
         if id(parameter) in seen:
             raise ShardedTensorError(
-                f"named_params: {name!r} is {seen[id(parameter)]!r} once more; give it once"
+                f"named_params: {name!r} is the same parameter as {seen[id(parameter)]!r}; "
+                "give it once"
             )
         seen[id(parameter)] = name
     return found

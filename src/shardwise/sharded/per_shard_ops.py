@@ -71,7 +71,8 @@ def run_pointwise(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor
     args, kwargs = pytree.tree_map(with_summed_grads, (args, kwargs))
     results: list[Any] = []
     # A rank without shards computes with placeholders, for the same dtypes and errors.
-    for at, box in enumerate(model._local_boxes() or [model._ownership.empty_box]):
+    boxes = model._ownership.boxes_of(model._group.rank) or [model._ownership.empty_box]
+    for at, box in enumerate(boxes):
         local_args, local_kwargs = pytree.tree_map(partial(part_of, box, at), (args, kwargs))
         results.append(func(*local_args, **local_kwargs))
     if not isinstance(results[0], torch.Tensor | tuple | list):
@@ -107,10 +108,8 @@ def _placeholder_for(value: ShardedTensor, box: Box, is_written: bool) -> torch.
     placeholder = value._get_placeholder()
     if not placeholder.requires_grad:
         return placeholder.new_ones(())
-    if (
-        is_written and placeholder.is_leaf and torch.is_grad_enabled()
-    ):  # torch's message on ranks with shards
-        raise RuntimeError(
+    if is_written and placeholder.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(  # as torch does on ranks with shards
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
     return placeholder.sum() + 1

@@ -140,7 +140,7 @@ def _check_same_ranks(saved: ProcessGroupState, current: ProcessGroupState) -> N
     for each in fields(ProcessGroupState):
         before, now = getattr(saved, each.name), getattr(current, each.name)
         if before != now:
-            hint = "load it on the rank that saved it, among as many"
+            hint = "load it on the rank that saved it, among as many ranks"
             if each.name.startswith("local"):
                 hint += (
                     "; if it was of a process group, load it "

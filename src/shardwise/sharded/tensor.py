@@ -130,7 +130,7 @@ class ShardedTensor(CopyMethods):
         if dtype is not None:
             like, tensors = like.to(dtype), [each.detach().to(dtype) for each in tensors]
         problem = self._problem_with(out, dst, like.dtype, enforce_dtype)
-        into = None  # else received in a buffer, and copied
+        into = None  # by default received in a new tensor, and copied to `out`
         if out is not None and not problem and _can_receive(out, like, tensors):
             into = [out.detach()]
         target = ShardOwnership.whole(self._metadata.size, dst)

@@ -188,9 +188,9 @@ class ShardMove:
         without = sorted(set(self.group.ranks) - set(self.after.owners))
         if without:
             raise ShardedTensorError(
-                f"{argument}: gradients of what was recorded have to move back, and ranks "
-                f"{without} hold no shards after this move, so they would not know when; give each "
-                "an empty shard, or detach() first"
+                f"{argument}: gradients have to move back through this move, and ranks {without} "
+                "hold no shards after it, so they would not take part; give each an empty shard, "
+                "or detach() first"
             )
 
 
