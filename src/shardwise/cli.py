@@ -50,7 +50,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands."""
     parser = _Parser(prog="shardwise", description="Distributed tensors for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -121,7 +120,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    """Run `shardwise demo`."""
     from shardwise import demo
     from shardwise.demo.options import check_options
 
@@ -135,7 +133,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """Run `shardwise calibrate`."""
     DeviceMesh.abstract(options.mesh, options.names)  # refuse bad names before any process starts
     if not os.access(Path(options.output).absolute().parent, os.W_OK):
         raise CostsError(f"--output: cannot write {options.output!r}")
@@ -155,14 +152,12 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run `shardwise doctor`."""
     from shardwise import doctor
 
     return 0 if doctor.run(self_test=options.self_test) else 1
 
 
 def _measure(device: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> Costs:
-    """Measure the costs on this rank; all ranks call it."""
     return calibrate(init_device_mesh(device, shape, names))
 
 

@@ -82,14 +82,12 @@ def _installed(package: str) -> str | None:
 
 
 def _cores() -> str:
-    """Describe the cores and threads of this process."""
     usable, total = usable_cores(), os.cpu_count()
     of_all = "" if usable == total else f" of {total}"
     return f"{usable}{of_all} cores, {torch.get_num_threads()} threads of torch"
 
 
 def _accelerators() -> str:
-    """Describe the GPUs of this host."""
     if not torch.cuda.is_available():
         return "none"
     count = torch.cuda.device_count()
@@ -229,7 +227,6 @@ def _example(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _full(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return a DTensor as a plain tensor; refuse other values."""
     if not isinstance(tensor, DTensor):
         raise AssertionError(f"expected a DTensor, got {type(tensor).__name__}")
     return tensor.full_tensor()

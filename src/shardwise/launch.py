@@ -282,12 +282,10 @@ class Workers:
 
 
 def _as_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return a call as bytes for the ranks."""
     return dumps((fn, args, kwargs), f"launch: {getattr(fn, '__qualname__', fn)!r}")
 
 
 def _start(setup: worker.RankSetup) -> _RankProcess:
-    """Start the process of a rank."""
     context = multiprocessing.get_context("spawn")
     tasks, tasks_child = context.Pipe()
     control, control_child = context.Pipe()
@@ -323,7 +321,6 @@ def _end(ranks: list[_RankProcess]) -> None:
 
 
 def _join(ranks: list[_RankProcess]) -> None:
-    """Wait for all processes to end, for a limited time."""
     deadline = time.monotonic() + _END_SECONDS
     for rank in ranks:
         if rank.process.is_alive():
@@ -331,7 +328,6 @@ def _join(ranks: list[_RankProcess]) -> None:
 
 
 def _how_it_died(process: SpawnProcess) -> str:
-    """Describe how a process ended."""
     process.join(_END_SECONDS)
     code = process.exitcode
     who = f"(process {process.pid})"
@@ -349,7 +345,6 @@ def _also(run: _Run, rank: int) -> str:
 
 
 def _stack_of(rank: _RankProcess) -> str:
-    """Ask a rank for the stack of its main thread."""
     with suppress(EOFError, OSError):
         rank.control.send_bytes(worker.WHERE)
         if rank.control.poll(_END_SECONDS):

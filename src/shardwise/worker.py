@@ -144,7 +144,6 @@ def usable_cores() -> int:
 
 
 def _loopback_interface() -> str:
-    """Return the name of the loopback network interface."""
     names = [name for _, name in socket.if_nameindex()]
     found = [name for name in names if name.startswith("lo")]
     if not found:

@@ -209,7 +209,6 @@ def _part(module: str) -> str | None:
 
 
 def _reason(cause: Cause, kind: str, axes: tuple[str, ...]) -> str:
-    """Return the reason for a collective in words."""
     split = _SPLIT_DIM.get(_part(cause.module) or "")
     if (cause.operator, kind) in _DATA_PARALLEL:
         return _DATA_PARALLEL[cause.operator, kind]
@@ -256,7 +255,6 @@ def communication_table(events: Iterable[Event]) -> Table:
 
 
 def _totals(kind: str, axes: str, added: list[CollectiveRow]) -> tuple[str, ...]:
-    """Return the cells of a row: kind, axes, count and bytes."""
     count, received = sum(row.count for row in added), sum(row.bytes for row in added)
     return kind, axes, str(count), format_bytes(received)
 

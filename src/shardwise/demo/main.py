@@ -131,7 +131,6 @@ def _loss_of(path: Path, options: Options) -> float:
 
 
 def _format_rates(options: Options, ours: Outcome, single: Outcome) -> str:
-    """Format the tokens per second of both runs."""
     tokens = options.steps * options.size.tokens
     return (
         f"{options.ranks} processes: {tokens / ours.seconds:,.0f} tokens/s; one process: "

@@ -133,7 +133,6 @@ def train(model: Llama, options: Options, feed: Feed, report: ReportLoss) -> Out
 def _step(
     model: Llama, optimizer: torch.optim.Optimizer, feed: Feed, batch: tuple[Tensor, Tensor]
 ) -> float:
-    """Run one step, and return the loss of the whole batch."""
     loss = model.loss(*feed.part(batch))
     torch.autograd.backward(loss)
     optimizer.step()

@@ -135,7 +135,6 @@ class _LocalPiece(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _local_piece(layout: Layout, rank: int) -> _LocalPiece:
-    """Return the piece that a layout gives to a rank."""
     place = layout.mesh.coordinate_of(rank)
     return _LocalPiece(layout.local_shape(place), layout.boxes(place))
 
@@ -394,7 +393,6 @@ class _StandIn(NamedTuple):
 
     @staticmethod
     def of(tensor: ShardedTensorCore, layout: Layout) -> _StandIn:
-        """Make the DTensor that stands for a sharded tensor in a call."""
         if shares_memory(tensor):
             return _StandIn(tensor, layout, wrap_as_dtensor(tensor, layout), None)
         # Tensors made in inference mode have no base and no version, by which writes are found.

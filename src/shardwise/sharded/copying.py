@@ -107,10 +107,8 @@ class CopyMethods(ShardedTensorCore):
 
     def detach(self) -> Self:
         """Return a tensor with the same memory that autograd knows nothing of."""
-        made = self._with_tensors(
-            [each.detach() for each in self._local_tensors()], requires_grad=False
-        )
-        return made._share_references(self)
+        tensors = [each.detach() for each in self._local_tensors()]
+        return self._with_tensors(tensors, requires_grad=False)._share_references(self)
 
     def _replace_data(self, value: CopyMethods) -> None:
         """Hold the elements of another tensor with the same boxes, perhaps of another dtype. The
@@ -139,11 +137,8 @@ class CopyMethods(ShardedTensorCore):
         if other.shape != self.shape:
             other = self._broadcast(other)
         recorded = other.requires_grad and torch.is_grad_enabled()
-        for target, source in zip(
-            self._tensors_or_placeholder(),
-            self._shards_or_placeholder_of(other, recorded),
-            strict=True,
-        ):
+        sources = self._shards_or_placeholder_of(other, recorded)
+        for target, source in zip(self._tensors_or_placeholder(), sources, strict=True):
             check_writable("copy_", target)
             target.copy_(source, non_blocking)
         if recorded and is_differentiable(self.dtype):
@@ -190,9 +185,8 @@ class CopyMethods(ShardedTensorCore):
         if recorded:
             move.check_gradients_return("other")
         placeholder = other._get_placeholder() if recorded else None
-        return move_shards(move, other._local_tensors(), other._prototype(), placeholder) or [
-            other._prototype()
-        ]
+        like = other._prototype()
+        return move_shards(move, other._local_tensors(), like, placeholder) or [like]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
@@ -203,25 +197,25 @@ class CopyMethods(ShardedTensorCore):
                 "detach() it, or clone() it to keep its history"
             )
         tensors = [each.detach().clone() for each in self._local_tensors()]
-        apart = self._with_tensors(tensors, init_rrefs=self._init_rrefs, requires_grad=False)
-        made = self._as_leaf(apart)
-        for before, after in zip(self._local_tensors(), made._local_tensors(), strict=True):
+        copied = self._with_tensors(tensors, init_rrefs=self._init_rrefs, requires_grad=False)
+        self._set_leaf_flags(copied)
+        for before, after in zip(self._local_tensors(), copied._local_tensors(), strict=True):
             if before.grad is not None:
                 after.grad = before.grad.detach().clone()
         if not self._local_shards:
-            made.grad = self.grad
-        memo[id(self)] = made
-        return made
+            copied.grad = self.grad
+        memo[id(self)] = copied
+        return copied
 
     def __copy__(self) -> Self:
-        return self._as_leaf(self.detach())
+        return self._set_leaf_flags(self.detach())
 
-    def _as_leaf(self, made: Self) -> Self:
-        """Make a copy a leaf that requires gradients and is a parameter, if this one is."""
-        made.requires_grad_(self.requires_grad)
+    def _set_leaf_flags(self, copied: Self) -> Self:
+        """Let a copy require gradients and be a parameter, if this tensor does and is."""
+        copied.requires_grad_(self.requires_grad)
         if getattr(self, PARAMETER_FLAG, False):
-            setattr(made, PARAMETER_FLAG, True)
-        return made
+            setattr(copied, PARAMETER_FLAG, True)
+        return copied
 
     def _share_references(self, other: Self) -> Self:
         """Take over the references to remote shards of another tensor in the same memory."""

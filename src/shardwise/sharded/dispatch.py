@@ -175,7 +175,6 @@ def _check_targets(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _check_groups(func: Any, tensors: list[ShardedTensor]) -> None:
-    """Refuse sharded tensors of different process groups."""
     ranks = tensors[0]._group.ranks
     for each in tensors:
         if each._group.ranks != ranks:
@@ -202,7 +201,6 @@ def _check_indices(func: Any, args: Any, kwargs: Any, weight: ShardedTensor) -> 
 
 
 def _name(func: Any) -> str:
-    """Return the name of a function for messages."""
     owner: Any = getattr(func, "__self__", None)  # a property, if func is its getter
     return str(owner.__name__) if hasattr(owner, "__objclass__") else name_of(func)
 

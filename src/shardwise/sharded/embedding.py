@@ -44,7 +44,6 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Run `embedding`; return None for options that are not supported."""
     if max_norm is not None or scale_grad_by_freq or not _is_supported(input, weight):
         return None
     _check_dense("embedding", sparse, weight)
@@ -65,7 +64,6 @@ def _embedding(
 
 
 def _check_dense(name: str, sparse: bool, weight: ShardedTensor) -> None:
-    """Refuse sparse gradients."""
     if sparse and weight.requires_grad and torch.is_grad_enabled():
         raise ShardedTensorError(
             f"{name}: a sparse gradient cannot be cut as the table is; use sparse=False"
@@ -111,7 +109,6 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Run `embedding_bag`; return None for options that are not supported."""
     has_refused_options = max_norm is not None or scale_grad_by_freq
     is_weighted = per_sample_weights is not None
     is_supported = _is_supported(input, weight) and input.dim() == (2 if offsets is None else 1)

@@ -147,7 +147,6 @@ def shard_module(
 
 
 def _run_sharder(name: str, sharder: Sharder, submodule: nn.Module) -> nn.Module:
-    """Return the module that a Sharder makes of a submodule."""
     made = sharder.shard(submodule)
     if not isinstance(made, nn.Module):
         raise ShardedTensorError(

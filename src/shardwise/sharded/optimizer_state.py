@@ -103,7 +103,6 @@ def _gather_facts(parameters: NamedParameters) -> dict[str, list[ShardFacts]]:
 
 
 def _facts(piece: torch.Tensor, optimizer: optim.Optimizer) -> Facts:
-    """Return the facts about the state of one shard."""
     return {
         key: value.dtype if _has_shape_of(key, value, piece) else _as_counter(value)
         for key, value in optimizer.state.get(piece, {}).items()
@@ -117,7 +116,6 @@ def _has_shape_of(key: str, value: Any, piece: torch.Tensor) -> bool:
 
 
 def _as_counter(value: Any) -> Any:
-    """Return a copy of a counter on the CPU, and other values as they are."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -273,7 +271,6 @@ def _check_same_entries(
 
 
 def _ownership_of(value: Any) -> ShardOwnership | None:
-    """Return the ownership of a sharded tensor, and None for other values."""
     return value._ownership if isinstance(value, ShardedTensor) else None
 
 

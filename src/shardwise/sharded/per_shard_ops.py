@@ -182,15 +182,13 @@ def run_filling(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
         return _run_dropout(func, args, kwargs)
     if func is torch.Tensor.__setitem__ and not _is_recorded(args):
         chunks = _empty_in_chunks(model)
-        whole = model.full_tensor()
-        chunks.copy_(whole)
+        chunks.copy_(model.full_tensor())
         func(*_replace_argument(model, chunks, args, kwargs)[0])
         return model.copy_(chunks)
     return None
 
 
 def _is_recorded(args: Any) -> bool:
-    """Return whether autograd records a call."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(args))
 
 
@@ -201,9 +199,9 @@ def _run_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     named = {name: each for name, each in kwargs.items() if each is not input}
     in_place = func is torch.dropout_ or named.pop("inplace", False) or rest[2:] == [True]
     ones = torch.ones_like(_empty_in_chunks(input))
-    kept: Any = F.dropout if func is F.dropout else torch.dropout
+    dropout: Any = F.dropout if func is F.dropout else torch.dropout
     with torch.no_grad():
-        factors = _move_to_shards(input, kept(ones, *rest[:2], **named))
+        factors = _move_to_shards(input, dropout(ones, *rest[:2], **named))
     return input.mul_(factors) if in_place else input * factors
 
 
@@ -336,5 +334,4 @@ def _compare(
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty plain tensor of the same dtype and device."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -342,7 +342,6 @@ def _can_hold(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _is_integral(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is an integer or bool."""
     return not dtype.is_floating_point and not dtype.is_complex
 
 
