@@ -26,9 +26,9 @@ from shardwise import (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code."""
+    """Run a subcommand; return the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale without UTF-8 has no bars and boxes
+        if isinstance(stream, io.TextIOWrapper):  # a locale may not be able to encode bars
             stream.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
     try:
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # whoever started processes has ended them by now
+    except KeyboardInterrupt:  # started processes have been ended by now
         print("shardwise: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     try:
         from shardwise import demo
-        from shardwise.demo.options import checked
+        from shardwise.demo.options import check_options
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package not in ("rich", "safetensors"):
@@ -134,7 +134,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(options).items() if name != "run"}
     try:
-        chosen = checked(**given)
+        chosen = check_options(**given)
     except demo.UsageError as error:
         print(f"shardwise demo: {error}", file=sys.stderr)
         return 2
@@ -142,16 +142,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    DeviceMesh.abstract(options.mesh, options.names)  # refuses bad names before anything starts
+    DeviceMesh.abstract(options.mesh, options.names)  # refuse bad names before any process starts
     if not os.access(Path(options.output).absolute().parent, os.W_OK):
         raise CostsError(f"--output: cannot write {options.output!r}")
-    here = world.current()
-    if here.size > 1:
+    current = world.current()
+    if current.size > 1:
         costs = _measure(options.device, options.mesh, options.names)
     else:
         size = math.prod(options.mesh)
         costs = launch(_measure, size, options.device, options.mesh, options.names)[0]
-    if here.rank == 0:
+    if current.rank == 0:
         costs.save(options.output)
         for name, cost in costs.axes.items():
             rate = 1e-9 / cost.beta if cost.beta else math.inf
@@ -171,6 +171,7 @@ def _measure(device: str, shape: tuple[int, ...], names: tuple[str, ...] | None)
 
 
 def _shape(text: str) -> tuple[int, ...]:
+    """Parse sizes of axes, such as `2x4`."""
     sizes = text.lower().split("x")
     if not all(size.isdigit() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"expected sizes such as 2x4, got {text!r}")
@@ -178,4 +179,5 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _names(text: str) -> tuple[str, ...]:
+    """Parse names of axes, such as `dp,tp`."""
     return tuple(text.split(","))

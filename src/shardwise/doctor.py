@@ -1,4 +1,5 @@
-"""The command `shardwise doctor`: what is installed here, and whether shardwise works with it."""
+"""The command `shardwise doctor`: show what is installed, and check that shardwise works with
+it."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ OPTIONAL = {
     "safetensors": "the demo",
     "transformers": "models of Hugging Face",
 }
-"""Packages that shardwise can do without, and what needs them."""
+"""Packages that shardwise can do without, and the features that need them."""
 
 _WIDTH = 14
 
 
 def run(self_test: bool = False) -> bool:
-    """Print the report, and the results of the self-test if wanted; returns whether all is well."""
+    """Print the report, and the results of the self-test if asked for; return whether all checks
+    passed."""
     for name, value in facts():
         print(f"{name:{_WIDTH}} {value}")
     if not self_test:
@@ -74,6 +76,7 @@ def facts() -> list[tuple[str, str]]:
 
 
 def _installed(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -94,6 +97,7 @@ def _accelerators() -> str:
 
 
 def _backends() -> list[str]:
+    """Return the backends of torch.distributed that this torch was built with."""
     distributed = torch.distributed
     if not distributed.is_available():
         return []
@@ -105,7 +109,7 @@ def _backends() -> list[str]:
     return [name for name, is_there in available.items() if is_there]
 
 
-# ---- whether it works
+# ---- the self-test
 
 
 def _internals() -> Iterator[tuple[str, str | None]]:
@@ -115,6 +119,7 @@ def _internals() -> Iterator[tuple[str, str | None]]:
 
 
 def _checks() -> Iterator[tuple[str, str | None]]:
+    """Run each check; yield its name, and its error if it failed."""
     for name, check in CHECKS.items():
         try:
             check()
@@ -132,7 +137,7 @@ def _check_matmul() -> None:
         mesh = init_device_mesh("cpu", (2,), ("tp",))
         columns = distribute_tensor(left, mesh, [Shard(1)])
         rows = distribute_tensor(right, mesh, [Shard(0)])
-        _expect_equal(_whole(columns @ rows), left @ right)
+        _expect_equal(_full(columns @ rows), left @ right)
 
     simulate(on_rank, 2)
 
@@ -146,7 +151,7 @@ def _check_backward() -> None:
         batch = distribute_tensor(inputs, mesh, [Shard(0)])
         whole = distribute_tensor(weight.detach(), mesh, [Replicate()]).requires_grad_()
         torch.autograd.backward((batch @ whole).square().sum())
-        _expect_equal(_whole(whole.grad), weight.grad)
+        _expect_equal(_full(whole.grad), weight.grad)
 
     simulate(on_rank, 2)
 
@@ -158,9 +163,9 @@ def _check_redistribution() -> None:
         mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
         rows = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
         columns = rows.redistribute(placements=[Shard(1), Replicate()])
-        middle = 4  # torch.chunk: seven columns are four and three
-        mine = whole[:, :middle] if mesh.get_local_rank("dp") == 0 else whole[:, middle:]
-        _expect_equal(columns.to_local(), mine)
+        middle = 4  # torch.chunk splits seven columns into four and three
+        expected = whole[:, :middle] if mesh.get_local_rank("dp") == 0 else whole[:, middle:]
+        _expect_equal(columns.to_local(), expected)
 
     simulate(on_rank, 4)
 
@@ -176,7 +181,7 @@ def _check_fsdp() -> None:
         half = inputs.chunk(2)[mesh.get_rank()]
         weights = _trained(half, lambda model: fully_shard(model, mesh=mesh))
         for name, weight in weights.items():
-            _expect_equal(_whole(weight), alone[name])
+            _expect_equal(_full(weight), alone[name])
 
     simulate(on_rank, 2)
 
@@ -189,8 +194,8 @@ def _check_processes() -> None:
 
 def _sum_of_ranks() -> float:
     mesh = init_device_mesh("cpu", (2,), ("dp",))
-    mine = torch.tensor([float(mesh.get_rank())])
-    return DTensor.from_local(mine, mesh, [Shard(0)]).sum().item()
+    local = torch.tensor([float(mesh.get_rank())])
+    return DTensor.from_local(local, mesh, [Shard(0)]).sum().item()
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -218,12 +223,12 @@ def _trained(
 
 
 def _example(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return values that are neither random nor all alike."""
+    """Return values that are neither random nor all the same."""
     count = torch.Size(shape).numel()
     return torch.linspace(-1.0, 1.0, count).cos().mul(1.5).reshape(shape)
 
 
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+def _full(tensor: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         raise AssertionError(f"expected a DTensor, got {type(tensor).__name__}")
     return tensor.full_tensor()

@@ -1,6 +1,7 @@
-"""To and from torch's own DTensor, without copying. The one module that knows it.
+"""Conversion to and from torch's own DTensor, without copying. Only this module imports torch's.
 
-torch writes the order of nested shards into placements (`_StridedShard`); ours is the layout's.
+torch encodes the order of nested shards in placements (`_StridedShard`); shardwise has it in the
+layout.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from shardwise.tensor import DTensor, unwrap, wrap
 
 
 def from_torch(tensor: TorchDTensor) -> DTensor:
-    """Our DTensor of torch's: the same local memory, mesh and layout; differentiable."""
+    """Return a DTensor of torch as one of shardwise: the same local memory, mesh and layout;
+    differentiable."""
     if not isinstance(tensor, TorchDTensor):
         raise LayoutError(f"tensor: expected torch's DTensor, got {type(tensor).__name__}")
     mesh = DeviceMesh.from_torch(tensor.device_mesh)
@@ -33,7 +35,7 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
         theirs = tensor.placements[axis]
         if isinstance(theirs, TorchShard | _StridedShard):
             axes = order.setdefault(theirs.dim % tensor.dim(), [])
-            axes.insert(_place(theirs, axes, mesh), axis)
+            axes.insert(_position(theirs, axes, mesh), axis)
             placements.append(Shard(theirs.dim))
         elif isinstance(theirs, TorchPartial) and type(theirs) is TorchPartial:
             placements.append(Partial(theirs.reduce_op))
@@ -53,8 +55,8 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
     return result
 
 
-def _place(theirs: Any, axes: list[int], mesh: DeviceMesh) -> int:
-    """Where an axis stands among later axes that split the same dim, outer to inner."""
+def _position(theirs: Any, axes: list[int], mesh: DeviceMesh) -> int:
+    """Return the position of an axis among later axes that split the same dim, outer to inner."""
     factor = theirs.split_factor if isinstance(theirs, _StridedShard) else 1
     for position in range(len(axes) + 1):
         if math.prod(mesh.shape[axis] for axis in axes[:position]) == factor:
@@ -63,9 +65,10 @@ def _place(theirs: Any, axes: list[int], mesh: DeviceMesh) -> int:
 
 
 def to_torch(tensor: DTensor) -> TorchDTensor:
-    """torch's DTensor of ours: the same local memory, mesh and layout; differentiable.
+    """Return a DTensor of shardwise as one of torch: the same local memory, mesh and layout;
+    differentiable.
 
-    Needs ranks of torch.distributed: there is none of torch's meshes in `simulate`.
+    It needs ranks of torch.distributed: `simulate` has no meshes of torch.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(f"tensor: expected a shardwise DTensor, got {type(tensor).__name__}")
@@ -81,10 +84,9 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
                     )
                 axes = layout.shard_order[dim]
                 before = axes[: axes.index(axis)]
-                later = math.prod(layout.mesh.shape[each] for each in before if each > axis)
-                strided = later > 1
+                factor = math.prod(layout.mesh.shape[each] for each in before if each > axis)
                 placements.append(
-                    _StridedShard(dim, split_factor=later) if strided else TorchShard(dim)
+                    _StridedShard(dim, split_factor=factor) if factor > 1 else TorchShard(dim)
                 )
             case Partial(op):
                 placements.append(TorchPartial(op))

@@ -1,7 +1,7 @@
-"""launch: run a function on N local processes over real process groups.
+"""launch: run a function on N local processes with real process groups.
 
-`Workers` keeps the processes for several runs. The parent never takes part in a collective: it only
-watches, so it can always say which rank failed and end the others.
+`Workers` keeps the processes for several runs. The parent process takes part in no collective. It
+only watches, so it can always say which rank failed, and end the others.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from shardwise.pickling import dumps, main_file
 T = TypeVar("T")
 
 _START_SECONDS = 120.0
+"""How long the ranks may take to start."""
 _SETTLE_SECONDS = 0.5
-"""How long to listen on after a failure: what the others report next may be its cause."""
+"""How long to wait for more reports after a failure: the next one may be its cause."""
 _END_SECONDS = 2.0
-_LOOK_SECONDS = 1.0
-"""How often to look for ranks that died but left a process behind that holds their pipe open."""
+"""How long to wait for a process to end or to answer."""
+_POLL_SECONDS = 1.0
+"""How often to look for ranks that have died, but whose pipe another process holds open."""
 
 
 def launch(
@@ -49,34 +51,34 @@ def launch(
     timeout: float | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` on `world_size` local processes; returns their results in order.
+    """Run `fn(*args, **kwargs)` on `world_size` local processes; return their results in order.
 
     The processes are joined by torch's default process group, over loopback. A script must call
     this under `if __name__ == "__main__":`, because each process imports the script.
 
     Arguments:
-        fn: what each rank runs. A function of a module or script is found by name; one made in a
-            notebook, a lambda or a closure needs the package `cloudpickle`.
-        world_size: how many processes.
-        backend: what `torch.distributed.init_process_group` takes.
-        timeout: seconds the run may take. After that every rank is ended, and the error says
+        fn: the function that each rank runs. A function of a module or script is found by name; one
+            made in a notebook, a lambda or a closure needs the package `cloudpickle`.
+        world_size: the number of processes.
+        backend: the argument of `torch.distributed.init_process_group`.
+        timeout: seconds that the run may take. After that every rank is ended, and the error says
             where each of them was. None: no limit.
 
     Raises:
-        RankError: a rank raised, exited or was killed; the error names it.
+        RankError: a rank raised an exception, exited or was killed; the error names the rank.
         LaunchError: the ranks could not be started, or did not end in time.
 
     Example:
         >>> launch(train, 4, steps=100)
     """
-    task = _as_task(fn, args, kwargs)  # what cannot be sent is refused before anything starts
+    task = _as_task(fn, args, kwargs)  # before any process starts, as it may fail
     with Workers(world_size, backend=backend, timeout=timeout) as workers:
         return workers._run(task)
 
 
 @dataclass
-class _Rank:
-    """A process, and the parent's ends of its two pipes."""
+class _RankProcess:
+    """The process of a rank, and the parent's ends of its two pipes."""
 
     process: SpawnProcess
     tasks: Connection
@@ -85,7 +87,7 @@ class _Rank:
 
 @dataclass
 class _Run:
-    """What the ranks have reported so far."""
+    """The answers of the ranks so far."""
 
     waiting: set[int]
     results: dict[int, Any] = field(default_factory=dict)
@@ -94,10 +96,10 @@ class _Run:
 
 
 class Workers:
-    """Local processes that wait for functions to run: `launch`, several times over.
+    """Local processes that wait for functions to run: `launch`, for several runs.
 
-    Starting a process takes seconds; use this in a notebook or a test suite to pay once. After a
-    failure the processes are gone, as nobody knows what they still wait for.
+    Starting a process takes seconds: in a notebook or a test suite, use this to start them once.
+    After a failure the processes are ended, because they may wait in a collective.
 
     Example:
         >>> with Workers(4) as workers:
@@ -126,34 +128,34 @@ class Workers:
         self.timeout = timeout
         self._ended_because = ""
         self._store = _loopback_store()
-        self._ranks: list[_Rank] = []
-        # At exit multiprocessing waits for its processes, which only end when told to. This comes
-        # before that; weakref.finalize may come after.
+        self._ranks: list[_RankProcess] = []
+        # At exit multiprocessing waits for its processes, which only end when told to. This runs
+        # before that; weakref.finalize may run after.
         self._end = multiprocessing.util.Finalize(self, _end, (self._ranks,), exitpriority=0)
         self._one_run = threading.Lock()
-        # Ranks start one after the other, and only the parent can say where all of them are.
+        # The parent's time limit must come first: only the parent can say where all ranks are.
         patience = None if timeout is None else max(timeout, _START_SECONDS)
         try:
             with _importable_main(), _without_interrupts():
                 for rank in range(world_size):
-                    place = worker.Place(rank, world_size, self._store.port, backend, patience)
-                    self._ranks.append(_start(place))
+                    setup = worker.RankSetup(rank, world_size, self._store.port, backend, patience)
+                    self._ranks.append(_start(setup))
             self._collect(time.monotonic() + _START_SECONDS, starting=True)
         except BaseException:
             self.close()
             raise
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Run `fn(*args, **kwargs)` on every rank; returns their results in order."""
+        """Run `fn(*args, **kwargs)` on every rank; return their results in order."""
         return self._run(_as_task(fn, args, kwargs))
 
     @property
     def is_alive(self) -> bool:
-        """Whether they can run something: not closed, and nothing has failed."""
+        """Whether the workers can run a function: they are not closed, and none has failed."""
         return bool(self._end.still_active())
 
     def close(self) -> None:
-        """End the processes. Also happens when the interpreter exits."""
+        """End the processes. This also happens when the interpreter exits."""
         self._end()
 
     def __enter__(self) -> Workers:
@@ -162,7 +164,7 @@ class Workers:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ---- inside
+    # ---- running a task
 
     def _run(self, task: bytes) -> list[Any]:
         with self._one_run:  # other threads wait for their turn
@@ -175,7 +177,7 @@ class Workers:
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         try:
             for rank in self._ranks:
-                with suppress(OSError):  # that rank has died: `_collect` finds out
+                with suppress(OSError):  # the rank has died, which `_collect` reports
                     rank.tasks.send_bytes(task)
             return self._collect(deadline)
         except BaseException as error:
@@ -184,7 +186,7 @@ class Workers:
             raise
 
     def _collect(self, deadline: float | None, starting: bool = False) -> list[Any]:
-        """Each rank's answer; raises as soon as it is clear which rank failed."""
+        """Return the answers of all ranks; raise as soon as it is clear which rank failed."""
         run = _Run(set(range(self.world_size)))
         try:
             while run.waiting:
@@ -197,17 +199,17 @@ class Workers:
                     raise self._failure(run, starting)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not starting:
-                with suppress(KeyboardInterrupt):  # a second one: do not ask them, end them
+                with suppress(KeyboardInterrupt):  # on a second Ctrl-C, end them without asking
                     error.add_note(self._whereabouts(run))
-            for rank in run.waiting:  # they are busy and would not hear a goodbye
+            for rank in run.waiting:  # they are busy and would not read a goodbye
                 self._ranks[rank].process.terminate()
             raise
         return [run.results[rank] for rank in range(self.world_size)]
 
     def _listen(self, run: _Run, deadline: float | None) -> bool:
-        """Take in what ranks report next; False if nothing comes in time."""
+        """Take in the next answers of ranks; return False if there are none in time."""
         pipes = {self._ranks[rank].tasks: rank for rank in run.waiting}
-        left = _LOOK_SECONDS
+        left = _POLL_SECONDS
         while left > 0:
             if deadline is not None:
                 left = min(left, max(0.0, deadline - time.monotonic()))
@@ -223,6 +225,7 @@ class Workers:
         return self._ranks[rank].process.exitcode is not None
 
     def _take(self, run: _Run, rank: int) -> None:
+        """Take in the answer of a rank, or note that it died."""
         run.waiting.discard(rank)
         pipe = self._ranks[rank].tasks
         try:
@@ -243,8 +246,8 @@ class Workers:
             run.results[rank] = answer.result
 
     def _failure(self, run: _Run, starting: bool) -> RankError:
-        """The error of the rank that failed first. A process that died beats what the others say
-        of it: they only lost their peer."""
+        """Return the error of the rank that failed first. A process that died comes before
+        exceptions of other ranks, which have only lost their peer."""
         if run.died:
             rank = run.died[0]
             how = _how_it_died(self._ranks[rank].process)
@@ -264,12 +267,13 @@ class Workers:
         return error
 
     def _overdue(self, run: _Run, starting: bool) -> LaunchError:
+        """Return the error for ranks that did not answer in time."""
         limit = _START_SECONDS if starting else self.timeout
-        what = "the ranks did not start" if starting else "the ranks did not end"
-        return LaunchError(f"timeout: {what} within {limit:g} s\n{self._whereabouts(run)}")
+        problem = "the ranks did not start" if starting else "the ranks did not end"
+        return LaunchError(f"timeout: {problem} within {limit:g} s\n{self._whereabouts(run)}")
 
     def _whereabouts(self, run: _Run) -> str:
-        """Where every rank is that has not answered."""
+        """Return the stacks of all ranks that have not answered."""
         stacks = [
             f"rank {rank} was here:\n{_stack_of(self._ranks[rank])}" for rank in sorted(run.waiting)
         ]
@@ -281,24 +285,24 @@ def _as_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return dumps((fn, args, kwargs), f"launch: {getattr(fn, '__qualname__', fn)!r}")
 
 
-def _start(place: worker.Place) -> _Rank:
+def _start(setup: worker.RankSetup) -> _RankProcess:
     context = multiprocessing.get_context("spawn")
     tasks, tasks_child = context.Pipe()
     control, control_child = context.Pipe()
     process = context.Process(
         target=worker.work,
-        args=(place, tasks_child, control_child),
-        name=f"shardwise rank {place.rank}",
+        args=(setup, tasks_child, control_child),
+        name=f"shardwise rank {setup.rank}",
     )
     process.start()
-    # The child holds the only other ends now, so that its death closes them.
+    # Now the child alone holds the other ends, so that its death closes them.
     tasks_child.close()
     control_child.close()
-    return _Rank(process, tasks, control)
+    return _RankProcess(process, tasks, control)
 
 
-def _end(ranks: list[_Rank]) -> None:
-    """Let the processes go: asked, then terminated, then killed."""
+def _end(ranks: list[_RankProcess]) -> None:
+    """End the processes: ask them, then terminate them, then kill them."""
     try:
         for rank in ranks:
             with suppress(OSError):
@@ -307,7 +311,7 @@ def _end(ranks: list[_Rank]) -> None:
         for rank in ranks:
             rank.process.terminate()
         _join(ranks)
-    finally:  # also when another Ctrl-C cuts the wait short
+    finally:  # also if another Ctrl-C interrupts the wait
         for rank in ranks:
             rank.process.kill()
         _join(ranks)
@@ -316,7 +320,7 @@ def _end(ranks: list[_Rank]) -> None:
             rank.control.close()
 
 
-def _join(ranks: list[_Rank]) -> None:
+def _join(ranks: list[_RankProcess]) -> None:
     deadline = time.monotonic() + _END_SECONDS
     for rank in ranks:
         if rank.process.is_alive():
@@ -335,11 +339,12 @@ def _how_it_died(process: SpawnProcess) -> str:
 
 
 def _also(run: _Run, rank: int) -> str:
+    """Return the part of a message that names the other ranks that failed."""
     others = sorted({*run.died, *(failure.rank for failure in run.failures)} - {rank})
     return f" (then also failed: {', '.join(map(str, others))})" if others else ""
 
 
-def _stack_of(rank: _Rank) -> str:
+def _stack_of(rank: _RankProcess) -> str:
     with suppress(EOFError, OSError):
         rank.control.send_bytes(worker.WHERE)
         if rank.control.poll(_END_SECONDS):
@@ -349,7 +354,7 @@ def _stack_of(rank: _Rank) -> str:
 
 @contextmanager
 def _importable_main() -> Iterator[None]:
-    """Keep multiprocessing from importing a main script that is no file, such as `<stdin>`."""
+    """Keep multiprocessing from importing a main script that is not a file, such as `<stdin>`."""
     main = sys.modules["__main__"]
     with _main_changing:  # another thread may be starting ranks too
         yield from _without_file(main)
@@ -359,6 +364,7 @@ _main_changing = threading.Lock()
 
 
 def _without_file(main: Any) -> Iterator[None]:
+    """Remove the `__file__` of the main module for a while, if it is not a file."""
     name = getattr(main, "__file__", None)
     if name is None or main_file() is not None:
         yield
@@ -372,7 +378,7 @@ def _without_file(main: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back: the processes started here inherit that until they ignore it."""
+    """Block Ctrl-C: processes that are started here inherit that, until they ignore it."""
     multiprocessing.resource_tracker.ensure_running()  # starting it would let Ctrl-C through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -382,7 +388,8 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _loopback_store() -> Any:
-    """A store for the ranks to find each other, on a free port that only this host reaches."""
+    """Make the store by which the ranks find each other, on a free port that only this host can
+    reach."""
     with socket.create_server((worker.LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
         return TCPStore(

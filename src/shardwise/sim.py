@@ -20,28 +20,30 @@ from shardwise.errors import LaunchError, MismatchError, RankError
 T = TypeVar("T")
 
 _GRACE_SECONDS = 1.0
+"""How long to wait for ranks to stop after one has failed."""
 
 
 def simulate(
     fn: Callable[..., T], world_size: int, *args: Any, parallel: bool = False, **kwargs: Any
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` on `world_size` simulated ranks; returns their results in order.
+    """Run `fn(*args, **kwargs)` on `world_size` simulated ranks; return their results in order.
 
     The ranks are threads that take turns: one runs until it waits in a collective, then the lowest
-    that can go on does. A run is deterministic, and a debugger stops in one rank. Each rank starts
-    with the caller's state of torch's default generator and then draws as a process of its own
-    would; the caller's state is untouched. Other state that torch keeps for each thread (grad mode,
-    autocast) starts as in a new process. The arguments are shared by all ranks, not copied.
+    rank that can go on runs. A run is deterministic, and a debugger stops in one rank. Each rank
+    starts with the caller's state of torch's default generator and then draws as a process of its
+    own would; the caller's state is untouched. Other state that torch keeps for each thread (grad
+    mode, autocast) starts as in a new process. The arguments are shared by all ranks, not copied.
 
     Arguments:
-        fn: what each rank runs.
-        world_size: how many ranks.
-        parallel: let the ranks run freely. Faster where they compute much, but they share one
-            random state and their order is no longer fixed.
+        fn: the function that each rank runs.
+        world_size: the number of ranks.
+        parallel: let the ranks run at the same time. This is faster where they compute much, but
+            they share one random state, and their order is not deterministic.
 
     Raises:
-        RankError: a rank raised; the error names it and is caused by the original.
-        MismatchError: the ranks do not meet in the same collectives.
+        RankError: a rank raised an exception; the error names the rank, and the exception is its
+            cause.
+        MismatchError: the ranks do not call the same collectives.
 
     Example:
         >>> def rank_sum():
@@ -70,7 +72,7 @@ def simulate(
             place.fail(_rank_error(rank, error))
 
     def run_until_stopped(rank: int) -> None:
-        with suppress(Stopped):  # it may come even while the rank reports an error of its own
+        with suppress(Stopped):  # raised even while the rank reports an error of its own
             run(rank)
 
     random_state = torch.get_rng_state()
@@ -81,7 +83,7 @@ def simulate(
     try:
         for thread in threads:
             thread.start()
-        # Not Thread.join: when it is interrupted, it takes a thread that runs for one that ended.
+        # Not Thread.join: after an interrupt, it would report a running thread as ended.
         while not place.over.wait(0.1):
             pass
     except BaseException as interruption:  # Ctrl-C: no rank may outlive the call
@@ -90,7 +92,7 @@ def simulate(
     finally:
         deadline = time.monotonic() + _GRACE_SECONDS
         for thread in threads:
-            with suppress(RuntimeError):  # the interrupt came before this one was started
+            with suppress(RuntimeError):  # the interrupt came before this thread was started
                 thread.join(max(0.0, deadline - time.monotonic()))
         torch.set_rng_state(random_state)
     if place.failure is not None:
@@ -102,13 +104,15 @@ def simulate(
 
 
 def _note_left_running(error: BaseException, threads: list[threading.Thread]) -> None:
-    """A rank in a blocking call outside Python, such as a sleep, cannot be stopped in it."""
+    """Add a note on ranks that still run: a blocking call outside Python, such as a sleep, cannot
+    be interrupted."""
     names = [thread.name for thread in threads if thread.is_alive()]
     if names:
         error.add_note(f"still in a blocking call, and stopped after it: {', '.join(names)}")
 
 
 def _rank_error(rank: int, error: BaseException) -> RankError:
+    """Return the error of a rank, with its traceback."""
     trace = "".join(traceback.format_exception(error))
     wrapped = RankError(f"rank {rank} raised {type(error).__name__}: {error}\n\n{trace}", rank)
     wrapped.__cause__ = error

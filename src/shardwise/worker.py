@@ -1,4 +1,4 @@
-"""What a process of `launch` does: join the others, then run what the parent sends."""
+"""The process of a rank of `launch`: join the others, then run the tasks that the parent sends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from shardwise.pickling import dumps
 LOOPBACK = "127.0.0.1"
 GOODBYE = b"goodbye"
 WHERE = b"where"
+"""The messages of the parent: end the process, send the stack of the main thread."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process stands among the ranks."""
+class RankSetup:
+    """The settings by which a process joins the other ranks."""
 
     rank: int
     size: int
@@ -40,62 +41,65 @@ class Place:
 
 @dataclass(frozen=True)
 class Success:
-    """What a rank's function returned."""
+    """The result of a rank's function."""
 
     result: Any
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank's function raised."""
+    """The exception that a rank's function raised."""
 
     rank: int
     summary: str
     trace: str
     error: BaseException | None
-    """The exception itself, where it can be sent."""
+    """The exception itself, if it can be sent."""
     moment: float
-    """On the clock that all processes of a host share."""
+    """The time on the clock that all processes of a host share."""
 
 
-def work(place: Place, tasks: Connection, control: Connection) -> None:
-    """The life of a rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+def work(setup: RankSetup, tasks: Connection, control: Connection) -> None:
+    """Run a rank from start to end; the target of its process."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent gets Ctrl-C too, and ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     main_thread = threading.get_ident()
     threading.Thread(target=_answer_parent, args=(control, main_thread), daemon=True).start()
     try:
-        _join(place)
+        _join(setup)
     except BaseException as error:
-        tasks.send_bytes(_report(place.rank, error))
+        tasks.send_bytes(_report(setup.rank, error))
         return
     tasks.send_bytes(pickle.dumps(Success(None)))
     while (task := tasks.recv_bytes()) != GOODBYE:
-        tasks.send_bytes(_run(place.rank, task))
+        tasks.send_bytes(_run(setup.rank, task))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _join(place: Place) -> None:
-    local = {"RANK": place.rank, "WORLD_SIZE": place.size}
+def _join(setup: RankSetup) -> None:
+    """Join the default process group."""
+    local = {"RANK": setup.rank, "WORLD_SIZE": setup.size}
     local |= {f"LOCAL_{name}": value for name, value in local.items()}
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
-    if "OMP_NUM_THREADS" not in os.environ:  # else the user has chosen
-        torch.set_num_threads(max(1, usable_cores() // place.size))
+    if "OMP_NUM_THREADS" not in os.environ:  # otherwise the user has chosen
+        torch.set_num_threads(max(1, usable_cores() // setup.size))
     if torch.cuda.is_available():
-        torch.cuda.set_device(place.rank % torch.cuda.device_count())
+        torch.cuda.set_device(setup.rank % torch.cuda.device_count())
     dist.init_process_group(
-        place.backend,
-        store=TCPStore(LOOPBACK, place.port, is_master=False),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=None if place.timeout is None else timedelta(seconds=place.timeout),
+        setup.backend,
+        store=TCPStore(LOOPBACK, setup.port, is_master=False),
+        rank=setup.rank,
+        world_size=setup.size,
+        timeout=None if setup.timeout is None else timedelta(seconds=setup.timeout),
     )
 
 
 def _run(rank: int, task: bytes) -> bytes:
-    """A rank's answer to a task, as bytes."""
+    """Run a task, and return the answer as bytes."""
     try:
         fn, args, kwargs = pickle.loads(task)
         result = fn(*args, **kwargs)
@@ -106,23 +110,24 @@ def _run(rank: int, task: bytes) -> bytes:
 
 
 def _report(rank: int, error: BaseException) -> bytes:
+    """Return an exception as bytes for the parent."""
     moment = time.monotonic()
     summary = f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
     try:
         sent = dumps(error, "")
-        pickle.loads(sent)  # some exceptions can be written and not read
+        pickle.loads(sent)  # some exceptions can be pickled but not unpickled
         return dumps(Failure(rank, summary, trace, error, moment), "")
     except Exception:
         return pickle.dumps(Failure(rank, summary, trace, None, moment))
 
 
 def _answer_parent(control: Connection, main_thread: int) -> None:
-    """Tell the parent where we are when it asks, and end when it does."""
+    """Send the stack of the main thread when the parent asks, and end when the parent ends."""
     try:
         while control.recv_bytes() == WHERE:
             stack = traceback.extract_stack(sys._current_frames()[main_thread])
-            # What lies below the user's function is of no interest.
+            # Leave out the frames of this module that called the user's function.
             calls = [at for at, frame in enumerate(stack) if frame.name == _run.__name__]
             shown = stack[calls[0] + 1 :] if calls else stack
             control.send_bytes("".join(traceback.format_list(shown)).encode())
@@ -131,7 +136,8 @@ def _answer_parent(control: Connection, main_thread: int) -> None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use: in a container or a job, often not all."""
+    """Return the number of cores that this process may use: in a container or a job, often not
+    all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

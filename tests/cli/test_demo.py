@@ -17,11 +17,9 @@ from rich.console import Console
 from shardwise import cli
 from shardwise.box import Box
 from shardwise.demo import main as demo
-from shardwise.demo.communication import rows
-from shardwise.demo.options import Options, UsageError, checked
-from shardwise.demo.picture import drawing, part
-from shardwise.demo.saving import load_weights, save_plot
-from shardwise.demo.training import alone, on_each_rank
+from shardwise.demo.display import collective_rows, draw_box, format_box, save_plot
+from shardwise.demo.options import Options, UsageError, check_options
+from shardwise.demo.training import alone, load_weights, on_each_rank
 
 PATIENCE = 120.0
 """Seconds that processes may take to end on a busy machine."""
@@ -45,7 +43,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    options = checked(model="tiny", steps=4, output=tmp_path_factory.mktemp("demo"))
+    options = check_options(model="tiny", steps=4, output=tmp_path_factory.mktemp("demo"))
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         train = demo._train
@@ -76,16 +74,16 @@ def test_the_picture_shows_who_holds_what_uneven_parts_too(finished):
     line = re.search(r"feed_forward.w1 .*", finished.printed)[0]
     assert "rows 0:86" in line and "rows 86:171" in line
     assert "tp=0: ranks 0, 2" in finished.printed and "tp=1: ranks 1, 3" in finished.printed
-    assert part((171, 64), Box((86, 0), (171, 64))) == "rows 86:171"
-    assert part((4,), Box((0,), (4,))) == "all"
-    assert part((4, 2), Box((4, 0), (4, 2))) == "nothing"
-    assert drawing((8, 8), Box((0, 4), (4, 8))) == "····████\n········"
-    assert drawing((3, 8), Box((2, 0), (3, 8))) == "········\n▄▄▄▄▄▄▄▄"
+    assert format_box((171, 64), Box((86, 0), (171, 64))) == "rows 86:171"
+    assert format_box((4,), Box((0,), (4,))) == "all"
+    assert format_box((4, 2), Box((4, 0), (4, 2))) == "nothing"
+    assert draw_box((8, 8), Box((0, 4), (4, 8))) == "····████\n········"
+    assert draw_box((3, 8), Box((2, 0), (3, 8))) == "········\n▄▄▄▄▄▄▄▄"
 
 
 def test_the_table_says_what_was_communicated_and_why(finished):
     size = finished.options.size
-    found = {row.why: row for row in rows(finished.outcomes[0].events)}
+    found = {row.why: row for row in collective_rows(finished.outcomes[0].events)}
     heads = found["layers.*.attention: sum over the heads"]
     assert (heads.direction, heads.kind, heads.axes, heads.count) == (
         "forward", "all-reduce", ("tp",), size.model.layers,
@@ -180,10 +178,10 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, said, capfd, monk
 
 def test_a_mesh_is_made_of_the_ranks_alone(tmp_path):
     for ranks, mesh in ((1, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (3, 2)), (7, (7, 1))):
-        assert checked(ranks=ranks, output=tmp_path).mesh == mesh
-    assert checked(mesh=(1, 3), output=tmp_path).ranks == 3
+        assert check_options(ranks=ranks, output=tmp_path).mesh == mesh
+    assert check_options(mesh=(1, 3), output=tmp_path).ranks == 3
     with pytest.raises(UsageError):
-        checked(ranks=5, mesh=(2, 2), output=tmp_path)
+        check_options(ranks=5, mesh=(2, 2), output=tmp_path)
 
 
 def test_the_exit_code_says_whether_the_runs_agree(monkeypatch, tmp_path):
@@ -263,8 +261,11 @@ def test_ctrl_c_ends_every_process_without_a_traceback(tmp_path):
 
 @pytest.mark.parametrize("mode", ["fsdp", "hsdp", "fsdp+tp"])
 def test_a_mode_of_data_parallelism_learns_the_same_on_processes(mode, workers4, tmp_path):
-    options = checked(mode=mode, model="tiny", steps=2, output=tmp_path)
+    options = check_options(mode=mode, model="tiny", steps=2, output=tmp_path)
     single = alone(options, lambda loss: None)
     for outcome in workers4.run(on_each_rank, options, tmp_path / "losses"):
         assert outcome.losses == pytest.approx(single.losses, abs=1e-5)
-        assert {row.kind for row in rows(outcome.events)} >= {"all-gather", "reduce-scatter"}
+        assert {row.kind for row in collective_rows(outcome.events)} >= {
+            "all-gather",
+            "reduce-scatter",
+        }

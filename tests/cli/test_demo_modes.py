@@ -3,12 +3,9 @@
 import pytest
 
 import shardwise as sw
-from shardwise.demo.communication import rows, table
-from shardwise.demo.modes import MODES
-from shardwise.demo.options import UsageError, checked
-from shardwise.demo.picture import picture
-from shardwise.demo.saving import load_weights
-from shardwise.demo.training import alone, on_each_rank
+from shardwise.demo.display import collective_rows, communication_table, shard_table
+from shardwise.demo.options import MODES, UsageError, check_options
+from shardwise.demo.training import alone, load_weights, on_each_rank
 
 LAYERS = "layers.{0,1,2}"
 GATHERED, BACK = "parameters, put together", "gradients, mean over the batch, a piece each"
@@ -39,32 +36,32 @@ SENT["tp"] = SENT["dp+tp"] = []
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """What one process has learned: the same for every mode."""
-    return alone(checked(steps=3, output=tmp_path_factory.mktemp("alone")), lambda loss: None)
+    return alone(check_options(steps=3, output=tmp_path_factory.mktemp("alone")), lambda loss: None)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_learns_as_one_process_does_and_says_what_it_sends(mode, single, tmp_path):
-    options = checked(mode=mode, steps=3, output=tmp_path)
+    options = check_options(mode=mode, steps=3, output=tmp_path)
     outcomes = sw.simulate(on_each_rank, 4, options, tmp_path / "losses")
     for each in outcomes:
         assert each.losses == pytest.approx(single.losses, abs=1e-5)
         assert each.last_loss == pytest.approx(single.last_loss, abs=1e-5)
     assert load_weights(tmp_path / "model.safetensors").config == options.size.model
 
-    found = rows(outcomes[0].events)
+    found = collective_rows(outcomes[0].events)
     sent = [(row.direction, row.kind, ".".join(row.axes), row.count, row.why) for row in found]
     assert [each for each in sent if each[4].endswith((GATHERED, BACK, ACROSS))] == SENT[mode]
     tensor_parallel = [row for row in found if row.axes == ("tp",)]
     assert bool(tensor_parallel) == ("tp" in mode)
     kinds = {row.kind for row in found}
-    assert set(table(outcomes[0].events).columns[0].cells) >= kinds
+    assert set(communication_table(outcomes[0].events).columns[0].cells) >= kinds
 
 
 def test_the_picture_has_a_column_for_each_part_of_the_parameters(tmp_path):
     def columns(mode):
-        options = checked(mode=mode, model="tiny", steps=1, output=tmp_path)
+        options = check_options(mode=mode, model="tiny", steps=1, output=tmp_path)
         outcomes = sw.simulate(on_each_rank, 4, options, tmp_path / "losses")
-        return [str(column.header) for column in picture(outcomes).columns[1:]]
+        return [str(column.header) for column in shard_table(outcomes).columns[1:]]
 
     assert columns("hsdp") == ["shard=0: ranks 0, 2", "shard=1: ranks 1, 3"]
     assert columns("fsdp+tp") == [
@@ -74,14 +71,14 @@ def test_the_picture_has_a_column_for_each_part_of_the_parameters(tmp_path):
 
 def test_the_mesh_of_a_mode_is_made_of_the_ranks(tmp_path):
     def mesh(mode, **given):
-        return checked(mode=mode, output=tmp_path, **given).mesh
+        return check_options(mode=mode, output=tmp_path, **given).mesh
 
     assert [mesh(mode) for mode in MODES] == [(2, 2), (4,), (2, 2), (4,), (2, 2)]
     assert mesh("fsdp", ranks=2) == mesh("tp", ranks=2) == (2,)
     assert mesh("hsdp", ranks=8) == (2, 4)
     assert mesh("hsdp", mesh=(4, 1)) == (4, 1)
     assert mesh("tp", ranks=3) == mesh("tp", mesh=(3,)) == (3,)
-    assert checked(mode="fsdp", output=tmp_path).shown == "fsdp 4"
+    assert check_options(mode="fsdp", output=tmp_path).label == "fsdp 4"
 
 
 @pytest.mark.parametrize(
@@ -98,4 +95,4 @@ def test_the_mesh_of_a_mode_is_made_of_the_ranks(tmp_path):
 )
 def test_options_that_contradict_a_mode_are_refused(given, said, tmp_path):
     with pytest.raises(UsageError, match=said):
-        checked(output=tmp_path, **given)
+        check_options(output=tmp_path, **given)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise import DeviceMesh, Layout, LayoutError, Replicate, Shard, redistribute_local
 from shardwise.mesh import init_device_mesh
-from shardwise.testing import Sample, check_rule, checking
+from shardwise.testing import Sample, check_rule, rule_check
 from shardwise.testing import layouts_of as every_layout
 
 PAIR = DeviceMesh.abstract((2,), ("tp",))
@@ -728,5 +728,5 @@ def _values(*shape: int) -> torch.Tensor:
 def test_a_rule_holds_on_dims_that_are_cut(
     function: Any, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "layouts_of", _cut_where_split)
+    monkeypatch.setattr(rule_check, "layouts_of", _cut_where_split)
     check_rule(function, [Sample(*arguments)], most=10, allow_missing=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.demo.communication import bytes_shown, rows
-from shardwise.demo.options import checked
+from shardwise.demo.display import collective_rows, format_bytes
+from shardwise.demo.options import check_options
 from shardwise.demo.training import on_each_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,23 +60,23 @@ def test_every_make_target_the_readme_names_exists():
 
 def in_words(events):
     """Such as `2 all-gathers (1.5 MB), 1 all-reduce (4 B)`, and the bytes of all."""
-    found = rows(events)
+    found = collective_rows(events)
     kinds = {}
     for row in found:
         count, received = kinds.get(row.kind, (0, 0))
         kinds[row.kind] = count + row.count, received + row.bytes
     said = (
-        f"{count} {kind}{'s' if count > 1 else ''} ({bytes_shown(received)})"
+        f"{count} {kind}{'s' if count > 1 else ''} ({format_bytes(received)})"
         for kind, (count, received) in sorted(kinds.items())
     )
-    return ", ".join(said), bytes_shown(sum(row.bytes for row in found))
+    return ", ".join(said), format_bytes(sum(row.bytes for row in found))
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "hsdp", "tp", "fsdp+tp"])
 def test_the_table_of_modes_says_what_the_demo_hears(mode, tmp_path):
-    options = checked(mode=mode, steps=1, output=tmp_path)
+    options = check_options(mode=mode, steps=1, output=tmp_path)
     outcomes = sw.simulate(on_each_rank, options.ranks, options, tmp_path / "losses")
     collectives, received = in_words(outcomes[0].events)
-    axes = "; ".join(f"{name}: {splits.value}" for name, splits in options.way.axes.items())
+    axes = "; ".join(f"{name}: {splits.value}" for name, splits in options.parallelism.axes.items())
     mesh = " x ".join(map(str, options.mesh))
     assert f"| `{mode}` | {mesh} | {axes} | {collectives} | {received} |\n" in FSDP

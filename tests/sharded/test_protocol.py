@@ -125,8 +125,8 @@ def test_a_spec_of_the_user_s_own_works_throughout() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.sharded.registered._for_all", {})
-    monkeypatch.setattr("shardwise.sharded.registered._for_specs", {})
+    monkeypatch.setattr("shardwise.sharded.dispatch._for_all", {})
+    monkeypatch.setattr("shardwise.sharded.dispatch._for_specs", {})
 
 
 @pytest.mark.usefixtures("registry")

@@ -85,12 +85,12 @@ def check_references(x, expected):
     meet(x)  # all have written what is read here
     found = x.remote_shards()
     here = dist.get_rank()
-    by_rank = {rank: len(x._held.by(rank)) for rank in x._group.ranks if rank != here}
+    by_rank = {rank: len(x._ownership.boxes_of(rank)) for rank in x._group.ranks if rank != here}
     assert {rank: len(each) for rank, each in found.items()} == {
         rank: count for rank, count in by_rank.items() if count
     }
     for rank, references in found.items():
-        boxes = x._held.by(rank)
+        boxes = x._ownership.boxes_of(rank)
         for reference, box in zip(references, boxes, strict=True):
             assert reference.owner().id == rank and not reference.is_owner()
             shard = reference.to_here()

@@ -25,7 +25,7 @@ from shardwise.sharded import (
     Shard,
     ShardedTensorError,
     init_from_local_shards,
-    route,
+    transfer,
 )
 
 # ---- reshard: random pairs of specs
@@ -53,7 +53,7 @@ def test_any_spec_follows_any_other_and_no_byte_travels_in_vain(journey, dtype, 
             assert is_cut_of(x, whole, spec)
 
     with pytest.MonkeyPatch.context() as patch, sw.listen(events.append):
-        patch.setattr("shardwise.sharded.moving.LARGE", large)  # from where on nothing is packed
+        patch.setattr("shardwise.sharded.transfer.LARGE", large)  # from where on nothing is packed
         sw.simulate(run, ranks)
     moved = [event for event in events if event.cause.operator == "ShardedTensor.reshard"]
     paths = list(zip([first, *others], others, strict=False))
@@ -192,7 +192,7 @@ def test_a_move_that_is_made_again_is_not_planned_again():
         x = chunks(0, 0, 1).shard(numbers([5, 7]))
         x.reshard(chunks(1, 1, 0)).reshard(chunks(0, 0, 1))
 
-    known = route._known
+    known = transfer._cached_route
     known.cache_clear()
     sw.simulate(run, 2)
     assert known.cache_info().misses == 2 * 3  # on each rank, of shard and twice reshard
@@ -201,14 +201,16 @@ def test_a_move_that_is_made_again_is_not_planned_again():
 
 
 def test_the_ways_between_many_boxes_are_not_kept():
-    boxes = cut(*(([row], [1], row % 2) for row in range(route._FEW)))
+    boxes = cut(*(([row], [1], row % 2) for row in range(transfer._MOST_CACHED)))
 
     def run():
-        assert is_cut_of(boxes.shard(numbers([route._FEW])), numbers([route._FEW]), boxes)
+        assert is_cut_of(
+            boxes.shard(numbers([transfer._MOST_CACHED])), numbers([transfer._MOST_CACHED]), boxes
+        )
 
-    route._known.cache_clear()
+    transfer._cached_route.cache_clear()
     sw.simulate(run, 2)
-    assert route._known.cache_info().currsize == 0
+    assert transfer._cached_route.cache_info().currsize == 0
 
 
 # ---- reshard: gradients

@@ -140,7 +140,7 @@ def test_tensors_whose_shards_lie_on_other_ranks_are_to_be_resharded() -> None:
         with pytest.raises(sh.ShardedTensorError, match="different ranks") as caught:
             x * other
         advice = str(caught.value)
-        assert f"of {x.sharding_spec()} and {other.sharding_spec()}; " in advice
+        assert f"ranks: {x.sharding_spec()} and {other.sharding_spec()}; " in advice
         eval(advice[advice.index("x.reshard(") :].split(" [rank")[0], {**vars(sh), "x": x})
         return (x * other).full_tensor()
 

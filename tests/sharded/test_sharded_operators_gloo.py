@@ -9,7 +9,7 @@ from support.sharded_tensors import chunks
 
 import shardwise as sw
 import shardwise.sharded as sh
-from shardwise.sharded import registered
+from shardwise.sharded import dispatch
 
 
 def told_the_group() -> list[Any]:
@@ -28,7 +28,7 @@ def told_the_group() -> list[Any]:
     try:
         return [torch.sinc(everyone), torch.sinc(half)]
     finally:
-        del registered._for_all[torch.sinc]  # these ranks run other tests too
+        del dispatch._for_all[torch.sinc]  # these ranks run other tests too
 
 
 def test_operators_of_users_are_handed_a_process_group(workers4: sw.Workers) -> None:

@@ -232,7 +232,11 @@ def test_the_norm_of_gradients_is_that_of_the_whole(order, foreach):
     [
         ({}, optim.SGD, "expected at least one parameter"),
         (lambda weight: [weight], optim.SGD, "expected parameters by name"),
-        (lambda weight: {"one": weight, "two": weight}, optim.SGD, "'two' is 'one' once more"),
+        (
+            lambda weight: {"one": weight, "two": weight},
+            optim.SGD,
+            "'two' is the same parameter as 'one'",
+        ),
         (lambda weight: {"one": 3}, optim.SGD, "expected tensors by name, got int for 'one'"),
         (lambda weight: {"one": weight}, optim.LBFGS, "LBFGS looks at a parameter as a whole"),
         (lambda weight: {"one": weight}, optim.Adafactor, "Adafactor looks at a parameter"),

@@ -26,7 +26,7 @@ from shardwise.sharded import (
     narrow_tensor,
     validate_non_overlapping_shards_metadata,
 )
-from shardwise.sharded.specs import inferred_spec
+from shardwise.sharded.specs import infer_spec
 
 PLAIN = TensorProperties(torch.float32)
 
@@ -295,7 +295,7 @@ def test_shards_that_are_chunks_are_recognised_in_any_order(size, count, dim, da
     shape[dim] = size
     shards = shards_of(chunks(dim, *ranks), *shape)
     mixed = [shards[at] for at in data.draw(st.permutations(range(count)))]
-    found = inferred_spec(mixed, shape)
+    found = infer_spec(mixed, shape)
     assert isinstance(found, ChunkShardingSpec)
     assert {each for each in shards_of(found, *shape) if not each.box.is_empty} == {
         each for each in shards if not each.box.is_empty
@@ -304,12 +304,12 @@ def test_shards_that_are_chunks_are_recognised_in_any_order(size, count, dim, da
 
 def test_where_an_empty_shard_begins_does_not_matter():
     shards = [shard_at([0], [0], 2), shard_at([2], [2], 1), shard_at([0], [2], 0)]
-    assert inferred_spec(shards, [4]) == chunks(0, 0, 1, 2)
+    assert infer_spec(shards, [4]) == chunks(0, 0, 1, 2)
 
 
 def test_shards_of_other_sizes_are_enumerated():
     spec = cut(([0], [1], 0), ([1], [3], 1))
-    assert inferred_spec(spec.shards, [4]) == spec
+    assert infer_spec(spec.shards, [4]) == spec
 
 
 # ---- a spec of the user's own

@@ -82,7 +82,7 @@ def gradient(tensor: sh.ShardedTensor) -> torch.Tensor:
         torch.zeros_like(each.tensor) if each.tensor.grad is None else each.tensor.grad
         for each in tensor.local_shards()
     ]
-    return tensor.detach()._with(pieces, requires_grad=False).full_tensor()
+    return tensor.detach()._with_tensors(pieces, requires_grad=False).full_tensor()
 
 
 def followed(message: str, tensor: sh.ShardedTensor) -> sh.ShardedTensor:

@@ -1,13 +1,9 @@
-"""The demo: a language model trained on a mesh of processes, and beside it in one process.
+"""The demo: train a language model on a mesh of processes and in one process, and compare.
 
-main.py           from beginning to end
-options.py        what can be varied
-modes.py          the ways to spread the model over processes
-training.py       what every rank does, and the one process
-show.py           progress while it runs, and the loss curves
-communication.py  what was communicated, and why
-picture.py        which rank holds what
-saving.py         the plot and the weights
+main.py      from start to end
+options.py   the options, and the modes of parallelism
+training.py  the model on a mesh, the training of every rank, the weights
+display.py   progress, loss curves, what was communicated and why, which rank holds what
 """
 
 from shardwise.demo.main import run

@@ -1,25 +1,71 @@
-"""What can be varied in the demo, and what is wrong with it."""
+"""The options of the demo, their checks, and the modes of parallelism."""
 
 from __future__ import annotations
 
 import math
 import tempfile
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
-from shardwise.demo.modes import MODES, Mode
 from shardwise.errors import ShardwiseError
 from shardwise.examples.llama import Config
 from shardwise.examples.text import VOCABULARY
 
 
 class UsageError(ShardwiseError, ValueError):
-    """An option that cannot be."""
+    """An option with a wrong value."""
+
+
+class Splits(Enum):
+    """What is split over the ranks along a mesh axis."""
+
+    BATCH = "parts of the batch"
+    MODEL = "parts of the model"
+    PARAMETERS = "parts of the batch and, at rest, of the parameters"
 
 
 @dataclass(frozen=True)
-class Size:
-    """A model and the batches it is trained on."""
+class Mode:
+    """A mode of parallelism.
+
+    Arguments:
+        axes: the axes of the mesh, and what each splits.
+    """
+
+    axes: dict[str, Splits]
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether ranks compute with parts of the model."""
+        return Splits.MODEL in self.axes.values()
+
+    @property
+    def fed_axes(self) -> tuple[str, ...]:
+        """The axes along which each rank feeds the model its own part of a batch. If there are
+        none, all ranks feed the whole batch, which the plan splits."""
+        if Splits.PARAMETERS not in self.axes.values():
+            return ()
+        return tuple(name for name, splits in self.axes.items() if splits is not Splits.MODEL)
+
+    @property
+    def holding_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold different parts of the parameters."""
+        return tuple(name for name, splits in self.axes.items() if splits is not Splits.BATCH)
+
+
+MODES = {
+    "dp+tp": Mode({"dp": Splits.BATCH, "tp": Splits.MODEL}),
+    "fsdp": Mode({"dp": Splits.PARAMETERS}),
+    "hsdp": Mode({"replicate": Splits.BATCH, "shard": Splits.PARAMETERS}),
+    "tp": Mode({"tp": Splits.MODEL}),
+    "fsdp+tp": Mode({"dp": Splits.PARAMETERS, "tp": Splits.MODEL}),
+}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model and the size of its batches."""
 
     model: Config
     batch: int
@@ -28,13 +74,14 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """How many tokens a step sees."""
+        """The number of tokens of a step."""
         return self.batch * self.length
 
 
-def _size(width: int, layers: int, heads: int, kv_heads: int, batch: int, length: int) -> Size:
-    hidden = width * 8 // 3 | 1  # odd: two ranks cannot halve it, and need not
-    return Size(
+def _size(width: int, layers: int, heads: int, kv_heads: int, batch: int, length: int) -> ModelSize:
+    """Return a size with the hidden width that follows from the model's width."""
+    hidden = width * 8 // 3 | 1  # odd, as splits need not be even
+    return ModelSize(
         Config(VOCABULARY, width, layers, heads, kv_heads, hidden, longest=length), batch, length
     )
 
@@ -48,15 +95,15 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Options:
-    """How the demo runs.
+    """The options of a run of the demo.
 
     Arguments:
-        mode: one of `MODES`: how the model is spread over the mesh.
-        mesh: how many ranks along each of the mode's axes.
-        steps: of training.
+        mode: one of `MODES`: how the model is distributed over the mesh.
+        mesh: the number of ranks along each of the mode's axes.
+        steps: the number of training steps.
         model: one of `MODELS`.
         output: the folder for the plot and the weights.
-        seed: of the weights and of the choice of text.
+        seed: the seed of the weights and of the choice of text.
         sequence_parallel: whether the sequence is split over tp between the blocks.
     """
 
@@ -70,27 +117,27 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """How many processes."""
+        """The number of processes."""
         return math.prod(self.mesh)
 
     @property
-    def way(self) -> Mode:
-        """What the mode is."""
+    def parallelism(self) -> Mode:
+        """The mode that `mode` names."""
         return MODES[self.mode]
 
     @property
-    def size(self) -> Size:
+    def size(self) -> ModelSize:
         """The model and its batches."""
         return MODELS[self.model]
 
     @property
-    def shown(self) -> str:
-        """Such as `2x2`, or `hsdp 2x2`."""
+    def label(self) -> str:
+        """The mesh, and the mode unless it is the default: `2x2` or `hsdp 2x2`."""
         mesh = "x".join(map(str, self.mesh))
         return mesh if self.mode == Options.mode else f"{self.mode} {mesh}"
 
 
-def checked(
+def check_options(
     *,
     mode: str = Options.mode,
     ranks: int | None = None,
@@ -101,17 +148,17 @@ def checked(
     seed: int = Options.seed,
     sequence_parallel: bool = False,
 ) -> Options:
-    """Options that can run, or an error that says which cannot, and why.
+    """Return options that can run, or raise an error that says which is wrong, and why.
 
     Arguments:
-        ranks: how many processes; by default as many as the mesh has, or 4.
-        mesh: sizes of the mode's axes; by default what `ranks` allows.
+        ranks: the number of processes; by default that of the mesh, or 4.
+        mesh: sizes of the mode's axes; by default chosen by `ranks`.
     """
     if mode not in MODES:
         raise UsageError(f"--mode: expected one of {', '.join(MODES)}; got {mode!r}")
     if ranks is not None and ranks < 1:
         raise UsageError(f"--ranks: expected 1 or more, got {ranks}")
-    mesh = _usual_mesh(mode, ranks) if mesh is None else _checked_mesh(mesh, mode, ranks)
+    mesh = _default_mesh(mode, ranks) if mesh is None else _check_mesh(mesh, mode, ranks)
     if sequence_parallel and not MODES[mode].is_tensor_parallel:
         raise UsageError(
             f"--sequence-parallel: expected a mode with tensor parallelism, whose ranks split the "
@@ -121,7 +168,7 @@ def checked(
         raise UsageError(f"--steps: expected 1 or more, got {steps}")
     if model not in MODELS:
         raise UsageError(f"--model: expected one of {', '.join(MODELS)}; got {model!r}")
-    _check_parts(mode, mesh, MODELS[model].batch)
+    _check_batch(mode, mesh, MODELS[model].batch)
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed: expected a number from 0 to 2**63 - 1, got {seed}")
     folder = Path(output)
@@ -133,8 +180,8 @@ def checked(
     return Options(mode, mesh, steps, model, folder, seed, sequence_parallel)
 
 
-def _usual_mesh(mode: str, ranks: int | None) -> tuple[int, ...]:
-    """The mesh of a mode if none was asked for."""
+def _default_mesh(mode: str, ranks: int | None) -> tuple[int, ...]:
+    """Return the mesh of a mode for a number of ranks."""
     ranks = math.prod(Options.mesh) if ranks is None else ranks
     if len(MODES[mode].axes) == 1:
         return (ranks,)
@@ -148,29 +195,30 @@ def _usual_mesh(mode: str, ranks: int | None) -> tuple[int, ...]:
     return 2, ranks // 2
 
 
-def _checked_mesh(mesh: tuple[int, ...], mode: str, ranks: int | None) -> tuple[int, ...]:
-    shown = "x".join(map(str, mesh))
+def _check_mesh(mesh: tuple[int, ...], mode: str, ranks: int | None) -> tuple[int, ...]:
+    """Return a mesh that fits the mode and the number of ranks."""
+    text = "x".join(map(str, mesh))
     axes = tuple(MODES[mode].axes)
     if len(mesh) != len(axes):
         example = "x".join(str(2 if len(axes) > 1 else 4) for _ in axes)
         count = "one size" if len(axes) == 1 else "two sizes"
         raise UsageError(
             f"--mesh: expected {count}, {' x '.join(axes)}, such as {example}, for --mode {mode}; "
-            f"got {shown}"
+            f"got {text}"
         )
     if ranks is not None and math.prod(mesh) != ranks:
         raise UsageError(
-            f"--mesh: {shown} has {math.prod(mesh)} ranks, but --ranks is {ranks}; "
+            f"--mesh: {text} has {math.prod(mesh)} ranks, but --ranks is {ranks}; "
             "leave one of the two out"
         )
     return mesh
 
 
-def _check_parts(mode: str, mesh: tuple[int, ...], batch: int) -> None:
-    """Ranks that feed parts of a batch must feed equal ones: gradients are averaged over them."""
-    way = MODES[mode]
-    sizes = dict(zip(way.axes, mesh, strict=True))
-    parts = math.prod(sizes[axis] for axis in way.fed_axes)
+def _check_batch(mode: str, mesh: tuple[int, ...], batch: int) -> None:
+    """Refuse a batch that data-parallel ranks cannot split equally: gradients are averaged over
+    them."""
+    sizes = dict(zip(MODES[mode].axes, mesh, strict=True))
+    parts = math.prod(sizes[axis] for axis in MODES[mode].fed_axes)
     if batch % parts:
         raise UsageError(
             f"--mode {mode}: the {batch} sequences of a batch cannot be shared out equally among "
@@ -179,5 +227,7 @@ def _check_parts(mode: str, mesh: tuple[int, ...], batch: int) -> None:
 
 
 def _squarest(ranks: int) -> tuple[int, int]:
+    """Return the two factors of a number of ranks that are nearest to each other, the larger
+    first."""
     tensor = next(size for size in range(math.isqrt(ranks), 0, -1) if ranks % size == 0)
     return ranks // tensor, tensor

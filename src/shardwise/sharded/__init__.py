@@ -3,22 +3,23 @@
 The names are those of torch.distributed._shard and its submodules.
 """
 
-from shardwise.sharded import operators as _operators  # noqa: F401 (gives the class its functions)
 from shardwise.sharded.base import ShardedTensorBase
-from shardwise.sharded.boxes import check_apart as validate_non_overlapping_shards_metadata
-from shardwise.sharded.building import from_local_shards as init_from_local_shards
-from shardwise.sharded.building import (
+from shardwise.sharded.create import empty, full, ones, rand, randn, zeros
+from shardwise.sharded.create import from_local_shards as init_from_local_shards
+from shardwise.sharded.create import (
     from_local_shards_and_global_metadata as init_from_local_shards_and_global_metadata,
 )
-from shardwise.sharded.building import from_local_tensor as init_from_local_tensor
-from shardwise.sharded.converting import from_dtensor, to_dtensor
+from shardwise.sharded.create import from_local_tensor as init_from_local_tensor
+from shardwise.sharded.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
 from shardwise.sharded.metadata import (
     MEM_FORMAT_ENCODING,
+    Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    narrow_tensor,
+    narrow_tensor_by_index,
 )
 from shardwise.sharded.modules import (
     collect_local_shard,
@@ -30,10 +31,8 @@ from shardwise.sharded.modules import (
     state_dict_hook,
 )
 from shardwise.sharded.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
+from shardwise.sharded.pickle import load_with_process_group
 from shardwise.sharded.plan import Sharder, ShardingPlan, ShardingPlanner
-from shardwise.sharded.registered import custom_sharded_op_impl, custom_sharding_spec_op
-from shardwise.sharded.saving import load_with_process_group
-from shardwise.sharded.shard import Shard, narrow_tensor, narrow_tensor_by_index
 from shardwise.sharded.specs import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -43,10 +42,13 @@ from shardwise.sharded.specs import (
     get_chunked_dim_size,
     get_split_size,
 )
-from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded.tensor import ShardedTensor, to_dtensor
+from shardwise.sharded.tiling import check_no_overlap as validate_non_overlapping_shards_metadata
 from shardwise.stored import CheckpointStager
 
-# The names that these have in torch.
+from_dtensor = ShardedTensor.from_dtensor
+
+# torch's names of these functions.
 _collect_local_shard = collect_local_shard
 _reshard_output = reshard_output
 _shard_tensor = shard_tensor

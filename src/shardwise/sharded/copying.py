@@ -1,52 +1,53 @@
-"""Copies of sharded tensors: on another device, of another dtype, apart from autograd, written to.
+"""Methods of sharded tensors that copy: to another device, to another dtype, apart from autograd,
+in place.
 
-None of this communicates, but `copy_` from a tensor that is cut otherwise, and what is moved or
-copied with its references to remote shards.
+Only `copy_` from a tensor that is cut differently communicates, and copies of a tensor that has
+references to remote shards.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 
-from shardwise.dispatch.writes import check_writable
-from shardwise.sharded.base import bare
+from shardwise.dispatch.entry import check_writable
+from shardwise.sharded.base import ShardedTensorCore, check_can_pin, is_differentiable, new_wrapper
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.held import mine
-from shardwise.sharded.local import LocalShards, can_require_gradients, check_can_pin
-from shardwise.sharded.moving import Move, moved, same
+from shardwise.sharded.group import GroupLike, as_rank_group
+from shardwise.sharded.ownership import local_metadata
+from shardwise.sharded.transfer import ShardMove, move_shards, sum_grads_over_ranks
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local
 
 _set_data: Any = TensorBase.data.__set__
 
-Kind = TypeVar("Kind", bound="Copying")
 
+class CopyMethods(ShardedTensorCore):
+    """The methods of a sharded tensor that make another one with the same boxes, or copy into
+    it."""
 
-class Copying(LocalShards):
-    """What makes a sharded tensor of another, with the same boxes."""
-
-    def to(self: Kind, *args: Any, process_group: GroupLike = None, **kwargs: Any) -> Kind:
-        """The same on another device or of another dtype, with the arguments of `Tensor.to`.
+    def to(self, *args: Any, process_group: GroupLike = None, **kwargs: Any) -> Self:
+        """Convert to another device or dtype, with the arguments of `Tensor.to`.
 
         Arguments:
-            process_group: the group of the result, if another one suits the device.
+            process_group: the process group of the result, if the device needs another one.
         """
-        model = torch.empty(0, dtype=self.dtype, device=self.device)
-        others: Any = [each._like() if isinstance(each, LocalShards) else each for each in args]
+        model = self._prototype()
+        others: Any = [
+            each._prototype() if isinstance(each, ShardedTensorCore) else each for each in args
+        ]
         made = model.to(*others, **kwargs)
         if made is model and process_group is None:
             return self
-        group = self._group if process_group is None else as_group(process_group)
+        group = self._group if process_group is None else as_rank_group(process_group)
         if group.ranks != self._group.ranks:
             raise ShardedTensorError(
                 f"process_group: expected one of the same ranks {self._group.ranks}, "
                 f"got one of {group.ranks}"
             )
-        return self._with(
-            [each.to(*others, **kwargs) for each in self._tensors()],
+        return self._with_tensors(
+            [each.to(*others, **kwargs) for each in self._local_tensors()],
             device=made.device,
             dtype=made.dtype,
             group=group,
@@ -56,21 +57,21 @@ class Copying(LocalShards):
         )
 
     def cpu(
-        self: Kind,
+        self,
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: GroupLike = None,
-    ) -> Kind:
-        """The same in the CPU's memory; itself if it is there."""
+    ) -> Self:
+        """Return a copy in the CPU's memory; itself if it is there."""
         return self.to("cpu", memory_format=memory_format, process_group=process_group)
 
     def cuda(
-        self: Kind,
+        self,
         device: Any = None,
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: GroupLike = None,
-    ) -> Kind:
-        """The same in the memory of each rank's current GPU, or of another; itself if it is."""
+    ) -> Self:
+        """Return a copy on each rank's current GPU, or on another device; itself if it is there."""
         if not torch.cuda.is_available():
             raise ShardedStateError(
                 "cuda: expected a GPU on this rank, there is none that torch can use"
@@ -83,66 +84,69 @@ class Copying(LocalShards):
             process_group=process_group,
         )
 
-    def pin_memory(self: Kind, device: Any = None) -> Kind:
-        """The same in pinned memory; itself if it is."""
+    def pin_memory(self, device: Any = None) -> Self:
+        """Return a copy in pinned memory; itself if it is pinned."""
         if self.is_pinned():
             return self
         check_can_pin()
-        return self._with([each.pin_memory() for each in self._tensors()], pin_memory=True)
+        return self._with_tensors(
+            [each.pin_memory() for each in self._local_tensors()], pin_memory=True
+        )
 
     def is_pinned(self, device: Any = None) -> bool:
-        """Whether the shards are in pinned memory."""
+        """Return whether the shards are in pinned memory."""
         return self._metadata.tensor_properties.pin_memory
 
-    def clone(self: Kind, *, memory_format: torch.memory_format | None = None) -> Kind:
-        """A copy; differentiable."""
-        return self._with(
-            [each.clone(memory_format=memory_format) for each in self._tensors()],
+    def clone(self, *, memory_format: torch.memory_format | None = None) -> Self:
+        """Return a copy; differentiable."""
+        return self._with_tensors(
+            [each.clone(memory_format=memory_format) for each in self._local_tensors()],
             requires_grad=self.requires_grad and torch.is_grad_enabled(),
             pin_memory=False,
         )
 
-    def detach(self: Kind) -> Kind:
-        """The same elements, apart from what autograd has recorded."""
-        made = self._with([each.detach() for each in self._tensors()], requires_grad=False)
-        return made._share_references(self)
+    def detach(self) -> Self:
+        """Return a tensor with the same memory that autograd knows nothing of."""
+        tensors = [each.detach() for each in self._local_tensors()]
+        return self._with_tensors(tensors, requires_grad=False)._share_references(self)
 
-    def _take_data(self, value: Copying) -> None:
-        """Hold the elements of another with the same shards, of another dtype perhaps. The local
-        tensors stay the objects that optimizers know."""
-        for tensor, new in zip(self._tensors(), value._tensors(), strict=True):
+    def _replace_data(self, value: CopyMethods) -> None:
+        """Hold the elements of another tensor with the same boxes, perhaps of another dtype. The
+        local tensors stay the same objects, which optimizers refer to."""
+        for tensor, new in zip(self._local_tensors(), value._local_tensors(), strict=True):
             tensor.data = new
         metadata = value._metadata.copy(requires_grad=self.requires_grad)
-        size = bare(type(self), value._sharding_spec, metadata, [])
+        size = new_wrapper(type(self), value._sharding_spec, metadata, [])
         with as_local():
             _set_data(self, size)
         self._metadata, self._sharding_spec = metadata, value._sharding_spec
-        own = mine(metadata, self._held, self._group)
+        own = local_metadata(metadata, self._ownership, self._group)
         for shard, described in zip(self._local_shards, own, strict=True):
             shard.metadata = described
-        before, self._nothing = self._nothing, None
+        before, self._placeholder = self._placeholder, None
         if before is not None and before.grad is not None:
-            self._note_gradient()
+            self._set_placeholder_grad()
 
-    def copy_(self: Kind, other: torch.Tensor, non_blocking: bool = False) -> Kind:
-        """Take the elements of another tensor, and convert them if need be.
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
+        """Copy the elements of another tensor here, converted if need be; returns itself.
 
         Arguments:
-            other: a sharded tensor, moved here if it is cut otherwise; a DTensor, which is
+            other: a sharded tensor, moved here if it is cut differently; a DTensor, which is
                 gathered; or a plain tensor, the same on every rank. A smaller one is broadcast.
         """
         if other.shape != self.shape:
             other = self._broadcast(other)
         recorded = other.requires_grad and torch.is_grad_enabled()
-        for target, source in zip(self._parts(), self._parts_of(other, recorded), strict=True):
+        sources = self._shards_or_placeholder_of(other, recorded)
+        for target, source in zip(self._tensors_or_placeholder(), sources, strict=True):
             check_writable("copy_", target)
             target.copy_(source, non_blocking)
-        if recorded and can_require_gradients(self.dtype):
-            self._note_requires_grad(True)
+        if recorded and is_differentiable(self.dtype):
+            self._set_requires_grad_flag(True)
         return self
 
     def _broadcast(self, other: torch.Tensor) -> torch.Tensor:
-        """A smaller tensor as one of this size."""
+        """Expand a smaller tensor to this one's size."""
         lengths = zip(reversed(other.shape), reversed(self.shape), strict=False)
         if other.dim() > self.dim() or any(its not in (1, own) for its, own in lengths):
             raise ShardedTensorError(
@@ -150,41 +154,41 @@ class Copying(LocalShards):
                 f"it; got {tuple(other.shape)}"
             )
         split: Any = other
-        if isinstance(other, LocalShards | DTensor):
+        if isinstance(other, ShardedTensorCore | DTensor):
             other = split.full_tensor()
         return other.expand(self.shape)
 
-    def _pieces_of(self, other: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor of the same size, as it lies in these shards."""
-        return self._parts_of(other, False)[: len(self._local_shards)]
+    def _shards_of(self, other: torch.Tensor) -> list[torch.Tensor]:
+        """Return a tensor of the same size, cut into this rank's boxes; not recorded."""
+        return self._shards_or_placeholder_of(other, False)[: len(self._local_shards)]
 
-    def _parts_of(self, other: torch.Tensor, recorded: bool) -> list[torch.Tensor]:
-        """A tensor of the same size, as it lies in these shards; no elements of it, on a rank
-        without shards.
+    def _shards_or_placeholder_of(self, other: torch.Tensor, recorded: bool) -> list[torch.Tensor]:
+        """Return a tensor of the same size, cut into this rank's boxes; on a rank without shards, a
+        tensor without elements.
 
         Arguments:
-            recorded: whether its gradient is to be found.
+            recorded: whether autograd records it.
         """
         if isinstance(other, DTensor):
             other = other.full_tensor()
-        if not isinstance(other, LocalShards):
-            whole = same(other, self._group) if recorded else other
-            boxes = self._held.by(self._group.rank)
-            return [whole[box.slices] for box in boxes] or [whole.reshape(-1)[:0]]
-        if other._held == self._held:
-            return other._parts()
+        if not isinstance(other, ShardedTensorCore):
+            whole = sum_grads_over_ranks(other, self._group) if recorded else other
+            return [whole[box.slices] for box in self._local_boxes()] or [whole.reshape(-1)[:0]]
+        if other._ownership == self._ownership:
+            return other._tensors_or_placeholder()
         if other._group.ranks != self._group.ranks:
             raise ShardedTensorError(
                 f"other: expected one of the same ranks {self._group.ranks}, got one of "
                 f"{other._group.ranks}"
             )
-        move = Move(self._group, other._held, self._held)
+        move = ShardMove(self._group, other._ownership, self._ownership)
         if recorded:
             move.check_gradients_return("other")
-        nothing = other._empty() if recorded else None
-        return moved(move, other._tensors(), other._like(), nothing) or [other._like()]
+        placeholder = other._get_placeholder() if recorded else None
+        like = other._prototype()
+        return move_shards(move, other._local_tensors(), like, placeholder) or [like]
 
-    def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
@@ -192,29 +196,29 @@ class Copying(LocalShards):
                 "copy.deepcopy: only leaves of the graph can be copied, as in torch; "
                 "detach() it, or clone() it to keep its history"
             )
-        tensors = [each.detach().clone() for each in self._tensors()]
-        apart = self._with(tensors, init_rrefs=self._init_rrefs, requires_grad=False)
-        made = self._as_leaf(apart)
-        for before, after in zip(self._tensors(), made._tensors(), strict=True):
+        tensors = [each.detach().clone() for each in self._local_tensors()]
+        copied = self._with_tensors(tensors, init_rrefs=self._init_rrefs, requires_grad=False)
+        self._set_leaf_flags(copied)
+        for before, after in zip(self._local_tensors(), copied._local_tensors(), strict=True):
             if before.grad is not None:
                 after.grad = before.grad.detach().clone()
         if not self._local_shards:
-            made.grad = self.grad
-        memo[id(self)] = made
-        return made
+            copied.grad = self.grad
+        memo[id(self)] = copied
+        return copied
 
-    def __copy__(self: Kind) -> Kind:
-        return self._as_leaf(self.detach())
+    def __copy__(self) -> Self:
+        return self._set_leaf_flags(self.detach())
 
-    def _as_leaf(self: Kind, made: Kind) -> Kind:
-        """A copy that records gradients, and is a parameter, if this is."""
-        made.requires_grad_(self.requires_grad)
+    def _set_leaf_flags(self, copied: Self) -> Self:
+        """Let a copy require gradients and be a parameter, if this tensor does and is."""
+        copied.requires_grad_(self.requires_grad)
         if getattr(self, PARAMETER_FLAG, False):
-            setattr(made, PARAMETER_FLAG, True)
-        return made
+            setattr(copied, PARAMETER_FLAG, True)
+        return copied
 
-    def _share_references(self: Kind, other: Kind) -> Kind:
-        """References to the shards of another tensor in the same memory are good for this one."""
+    def _share_references(self, other: Self) -> Self:
+        """Take over the references to remote shards of another tensor in the same memory."""
         if other._init_rrefs:
             self._init_rrefs, self._references = True, other._references
         return self

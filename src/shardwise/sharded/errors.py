@@ -6,9 +6,9 @@ from shardwise.errors import ShardwiseError
 
 
 class ShardedTensorError(ShardwiseError, ValueError):
-    """Shards, specs or arguments that do not make one tensor, or an operator that they do not
+    """Shards, specs or arguments that do not form a tensor, or an operator that the shards do not
     allow."""
 
 
 class ShardedStateError(ShardwiseError, RuntimeError):
-    """Something around the tensor is not as it must be: process groups, RPC, a saved state."""
+    """Missing or wrong surroundings of a tensor: process groups, RPC, a saved state."""

@@ -1,40 +1,47 @@
-"""The ranks that hold a sharded tensor, and how they talk."""
+"""The ranks that hold a sharded tensor: how they communicate, and how they fail together.
+
+An error that one rank finds in its own arguments is sent to the others and raised on all ranks of
+the group. Otherwise the other ranks would wait forever in the next collective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardwise import world
+from shardwise import errors, world
 from shardwise.comm import Communicator, communicator
+from shardwise.errors import ShardwiseError
 from shardwise.mesh import DeviceMesh, as_mesh
-from shardwise.sharded import workers
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.metadata import ShardMetadata
-from shardwise.torch_internals import RemoteDevice
+from shardwise.torch_internals import RemoteDevice, current_rpc_agent, is_rpc_running
 
-GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | TorchMesh | Group | None"
-"""What may be given as `process_group`. Simulated ranks have no process groups, but meshes."""
+GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | TorchMesh | RankGroup | None"
+"""The types of an argument `process_group`. Simulated ranks have meshes, but no process groups."""
 
 
-class Group:
-    """Some ranks of the world, in ascending order, as in torch's groups: two of the same ranks are
-    the same, however a mesh has them.
+class RankGroup:
+    """Some ranks of the world, in ascending order as in torch's process groups.
+
+    Two groups of the same ranks are the same group, whatever the order of the ranks in a mesh.
 
     Arguments:
-        given: a process group, or a mesh whose ranks are meant; all ranks by default.
+        given: a process group, or a mesh, which stands for its ranks; all ranks by default.
     """
 
     def __init__(self, given: ProcessGroup | DeviceMesh | TorchMesh | None = None) -> None:
-        here = world.current()
+        current = world.current()
         if given is None:
-            ranks = tuple(range(here.size))
+            ranks = tuple(range(current.size))
         elif isinstance(given, ProcessGroup):
-            ranks = here.adopt(given)
+            ranks = current.adopt(given)
         elif isinstance(given, DeviceMesh | TorchMesh):
             ranks = tuple(as_mesh(given).mesh.flatten().tolist())
         else:
@@ -42,22 +49,22 @@ class Group:
                 "process_group: expected a ProcessGroup that this rank is in, a DeviceMesh or "
                 f"None, got {given!r}"
             )
-        if here.rank not in ranks:
+        if current.rank not in ranks:
             raise ShardedTensorError(
                 f"process_group: expected one that this rank is in, got one of ranks {ranks}"
             )
         self.given = given
         self.ranks = tuple(sorted(ranks))
-        self.rank = here.rank
+        self.rank = current.rank
         """The global rank of the caller."""
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        """Its ranks as a mesh of one axis."""
+        """Return the ranks as a mesh of one axis."""
         return DeviceMesh(device_type, self.ranks)
 
     @property
     def communicator(self) -> Communicator:
-        """How its ranks talk."""
+        """The communicator of these ranks."""
         return communicator(self._mesh, (0,))
 
     @cached_property
@@ -66,14 +73,15 @@ class Group:
 
     @property
     def handle(self) -> Any:
-        """What a user's operator is given to communicate with: a process group where there are."""
-        here = world.current()
-        if self.given is None and not here.is_simulated and here.size > 1:
-            return here.process_group(self.ranks)
+        """The object that a user's operator communicates with: a process group if there is one,
+        else a mesh."""
+        current = world.current()
+        if self.given is None and not current.is_simulated and current.size > 1:
+            return current.process_group(self.ranks)
         return self.mesh() if self.given is None else self.given
 
     def check_member(self, rank: int, argument: str) -> None:
-        """Refuse a global rank that is not in it."""
+        """Refuse a global rank that is not in the group."""
         if rank not in self.ranks:
             raise ShardedTensorError(
                 f"{argument}: expected one of the process group's global ranks {self.ranks}, "
@@ -81,7 +89,7 @@ class Group:
             )
 
     def owner(self, placement: RemoteDevice | None, argument: str) -> int:
-        """The global rank that a placement means."""
+        """Return the global rank that a placement names."""
         if placement is None:
             raise ShardedTensorError(f"{argument}: expected a placement 'rank:N/device', got None")
         rank = placement.rank()
@@ -97,16 +105,61 @@ class Group:
         return rank
 
     def owners(self, shards: Sequence[ShardMetadata]) -> list[int]:
-        """The global rank of each shard."""
+        """Return the global rank that holds each shard."""
         ranks = [each.placement and each.placement.rank() for each in shards]
-        if all(rank in self.ranks for rank in ranks):  # None, of a worker's name, is not
+        if all(rank in self.ranks for rank in ranks):  # None stands for the name of a worker
             return ranks  # type: ignore[return-value]
         return [self.owner(shard.placement, f"shard {shard.box}: placement") for shard in shards]
 
 
-def as_group(process_group: GroupLike) -> Group:
-    """The ranks that are meant by what was given as `process_group`."""
-    return process_group if isinstance(process_group, Group) else Group(process_group)
+def as_rank_group(process_group: GroupLike) -> RankGroup:
+    """Return the ranks that an argument `process_group` stands for."""
+    return process_group if isinstance(process_group, RankGroup) else RankGroup(process_group)
+
+
+# ---- RPC workers, which placements can name instead of ranks
+
+
+def own_rpc_rank() -> int | None:
+    """Return this rank's number among the RPC workers; None if RPC is not running."""
+    rpc = _running_rpc()
+    return None if rpc is None else rpc.get_worker_info().id
+
+
+def rpc_ranks_by_name(reason: str) -> dict[str, int]:
+    """Return the rank of each RPC worker, by the worker's name.
+
+    Arguments:
+        reason: the start of the error message if RPC is not running.
+    """
+    if _running_rpc() is None:
+        raise ShardedStateError(f"{reason}, and RPC is not running; {rpc_start_hint()}")
+    return {each.name: each.id for each in current_rpc_agent().get_worker_infos()}
+
+
+def rpc_names_by_rank() -> dict[int, str]:
+    """Return the name of each RPC worker, by rank; RPC must be running."""
+    return {rank: name for name, rank in rpc_ranks_by_name("a worker is asked for").items()}
+
+
+def rpc_start_hint() -> str:
+    """Return the part of an error message that says how to start RPC."""
+    if world.current().is_simulated:
+        return "simulated ranks are threads and have none: start processes, as sw.launch does"
+    return (
+        "call torch.distributed.rpc.init_rpc(name, rank=..., world_size=...) on every rank first, "
+        "with the ranks of the processes"
+    )
+
+
+def _running_rpc() -> Any:
+    """Return the module torch.distributed.rpc if it is running for this rank, else None."""
+    from torch.distributed import rpc  # only where RPC is used
+
+    api: Any = rpc
+    if world.current().is_simulated or not rpc.is_available():
+        return None
+    return api if is_rpc_running() else None
 
 
 def _rank_of_worker(placement: RemoteDevice, argument: str) -> int:
@@ -116,10 +169,76 @@ def _rank_of_worker(placement: RemoteDevice, argument: str) -> int:
             f"{argument}: expected a rank or a worker, as in 'rank:0/{placement}'; "
             f"got {str(placement)!r}"
         )
-    ranks = workers.ranks_by_name(f"{argument}: {str(placement)!r} names an RPC worker")
+    ranks = rpc_ranks_by_name(f"{argument}: {str(placement)!r} names an RPC worker")
     if name not in ranks:
         raise ShardedTensorError(
             f"{argument}: expected one of the RPC workers {', '.join(sorted(ranks))}; "
             f"got {str(placement)!r}"
         )
     return ranks[name]
+
+
+# ---- errors that all ranks raise
+
+
+@dataclass(frozen=True)
+class RankProblem:
+    """An error that one rank found, in a form that the other ranks can raise too."""
+
+    kind: type[ShardwiseError]
+    text: str
+
+    @staticmethod
+    def of(error: Exception) -> RankProblem:
+        """Describe an error, without the rank that its message ends with.
+
+        Exceptions of other libraries become a ShardedTensorError or a ShardedStateError.
+        """
+        if isinstance(error, ShardwiseError):
+            return RankProblem(type(error), str(error).removesuffix(f" [{errors.whereabouts()}]"))
+        kind = ShardedTensorError if isinstance(error, ValueError) else ShardedStateError
+        return RankProblem(kind, f"{type(error).__name__}: {error}")
+
+
+def raise_problems(group: RankGroup, problems: list[RankProblem | None]) -> None:
+    """Raise the first problem of the ranks of a group, if there is one.
+
+    Arguments:
+        problems: one entry per rank, the same list on all ranks.
+    """
+    for rank, problem in zip(group.ranks, problems, strict=True):
+        if problem is not None:
+            is_common = all(each == problem for each in problems)
+            raise problem.kind(problem.text if is_common else f"rank {rank}: {problem.text}")
+
+
+def check_agreement(group: RankGroup, facts: list[dict[str, Any]]) -> None:
+    """Refuse arguments that are not the same on all ranks.
+
+    Arguments:
+        facts: for each rank, the values of its arguments by name.
+    """
+    for rank, theirs in zip(group.ranks, facts, strict=True):
+        for name, first in facts[0].items():
+            if theirs.get(name, first) != first:
+                raise ShardedTensorError(
+                    f"{name}: expected the same on every rank; rank {group.ranks[0]} has "
+                    f"{first}, rank {rank} has {theirs[name]}"
+                )
+
+
+@contextmanager
+def raise_on_all_ranks(*groups: RankGroup) -> Iterator[None]:
+    """Raise an error of the block on all ranks of the groups; all ranks enter it."""
+    try:
+        yield
+    except Exception as error:
+        _share_problem(groups, RankProblem.of(error))
+        raise
+    _share_problem(groups, None)
+
+
+def _share_problem(groups: Sequence[RankGroup], problem: RankProblem | None) -> None:
+    gathered = [(group, group.communicator.gather_objects(problem)) for group in groups]
+    for group, problems in gathered:
+        raise_problems(group, problems)

@@ -1,4 +1,4 @@
-"""What describes a sharded tensor: its shards, its size, the properties of its pieces.
+"""The description of a sharded tensor: its shards, its size, the properties of its pieces.
 
 Plain data with torch's field names. A placement is torch's `_remote_device`: a rank (or the name of
 an RPC worker) and a device there, written `"rank:0/cpu"` or `"trainer0/cuda:1"`.
@@ -22,7 +22,7 @@ Placement = RemoteDevice | str
 
 
 def as_placement(placement: Placement | torch.device, argument: str) -> RemoteDevice:
-    """A placement from its text."""
+    """Return a placement, parsed if it is given as text."""
     if isinstance(placement, RemoteDevice):
         return placement
     try:
@@ -35,7 +35,7 @@ def as_placement(placement: Placement | torch.device, argument: str) -> RemoteDe
 
 
 def on_device(placement: RemoteDevice, device: torch.device) -> RemoteDevice:
-    """The same rank or worker, and another device."""
+    """Return a placement on the same rank or worker and on another device."""
     if placement.rank() is not None:
         return RemoteDevice(f"rank:{placement.rank()}/{device}")
     if placement.worker_name() is not None:
@@ -45,7 +45,7 @@ def on_device(placement: RemoteDevice, device: torch.device) -> RemoteDevice:
 
 @dataclass(init=False, slots=True)
 class ShardMetadata:
-    """One shard: where it begins in the whole tensor, how large it is, and who holds it.
+    """The position of one shard in the whole tensor, its size, and who holds it.
 
     Arguments:
         shard_offsets: the first index of each dim.
@@ -63,8 +63,8 @@ class ShardMetadata:
         shard_sizes: Sequence[int],
         placement: Placement | None = None,
     ) -> None:
-        self.shard_offsets = _counts("shard_offsets", shard_offsets)
-        self.shard_sizes = _counts("shard_sizes", shard_sizes)
+        self.shard_offsets = _as_counts("shard_offsets", shard_offsets)
+        self.shard_sizes = _as_counts("shard_sizes", shard_sizes)
         if len(self.shard_offsets) != len(self.shard_sizes):
             raise ShardedTensorError(
                 "shard_offsets, shard_sizes: expected as many of each, one per dim; "
@@ -74,26 +74,26 @@ class ShardMetadata:
 
     @property
     def box(self) -> Box:
-        """The indices of the whole tensor that it holds."""
+        """The indices of the whole tensor that this shard covers."""
         ends = zip(self.shard_offsets, self.shard_sizes, strict=True)
         return Box(tuple(self.shard_offsets), tuple(start + size for start, size in ends))
 
     @property
     def device(self) -> torch.device:
-        """Where its holder has it."""
-        assert self.placement is not None, "it has a holder"
+        """The device of the shard on the rank that holds it."""
+        assert self.placement is not None, "the shard has a holder"
         return self.placement.device()
 
     @staticmethod
     def of_box(box: Box, placement: Placement | None) -> ShardMetadata:
-        """The shard that holds a box, which is not checked."""
+        """Make the metadata of a box without checking it."""
         made = object.__new__(ShardMetadata)
         made.shard_offsets, made.shard_sizes = list(box.start), list(box.shape)
         made.placement = None if placement is None else as_placement(placement, "placement")
         return made
 
     def copy(self, device: torch.device | None = None) -> ShardMetadata:
-        """The same, or on another device."""
+        """Return a copy, on another device if one is given."""
         placement = self.placement
         if device is not None and placement is not None:
             placement = on_device(placement, device)
@@ -107,7 +107,8 @@ class ShardMetadata:
         return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
 
 
-def _counts(argument: str, values: Sequence[int]) -> list[int]:
+def _as_counts(argument: str, values: Sequence[int]) -> list[int]:
+    """Return ints from 0 on, one per dim, or refuse them."""
     found = as_ints(values)
     if found is None or any(value < 0 for value in found):
         raise ShardedTensorError(f"{argument}: expected numbers from 0 on, got {values!r}")
@@ -115,7 +116,7 @@ def _counts(argument: str, values: Sequence[int]) -> list[int]:
 
 
 class MEM_FORMAT_ENCODING(Enum):  # noqa: N801 - torch's name
-    """What a memory format is called in a pickle, as it cannot be pickled itself."""
+    """The numbers of memory formats in a pickle, as they cannot be pickled themselves."""
 
     TORCH_CONTIGUOUS_FORMAT = 0
     TORCH_CHANNELS_LAST = 1
@@ -131,11 +132,11 @@ _MEMORY_FORMATS = {
 
 @dataclass
 class TensorProperties:
-    """What all shards of a tensor have in common.
+    """The properties that all shards of a tensor have in common.
 
     Arguments:
-        strides: those of the whole tensor, if it had any before it was cut; None stands for
-            contiguous ones. Of torch 2.15, and here with all versions.
+        strides: the strides of the whole tensor, if it had any before it was cut; None stands for
+            contiguous ones. A field of torch 2.15, here with all versions.
     """
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -147,7 +148,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """The properties of one piece, or of the whole, whose strides they then have."""
+        """Return the properties of a tensor, its strides included."""
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
@@ -158,7 +159,7 @@ class TensorProperties:
 
     @staticmethod
     def common_to(tensor: torch.Tensor) -> TensorProperties:
-        """The properties that all pieces share with one of them, or with the whole: all but the
+        """Return the properties that a tensor shares with all pieces of the same whole: all but the
         strides, as pieces are cut and copied."""
         return replace(TensorProperties.create_from_tensor(tensor), strides=None)
 
@@ -174,24 +175,87 @@ class TensorProperties:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state[:5]
-        self.strides = state[5] if len(state) > 5 else None  # as older pickles have none
+        self.strides = state[5] if len(state) > 5 else None  # older pickles have no strides
         formats = {each.value: memory_format for memory_format, each in _MEMORY_FORMATS.items()}
         self.memory_format = formats[encoded]
 
 
 @dataclass
 class ShardedTensorMetadata:
-    """A whole sharded tensor: its shards, its size, and what all of them have in common."""
+    """The metadata of a whole sharded tensor: its shards, its size, and their common properties."""
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default_factory=lambda: torch.Size([]))
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
 
     def copy(self, device: torch.device | None = None, **properties: Any) -> ShardedTensorMetadata:
-        """The same, on another device or with other properties; else of the same shards."""
+        """Return a copy, on another device or with other properties. Without a device, the metadata
+        of the shards is shared."""
         shards = self.shards_metadata
         if device is not None:
             shards = [each.copy(device) for each in shards]
         return ShardedTensorMetadata(
             shards, self.size, replace(self.tensor_properties, **properties)
         )
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """A shard that this rank holds.
+
+    Arguments:
+        tensor: the elements.
+        metadata: their position in the whole tensor.
+    """
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse a tensor whose size or device is not that of the metadata."""
+        if not isinstance(self.tensor, torch.Tensor):
+            raise ShardedTensorError(f"tensor: expected a tensor, got {self.tensor!r}")
+        if list(self.tensor.shape) != self.metadata.shard_sizes:
+            raise ShardedTensorError(
+                f"tensor: expected the metadata's shard_sizes {self.metadata.shard_sizes}, "
+                f"got a tensor of shape {list(self.tensor.shape)}"
+            )
+        placement = self.metadata.placement
+        if placement is not None and not is_on(self.tensor, placement.device()):
+            raise ShardedTensorError(
+                f"tensor: expected one on the device of its placement {placement}, "
+                f"got one on {self.tensor.device}"
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(
+        cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
+    ) -> Shard:
+        """Make the shard that begins at these offsets and is held by a global rank."""
+        placement = f"rank:{rank}/{tensor.device}"
+        return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, placement))
+
+
+def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
+    """Return the part of a whole tensor that a shard covers, as a view."""
+    return narrow_tensor_by_index(tensor, metadata.shard_offsets, metadata.shard_sizes)
+
+
+def narrow_tensor_by_index(
+    tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return the part of a tensor that begins at these offsets and has these sizes, as a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on a device. A device without an index stands for any of its
+    type."""
+    if device.index is None:
+        return tensor.device.type == device.type
+    return tensor.device == device

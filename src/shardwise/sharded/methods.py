@@ -1,6 +1,7 @@
-"""Torch functions that sharded tensors answer themselves, however they are cut.
+"""Torch functions that sharded tensors implement themselves, however they are cut.
 
-Copies and comparisons go shard by shard; memory is that of the shards, and is not asked for here.
+Copies and comparisons run shard by shard. Functions of memory are refused: it is that of the
+shards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shardwise import factories
 from shardwise.dispatch.writes import check_writable
 from shardwise.placement import Replicate
 from shardwise.rules.pointwise import names
-from shardwise.sharded import comparing, filling, gradients
+from shardwise.sharded import autograd, per_shard_ops
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -22,23 +23,25 @@ _Tensor: Any = torch.Tensor
 Method = Callable[..., Any]
 
 
-def _own(name: str) -> Method:
-    """The class's own method, also where the function is called another way."""
+def _call_method(name: str) -> Method:
+    """Return a function that calls a method of the class by name."""
     return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
 
 
-# ---- of another dtype
+# ---- conversions
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`x.to(...)`, or of another tensor as a sharded one is: `tensor.to(x)`."""
+    """Convert a sharded tensor, or convert another tensor to the dtype of one: `tensor.to(x)`."""
     if isinstance(tensor, ShardedTensor):
         return tensor.to(*args, **kwargs)
 
-    def model(value: Any) -> Any:
-        return value._like() if isinstance(value, ShardedTensor) else value
+    def prototype(value: Any) -> Any:
+        return value._prototype() if isinstance(value, ShardedTensor) else value
 
-    return tensor.to(*map(model, args), **{name: model(each) for name, each in kwargs.items()})
+    return tensor.to(
+        *map(prototype, args), **{name: prototype(each) for name, each in kwargs.items()}
+    )
 
 
 def _cast(dtype: torch.dtype) -> Method:
@@ -52,40 +55,41 @@ def _type_as(tensor: ShardedTensor, other: torch.Tensor) -> ShardedTensor:
 
 
 def _type(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
-    answer = tensor._like().type(dtype)
+    answer = tensor._prototype().type(dtype)
     return answer if dtype is None else tensor.to(answer.dtype, non_blocking=non_blocking)
 
 
-# ---- with the memory of the shards
+# ---- memory
 
 
 def _copy(target: Any, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """A tensor that every rank has takes the whole of a sharded one: so are state dicts loaded."""
+    """Copy into a sharded tensor, or copy a whole sharded tensor into one that every rank has, as
+    `load_state_dict` does."""
     if not isinstance(target, ShardedTensor) and isinstance(source, ShardedTensor):
         source = source.full_tensor()
     return target.copy_(source, non_blocking)  # type: ignore[no-any-return]
 
 
 def _set_data(tensor: ShardedTensor, value: torch.Tensor) -> None:
-    if not isinstance(value, ShardedTensor) or value._held != tensor._held:
+    if not isinstance(value, ShardedTensor) or value._ownership != tensor._ownership:
         raise ShardedTensorError(
             "data: expected a ShardedTensor with the same shards as this one, got "
             f"{value!r}; x.reshard(spec) cuts one otherwise, x.copy_(other) takes its elements"
         )
-    tensor._take_data(value)
+    tensor._replace_data(value)
 
 
-def _can_take_data(tensor: Any, other: Any) -> bool:
-    """Whether `tensor.data = other` is possible, as `Module.to` asks."""
-    kinds = isinstance(tensor, ShardedTensor) and isinstance(other, ShardedTensor)
-    return kinds and other._held == tensor._held
+def _can_set_data(tensor: Any, other: Any) -> bool:
+    """Return whether `tensor.data = other` is possible, as `Module.to` asks."""
+    are_sharded = isinstance(tensor, ShardedTensor) and isinstance(other, ShardedTensor)
+    return are_sharded and other._ownership == tensor._ownership
 
 
 def _in_place(name: str) -> Method:
-    """Something that is done to each shard."""
+    """Return a function that calls an in-place method of each shard."""
 
     def run(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        for each in tensor._parts():
+        for each in tensor._tensors_or_placeholder():
             check_writable(name, each)
             getattr(each, name)(*args, **kwargs)
         return tensor
@@ -104,23 +108,25 @@ def _fill(tensor: torch.Tensor, value: Any) -> torch.Tensor:
 
 
 def _is_shared(tensor: ShardedTensor) -> bool:
-    parts: list[Any] = tensor._parts()
+    parts: list[Any] = tensor._tensors_or_placeholder()
     return all(each.is_shared() for each in parts)
 
 
 def _contiguous(tensor: ShardedTensor, memory_format: Any = torch.contiguous_format) -> Any:
-    pieces = [each.contiguous(memory_format=memory_format) for each in tensor._tensors()]
-    return tensor._with(pieces)
+    pieces = [each.contiguous(memory_format=memory_format) for each in tensor._local_tensors()]
+    return tensor._with_tensors(pieces)
 
 
 def _view_as(tensor: Any, other: torch.Tensor) -> Any:
-    """Of the same shape: an alias of every shard."""
+    """Return an alias of every shard, if the shape is the same."""
     if not isinstance(tensor, ShardedTensor) or other.shape != tensor.shape:
         return NotImplemented
-    return tensor._with([each.view_as(each) for each in tensor._tensors()])
+    return tensor._with_tensors([each.view_as(each) for each in tensor._local_tensors()])
 
 
-def _refused(name: str) -> Method:
+def _refuse(name: str) -> Method:
+    """Return a function that refuses access to memory."""
+
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ShardedTensorError(
             f"{name}: a ShardedTensor has no memory of its own but that of its shards; "
@@ -140,30 +146,31 @@ _MEMORY = names("""
 
 
 def _new(name: str) -> Method:
-    """A tensor of another size, of the same dtype and device: the same on every rank.
+    """Return a method that makes a tensor of another size, with the same dtype and device, the same
+    on every rank.
 
-    Of `new_empty` that can be said only if it stays a DTensor: then random numbers that are drawn
-    into it, as by `torch.nn.init.orthogonal_`, are the same on every rank too.
+    The result of `new_empty` is a replicated DTensor, so that random numbers that are drawn into
+    it, as by `torch.nn.init.orthogonal_`, are the same on every rank too.
     """
 
     def make(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
         mesh = tensor._group.mesh(tensor.device.type)
         model = factories.empty(0, dtype=tensor.dtype, device_mesh=mesh, placements=[Replicate()])
-        made = getattr(model, name)(*args, **kwargs)
-        return made if name == "new_empty" else made.full_tensor()
+        result = getattr(model, name)(*args, **kwargs)
+        return result if name == "new_empty" else result.full_tensor()
 
     return make
 
 
-OWN: dict[Any, Method] = {
-    **{getattr(_Tensor, name): _own(name) for name in names("""
+METHODS: dict[Any, Method] = {
+    **{getattr(_Tensor, name): _call_method(name) for name in names("""
         cpu cuda pin_memory is_pinned clone detach requires_grad_ __deepcopy__
         __reduce_ex__ __repr__ __format__ __hash__
     """)},
     _Tensor.to: _to,
     _Tensor.copy_: _copy,
-    torch.clone: _own("clone"),
-    torch.detach: _own("detach"),
+    torch.clone: _call_method("clone"),
+    torch.detach: _call_method("detach"),
     **{
         getattr(_Tensor, dtype): _cast(getattr(torch, dtype))
         for dtype in names("float double half bfloat16 int long short bool cfloat cdouble")
@@ -172,36 +179,36 @@ OWN: dict[Any, Method] = {
     _Tensor.byte: _cast(torch.uint8),
     _Tensor.type_as: _type_as,
     _Tensor.type: _type,
-    _Tensor.data.__get__: _own("detach"),
+    _Tensor.data.__get__: _call_method("detach"),
     _Tensor.data.__set__: _set_data,
-    torch._has_compatible_shallow_copy_type: _can_take_data,
+    torch._has_compatible_shallow_copy_type: _can_set_data,
     _Tensor.contiguous: _contiguous,
     _Tensor.view_as: _view_as,
     _Tensor.share_memory_: _in_place("share_memory_"),
     _Tensor.is_shared: _is_shared,
     _Tensor.apply_: _in_place("apply_"),
-    **{getattr(_Tensor, name): _refused(name) for name in _MEMORY},
+    **{getattr(_Tensor, name): _refuse(name) for name in _MEMORY},
     **{getattr(_Tensor, name): _new(name) for name in names("""
         new_empty new_zeros new_ones new_full new_tensor
     """)},
     **{where.zero_: _in_place("zero_") for where in (torch, _Tensor)},
     **{where.fill_: _fill for where in (torch, _Tensor)},
-    **{each: filling.like(each) for each in filling.LIKE},
-    **{where.is_same_size: comparing.is_same_size for where in (torch, _Tensor)},
-    torch.equal: comparing.equal,
-    _Tensor.equal: comparing.equal,
-    torch.allclose: comparing.allclose,
-    _Tensor.allclose: comparing.allclose,
-    _Tensor.backward: gradients.backward_of,
-    torch.autograd.backward: gradients.backward,
-    torch.autograd.grad: gradients.grad,
-    _Tensor.register_hook: gradients.register_hook,
-    _Tensor.register_post_accumulate_grad_hook: gradients.register_post_accumulate_grad_hook,
-    _Tensor.retain_grad: gradients.retain_grad,
-    _Tensor.retains_grad.__get__: gradients.retains_grad,
-    _Tensor.grad_fn.__get__: gradients.grad_fn,
-    _Tensor.detach_: gradients.detach_,
-    torch.detach_: gradients.detach_,
+    **{each: per_shard_ops.make_like(each) for each in per_shard_ops.MAKES_LIKE},
+    **{where.is_same_size: per_shard_ops.is_same_size for where in (torch, _Tensor)},
+    torch.equal: per_shard_ops.equal,
+    _Tensor.equal: per_shard_ops.equal,
+    torch.allclose: per_shard_ops.allclose,
+    _Tensor.allclose: per_shard_ops.allclose,
+    _Tensor.backward: autograd.backward_of,
+    torch.autograd.backward: autograd.backward,
+    torch.autograd.grad: autograd.grad,
+    _Tensor.register_hook: autograd.register_hook,
+    _Tensor.register_post_accumulate_grad_hook: autograd.register_post_accumulate_grad_hook,
+    _Tensor.retain_grad: autograd.retain_grad,
+    _Tensor.retains_grad.__get__: autograd.retains_grad,
+    _Tensor.grad_fn.__get__: autograd.grad_fn,
+    _Tensor.detach_: autograd.detach_,
+    torch.detach_: autograd.detach_,
 }  # fmt: skip
-"""By torch function. Each is called as the function is, if a sharded tensor is its input, or a
-list in its place. NotImplemented from one leaves the call to the rules."""
+"""By torch function. Each is called as the torch function is, if a sharded tensor is its input, or
+a list in its place. NotImplemented leaves the call to the rules."""

@@ -1,7 +1,7 @@
-"""An optimizer of sharded parameters: torch's own, on each rank, of the shards there.
+"""ShardedOptimizer: on each rank one of torch's optimizers, for the local shards of parameters.
 
-Its state dict is one of the whole: keyed by the names of parameters, with sharded tensors cut as
-the parameters are. So it can be loaded where they are cut otherwise.
+Its state dict describes whole parameters: it is keyed by their names and has sharded tensors, cut
+as the parameters are. So it can be loaded where the parameters are cut differently.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from torch import nn, optim
 
 from shardwise.sharded import optimizer_state
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.held import Held
-from shardwise.sharded.optimizer_state import Parameters
+from shardwise.sharded.optimizer_state import NamedParameters
+from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.plan import tensors_of
-from shardwise.sharded.specs import summary
+from shardwise.sharded.specs import format_spec
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.torch_internals import hooks_of_optimizer, own_parameters
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
-_OF_WHOLE_TENSORS = (optim.LBFGS, optim.Adafactor, optim.Muon)
-"""Their steps look at a parameter as a whole, and would silently be others on its shards."""
+_NOT_POINTWISE = (optim.LBFGS, optim.Adafactor, optim.Muon)
+"""Optimizers whose steps use a parameter as a whole; on shards they would silently compute other
+steps."""
 
 
 class ShardedOptimizer(optim.Optimizer):
     """One of torch's optimizers for parameters of which some are ShardedTensors.
 
     Its `param_groups` and `state` are those of the optimizer of this rank's shards. Hooks and
-    learning rate schedulers work on it as on any other.
+    learning rate schedulers work on it as on any other optimizer.
 
     Arguments:
         named_params: the parameters by name, as `named_params_with_sharded_tensor` gives them.
         optimizer_class: such as `torch.optim.Adam`; its step must be pointwise.
-        optimizer_args, optimizer_kwargs: what it is made with, besides parameters.
+        optimizer_args, optimizer_kwargs: the arguments of the class besides parameters.
 
     Example:
         >>> named = dict(named_params_with_sharded_tensor(model))
@@ -50,21 +51,21 @@ class ShardedOptimizer(optim.Optimizer):
         *optimizer_args: Any,
         **optimizer_kwargs: Any,
     ) -> None:
-        self.named_params = _checked(named_params, {})
+        self.named_params = _checked_names(named_params, {})
         self._class = optimizer_class
         _check_class(optimizer_class, self.named_params)
         self._groups = [list(self.named_params)]
-        self._known = _local(self.named_params)
-        tensors = _tensors(self.named_params, self._known)
+        self._local = _local_shards(self.named_params)
+        tensors = _optimized_tensors(self.named_params, self._local)
         self._optim = optimizer_class(tensors, *optimizer_args, **optimizer_kwargs)
-        # What torch's constructor prepares besides groups and state, which are the inner one's.
+        # Set what torch's constructor sets besides groups and state: those are the inner one's.
         super().__setstate__({})
 
     # ---- the optimizer of this rank's shards
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of this rank's shards."""
+        """The parameter groups of this rank's shards."""
         return self._optim.param_groups
 
     @property
@@ -74,18 +75,18 @@ class ShardedOptimizer(optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The options of groups that do not say otherwise."""
+        """The default options of parameter groups."""
         return self._optim.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let the parameters have no gradients, or zeros."""
+        """Remove the gradients of the parameters, or set them to zero."""
         for parameter in self.named_params.values():
             if set_to_none and isinstance(parameter, ShardedTensor):
-                parameter.grad = None  # on a rank without shards too, which notes others' gradients
+                parameter.grad = None  # also of the placeholder of a rank without shards
         self._optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the parameters by their gradients; returns the loss that `closure` returns."""
+        """Update the parameters by their gradients; returns the loss that `closure` returns."""
         self._check_current("step")
         return self._optim.step(closure)
 
@@ -96,22 +97,22 @@ class ShardedOptimizer(optim.Optimizer):
             param_group: "params" by name, or as pairs of names and parameters; and options.
         """
         options = dict(param_group)
-        named = _checked(options.pop("params", ()), self.named_params)
+        named = _checked_names(options.pop("params", ()), self.named_params)
         _check_class(self._class, named)
-        known = _local(named)
-        self._optim.add_param_group({"params": _tensors(named, known), **options})
+        local = _local_shards(named)
+        self._optim.add_param_group({"params": _optimized_tensors(named, local), **options})
         self.named_params = {**self.named_params, **named}
         self._groups.append(list(named))
-        self._known.update(known)
+        self._local.update(local)
 
     # ---- saved and loaded
 
     def init_state(self) -> None:
-        """Make the state that optimizers make in their first step; what there is stays as it is.
+        """Create the state that optimizers create in their first step; existing state is kept.
 
-        So that `torch.distributed.checkpoint`, which reads into tensors that are there, finds the
-        state of a new optimizer in its `state_dict()`. It is a step with gradients of zero and a
-        learning rate of zero, which counts as a step until other state is loaded.
+        `torch.distributed.checkpoint` reads into existing tensors: with this, it finds them in the
+        `state_dict()` of a new optimizer. This is a step with zero gradients and a learning rate of
+        zero, which counts as a step until other state is loaded.
         """
         self._check_current("init_state")
         rates = [group.get("lr") for group in self.param_groups]
@@ -133,79 +134,86 @@ class ShardedOptimizer(optim.Optimizer):
                 tensor.grad = gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters by name, and the groups; all ranks call it.
+        """Return the state of all parameters by name, and the parameter groups; all ranks call it.
 
-        State of a ShardedTensor's shape is a ShardedTensor, cut alike; counters are as they are.
+        State of a ShardedTensor's shape is a ShardedTensor, cut as the parameter is; counters are
+        as they are.
         """
         self._check_current("state_dict")
         for hook in hooks_of_optimizer(self, "state_dict_pre"):
             hook(self)
-        saved = optimizer_state.saved(self._parameters())
+        saved = optimizer_state.gather_state(self._parameters())
         for after in hooks_of_optimizer(self, "state_dict_post"):
             replaced = after(self, saved)
             saved = saved if replaced is None else replaced
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the optimizer was whose `state_dict()` it is; all ranks call it.
+        """Load the result of `state_dict()`; all ranks call it.
 
-        State may be cut otherwise than the parameters are here, or be whole. Names and sizes are
+        State may be cut differently from the parameters here, or be whole. Names and sizes are
         checked on all ranks before anything is changed.
         """
         self._check_current("load_state_dict")
         for hook in hooks_of_optimizer(self, "load_state_dict_pre"):
             replaced = hook(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
-        self._optim.load_state_dict(optimizer_state.loaded(self._parameters(), state_dict))
+        self._optim.load_state_dict(
+            optimizer_state.local_state_dict(self._parameters(), state_dict)
+        )
         for after in hooks_of_optimizer(self, "load_state_dict_post"):
             after(self)
 
     def __getstate__(self) -> NoReturn:
         raise ShardedStateError(
-            "ShardedOptimizer: it is neither pickled nor copied, as its shards are those of the "
-            "parameters it was made with; save its state_dict(), and load that into another"
+            "ShardedOptimizer: cannot be pickled or copied, as it works on the shards of the "
+            "parameters it was made with; save its state_dict(), and load that into another one"
         )
 
-    def _parameters(self) -> Parameters:
-        return Parameters(self.named_params, self._groups, self._optim)
+    def _parameters(self) -> NamedParameters:
+        return NamedParameters(self.named_params, self._groups, self._optim)
 
-    def _check_current(self, what: str) -> None:
-        """Refuse to go on with shards that the parameters no longer have."""
-        for name, (held, tensors) in self._known.items():
+    def _check_current(self, method: str) -> None:
+        """Refuse to use shards that the parameters no longer have."""
+        for name, (ownership, tensors) in self._local.items():
             parameter: Any = self.named_params[name]
-            now = map(id, parameter._tensors())
-            if parameter._held != held or list(now) != list(map(id, tensors)):
+            now = map(id, parameter._local_tensors())
+            if parameter._ownership != ownership or list(now) != list(map(id, tensors)):
                 raise ShardedStateError(
-                    f"{what}: the shards of {name!r} are not those that this optimizer was made "
-                    f"with ({summary(parameter._sharding_spec)} now); make another after "
-                    "reshard(), and load what state_dict() of this one gave before it"
+                    f"{method}: the shards of {name!r} are not those that this optimizer was made "
+                    f"with ({format_spec(parameter._sharding_spec)} now); make another one "
+                    "after reshard(), and load into it the state_dict() of this one from before"
                 )
 
 
-Known = dict[str, tuple[Held, list[torch.Tensor]]]
-"""By name of a sharded parameter: all shards, and the tensors of this rank's."""
+LocalShardsByName = dict[str, tuple[ShardOwnership, list[torch.Tensor]]]
+"""By the name of a sharded parameter: its ownership, and this rank's tensors."""
 
 
-def _local(named: Mapping[str, torch.Tensor]) -> Known:
+def _local_shards(named: Mapping[str, torch.Tensor]) -> LocalShardsByName:
+    """Return the local tensors of all sharded parameters, by name."""
     return {
-        name: (parameter._held, parameter._tensors())
+        name: (parameter._ownership, parameter._local_tensors())
         for name, parameter in named.items()
         if isinstance(parameter, ShardedTensor)
     }
 
 
-def _tensors(named: Mapping[str, torch.Tensor], known: Known) -> list[torch.Tensor]:
-    """What the optimizer of this rank is given."""
+def _optimized_tensors(
+    named: Mapping[str, torch.Tensor], local: LocalShardsByName
+) -> list[torch.Tensor]:
+    """Return the tensors that the optimizer of this rank updates."""
     found = [
         tensor
         for name, parameter in named.items()
-        for tensor in (known[name][1] if name in known else [parameter])
+        for tensor in (local[name][1] if name in local else [parameter])
     ]
-    # Optimizers refuse to have nothing to do, which this rank may have.
+    # Optimizers refuse an empty list, and this rank may hold no shards.
     return found or [torch.empty(0, requires_grad=True)]
 
 
-def _checked(named: Named, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _checked_names(named: Named, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return parameters by name; refuse other types, and parameters or names that occur twice."""
     try:
         found = dict(named.items() if isinstance(named, Mapping) else named)
     except (TypeError, ValueError):
@@ -226,16 +234,18 @@ def _checked(named: Named, before: Mapping[str, torch.Tensor]) -> dict[str, torc
             raise ShardedTensorError(f"named_params: {name!r} is in another group already")
         if id(parameter) in seen:
             raise ShardedTensorError(
-                f"named_params: {name!r} is {seen[id(parameter)]!r} once more; give it once"
+                f"named_params: {name!r} is the same parameter as {seen[id(parameter)]!r}; "
+                "give it once"
             )
         seen[id(parameter)] = name
     return found
 
 
 def _check_class(optimizer_class: Any, named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse an optimizer of sharded parameters whose step is not pointwise."""
     sharded = [name for name, each in named.items() if isinstance(each, ShardedTensor)]
     is_class = isinstance(optimizer_class, type)
-    if sharded and is_class and issubclass(optimizer_class, _OF_WHOLE_TENSORS):
+    if sharded and is_class and issubclass(optimizer_class, _NOT_POINTWISE):
         raise ShardedTensorError(
             f"optimizer_class: expected one whose step is pointwise, such as torch.optim.Adam; "
             f"{optimizer_class.__name__} looks at a parameter as a whole, and of {sharded[0]!r} "
@@ -246,13 +256,14 @@ def _check_class(optimizer_class: Any, named: Mapping[str, torch.Tensor]) -> Non
 def named_params_with_sharded_tensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a module with their names, and the ShardedTensors that are attributes.
+    """Yield the parameters of a module with their names, and the ShardedTensors that are
+    attributes.
 
-    Each comes once, under the first of its names.
+    Each is yielded once, under the first of its names.
 
     Arguments:
-        prefix: what all names begin with.
-        recurse: those of submodules too.
+        prefix: put before all names.
+        recurse: include those of submodules.
     """
     seen: set[int] = set()
     for name, (owner, attribute), value in tensors_of(module):

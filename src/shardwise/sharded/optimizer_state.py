@@ -1,7 +1,7 @@
-"""The state of an optimizer of shards as one of whole parameters, and back.
+"""The state of an optimizer of shards as a state dict of whole parameters, and back.
 
-What must be known of shards that other ranks hold is told once per process group. Everything that
-follows from it is the same on all ranks.
+Ranks gather the facts about each other's shards once per process group. All decisions follow from
+these facts, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardwise.sharded.agreeing import objections
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import Group
-from shardwise.sharded.held import Held
+from shardwise.sharded.group import RankGroup, raise_on_all_ranks
+from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """What an optimizer of shards is for."""
+class NamedParameters:
+    """The parameters of an optimizer of shards, and their names."""
 
     named: Mapping[str, torch.Tensor]
     groups: Sequence[Sequence[str]]
-    """The names of each group's."""
+    """The names of the parameters of each parameter group."""
     optimizer: optim.Optimizer
-    """Of this rank's shards and of the plain parameters."""
+    """The optimizer of this rank's shards and of the plain parameters."""
 
-    def process_groups(self) -> list[Group]:
-        """The ranks that hold the sharded ones, each group of them once."""
+    def process_groups(self) -> list[RankGroup]:
+        """Return the process groups of the sharded parameters, each once."""
         sharded = (each for each in self.named.values() if isinstance(each, ShardedTensor))
         return list({each._group.ranks: each._group for each in sharded}.values())
 
     def numbers(self) -> dict[str, list[int]]:
-        """By name, the numbers that the optimizer gives to its tensors."""
+        """Return the numbers that the optimizer's state dict gives to the local tensors of each
+        parameter."""
         found: dict[str, list[int]] = {}
         at = 0
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             end = at + len(group["params"])
             for name in names:
-                count = len(_pieces(self.named[name]))
+                count = len(_local_tensors(self.named[name]))
                 found[name] = list(range(at, at + count))
                 at += count
-            at = end  # a group without any has one that stands for nothing
+            at = end  # a group without local tensors has one dummy tensor
         return found
 
 
-def _pieces(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that the optimizer of this rank has of a parameter."""
-    return parameter._tensors() if isinstance(parameter, ShardedTensor) else [parameter]
+def _local_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of a parameter that the optimizer of this rank updates."""
+    return parameter._local_tensors() if isinstance(parameter, ShardedTensor) else [parameter]
 
 
-# ---- saved
+# ---- saving
 
 
-def saved(parameters: Parameters) -> dict[str, Any]:
-    """The state of all parameters by name, and the groups."""
+def gather_state(parameters: NamedParameters) -> dict[str, Any]:
+    """Return the state of all parameters by name, and the parameter groups."""
     state: dict[str, Any] = {}
-    told = _told(parameters)
+    facts = _gather_facts(parameters)
     for name, parameter in parameters.named.items():
         if isinstance(parameter, ShardedTensor):
-            merged = _merged(name, parameter, told[name], parameters.optimizer)
+            merged = _merge_state(name, parameter, facts[name], parameters.optimizer)
         else:
             merged = dict(parameters.optimizer.state.get(parameter, {}))
         if merged:
@@ -76,27 +76,27 @@ def saved(parameters: Parameters) -> dict[str, Any]:
 
 
 Facts = dict[str, Any]
-"""Of the state of one shard: by name a dtype, if it is of the shard's shape, or the value."""
+"""The state of one shard: by key the dtype of a tensor of the shard's shape, or else the value."""
 
-Told = tuple[int, int, Facts]
-"""The rank of a shard, its number there, and the facts."""
+ShardFacts = tuple[int, int, Facts]
+"""The rank of a shard, its position there, and the facts about its state."""
 
 
-def _told(parameters: Parameters) -> dict[str, list[Told]]:
-    """By sharded parameter, of each shard of all ranks that holds elements: what the
-    others are like does not matter."""
-    found: dict[str, list[Told]] = {}
+def _gather_facts(parameters: NamedParameters) -> dict[str, list[ShardFacts]]:
+    """Return the facts about all shards of each sharded parameter. Shards without elements are left
+    out, as their state does not matter."""
+    found: dict[str, list[ShardFacts]] = {}
     for group in parameters.process_groups():
-        mine = {
+        own = {
             name: [
                 (at, _facts(each, parameters.optimizer))
-                for at, each in enumerate(parameter._tensors())
+                for at, each in enumerate(parameter._local_tensors())
                 if each.numel() > 0
             ]
             for name, parameter in parameters.named.items()
             if isinstance(parameter, ShardedTensor) and parameter._group.ranks == group.ranks
         }
-        for rank, theirs in zip(group.ranks, group.communicator.gather_objects(mine), strict=True):
+        for rank, theirs in zip(group.ranks, group.communicator.gather_objects(own), strict=True):
             for name, shards in theirs.items():
                 found.setdefault(name, []).extend((rank, *each) for each in shards)
     return found
@@ -104,28 +104,30 @@ def _told(parameters: Parameters) -> dict[str, list[Told]]:
 
 def _facts(piece: torch.Tensor, optimizer: optim.Optimizer) -> Facts:
     return {
-        key: value.dtype if _is_alike(key, value, piece) else _counter(value)
+        key: value.dtype if _has_shape_of(key, value, piece) else _as_counter(value)
         for key, value in optimizer.state.get(piece, {}).items()
     }
 
 
-def _is_alike(key: str, value: Any, piece: torch.Tensor) -> bool:
-    """Whether state has an element for each of a shard; a shard may be of 0 dims, as counters."""
+def _has_shape_of(key: str, value: Any, piece: torch.Tensor) -> bool:
+    """Return whether state has an element for each element of a shard. A counter is told by its
+    key, as a shard may have 0 dims too."""
     return isinstance(value, torch.Tensor) and value.shape == piece.shape and key != "step"
 
 
-def _counter(value: Any) -> Any:
+def _as_counter(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _merged(
-    name: str, parameter: ShardedTensor, told: list[Told], optimizer: optim.Optimizer
+def _merge_state(
+    name: str, parameter: ShardedTensor, shards: list[ShardFacts], optimizer: optim.Optimizer
 ) -> dict[str, Any]:
-    """The state of a parameter's shards as one, where it says the same of all."""
-    if not told:
+    """Return the state of a parameter's shards as the state of one parameter; refuse
+    contradictions."""
+    if not shards:
         return {}
-    rank, at, first = told[0]
-    for other, number, facts in told:
+    rank, at, first = shards[0]
+    for other, number, facts in shards:
         problem = _difference(first, facts)
         if problem is not None:
             raise ShardedStateError(
@@ -138,17 +140,20 @@ def _merged(
         if not isinstance(value, torch.dtype):
             merged[key] = value
             continue
-        pieces = parameter._tensors()
+        pieces = parameter._local_tensors()
         states = [optimizer.state.get(piece, {}).get(key) for piece in pieces]
-        tensors = [  # a shard of no elements may have no state
+        tensors = [  # a shard without elements may have no state
             torch.empty_like(piece.detach(), dtype=value) if state is None else state.detach()
             for state, piece in zip(states, pieces, strict=True)
         ]
-        merged[key] = parameter._with(tensors, dtype=value, requires_grad=False, pin_memory=False)
+        merged[key] = parameter._with_tensors(
+            tensors, dtype=value, requires_grad=False, pin_memory=False
+        )
     return merged
 
 
 def _difference(first: Facts, other: Facts) -> str | None:
+    """Describe the first difference between the facts about two shards, or return None."""
     if first.keys() != other.keys():
         return f"the names {sorted(first)} and {sorted(other)}"
     for key, value in first.items():
@@ -162,19 +167,19 @@ def _difference(first: Facts, other: Facts) -> str | None:
     return None
 
 
-# ---- loaded
+# ---- loading
 
 
-def loaded(parameters: Parameters, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict for the optimizer of this rank, of one of whole parameters."""
-    with objections(*parameters.process_groups()):
-        groups = _matched(parameters, state_dict)
-        plan = _plan(parameters, state_dict["state"])
-    _check_alike(parameters, plan, state_dict["state"])
+def local_state_dict(parameters: NamedParameters, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict for the optimizer of this rank, made of one for whole parameters."""
+    with raise_on_all_ranks(*parameters.process_groups()):
+        groups = _match_groups(parameters, state_dict)
+        entries = _list_entries(parameters, state_dict["state"])
+    _check_same_entries(parameters, entries, state_dict["state"])
     numbers = parameters.numbers()
     state: dict[int, dict[str, Any]] = {}
-    for name, key in plan:
-        pieces = _cut(parameters.named[name], state_dict["state"][name][key])
+    for name, key in entries:
+        pieces = _cut_state(parameters.named[name], state_dict["state"][name][key])
         for number, piece in zip(numbers[name], pieces, strict=True):
             state.setdefault(number, {})[key] = piece
     inner = parameters.optimizer.state_dict()["param_groups"]
@@ -186,8 +191,10 @@ def loaded(parameters: Parameters, state_dict: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _matched(parameters: Parameters, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a state dict in the order of the optimizer's own."""
+def _match_groups(
+    parameters: NamedParameters, state_dict: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of a state dict in the order of the optimizer's own."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ShardedTensorError(
             "state_dict: expected what ShardedOptimizer.state_dict() gives, with 'state' and "
@@ -210,20 +217,21 @@ def _matched(parameters: Parameters, state_dict: Mapping[str, Any]) -> list[dict
 
 
 def _check_names(
-    names: Sequence[Any], named: Mapping[str, torch.Tensor], what: str, complete: bool
+    names: Sequence[Any], named: Mapping[str, torch.Tensor], part: str, complete: bool
 ) -> None:
+    """Refuse a state dict with unknown names or, if `complete`, with missing names."""
     unknown = [name for name in names if name not in named]
     missing = [name for name in named if name not in names] if complete else []
     if unknown or missing:
         raise ShardedTensorError(
-            f"state_dict: the names in its {what!r} are not those of the optimizer: it lacks "
+            f"state_dict: the names in its {part!r} are not those of the optimizer: it lacks "
             f"{missing}, and has {unknown} besides"
         )
 
 
-def _plan(parameters: Parameters, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The parameters and names of what is to be loaded, in an order that is the same on all
-    ranks; refused if something does not fit."""
+def _list_entries(parameters: NamedParameters, state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the names and keys of all state to load, in the same order on all ranks; refuse state
+    that does not fit."""
     _check_names(list(state), parameters.named, "state", complete=False)
     found = []
     for name in sorted(state):
@@ -246,15 +254,15 @@ def _plan(parameters: Parameters, state: Mapping[str, Any]) -> list[tuple[str, s
     return found
 
 
-def _check_alike(
-    parameters: Parameters, plan: Sequence[tuple[str, str]], state: Mapping[str, Any]
+def _check_same_entries(
+    parameters: NamedParameters, entries: Sequence[tuple[str, str]], state: Mapping[str, Any]
 ) -> None:
-    """Refuse state dicts of which some ranks have more than others, or cut otherwise."""
-    mine = {(name, key, _held(state[name][key])) for name, key in plan}
+    """Refuse state dicts that differ between ranks in their entries, or in how these are cut."""
+    own = {(name, key, _ownership_of(state[name][key])) for name, key in entries}
     for group in parameters.process_groups():
-        everywhere = group.communicator.gather_objects(mine)
+        everywhere = group.communicator.gather_objects(own)
         for rank, theirs in zip(group.ranks, everywhere, strict=True):
-            odd = sorted({(name, key) for name, key, _ in theirs ^ mine})
+            odd = sorted({(name, key) for name, key, _ in theirs ^ own})
             if odd:
                 raise ShardedTensorError(
                     f"state_dict: expected the same on every rank, cut alike; ranks {group.rank} "
@@ -262,17 +270,17 @@ def _check_alike(
                 )
 
 
-def _held(value: Any) -> Held | None:
-    return value._held if isinstance(value, ShardedTensor) else None
+def _ownership_of(value: Any) -> ShardOwnership | None:
+    return value._ownership if isinstance(value, ShardedTensor) else None
 
 
-def _cut(parameter: torch.Tensor, value: Any) -> list[Any]:
-    """What the tensors that this rank has of a parameter get of its state, each its own copy."""
+def _cut_state(parameter: torch.Tensor, value: Any) -> list[Any]:
+    """Cut the state of a parameter for each of its local tensors, and copy it."""
     if not isinstance(value, torch.Tensor):
-        return [value for _ in _pieces(parameter)]
+        return [value for _ in _local_tensors(parameter)]
     if value.dim() == 0 and parameter.dim() > 0:
-        return [value.clone() for _ in _pieces(parameter)]
+        return [value.clone() for _ in _local_tensors(parameter)]
     if isinstance(parameter, ShardedTensor):
-        return [each.detach().clone() for each in parameter._pieces_of(value)]
+        return [each.detach().clone() for each in parameter._shards_of(value)]
     whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
     return [whole.detach().clone()]

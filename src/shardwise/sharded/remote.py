@@ -1,28 +1,30 @@
-"""Remote shards: every rank's references to the shards of the others, over RPC.
+"""Remote shards: each rank's references to the shards of the other ranks, over RPC.
 
-A tensor has a number on each rank, under which the others deliver references to their shards there;
-the numbers are told, as ranks may have made different numbers of tensors. The table from numbers to
-what has been delivered is weak: a tensor that goes takes its references along, and when no rank
-has any left, the shards they were of can go too.
+Each rank numbers its own sharded tensors. The other ranks deliver references to their shards under
+that number; ranks tell each other their numbers first, as they may have made different numbers of
+tensors. The table of deliveries is weak: references die with the tensor that has them, and the
+shards that they refer to can be freed when no rank has references any more.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from shardwise.sharded import workers
-from shardwise.sharded.agreeing import objections
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import Group
-
-if TYPE_CHECKING:
-    from shardwise.sharded.local import LocalShards
+from shardwise.sharded.group import (
+    RankGroup,
+    own_rpc_rank,
+    raise_on_all_ranks,
+    rpc_names_by_rank,
+    rpc_start_hint,
+)
+from shardwise.sharded.metadata import Shard
 
 
 class References(dict[int, list[Any]]):
@@ -34,29 +36,31 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def together(group: Group, init_rrefs: bool) -> Iterator[None]:
-    """What a rank raises in here, all ranks of the group refuse: they would wait for it later, when
-    references are exchanged. If RPC is not as it must be, they do not even begin.
+def guard_exchange(group: RankGroup, init_rrefs: bool) -> Iterator[None]:
+    """Raise an error of the block on all ranks, if references are to be exchanged after it.
+
+    Otherwise the other ranks would deadlock in the exchange. If RPC is not ready, the block does
+    not run at all. Without `init_rrefs` this does nothing.
     """
     if not init_rrefs:
         yield
         return
-    _check(group, group.communicator.gather_objects(workers.own_rank()))
-    with objections(group):
+    _check_rpc_ranks(group, group.communicator.gather_objects(own_rpc_rank()))
+    with raise_on_all_ranks(group):
         yield
 
 
-def register(tensor: LocalShards) -> None:
-    """Give every rank references to this rank's shards, and get theirs; all ranks call it."""
-    group, references, number = tensor._group, References(), next(_numbers)
-    _delivered[number] = tensor._references = references
-    told = group.communicator.gather_objects((workers.own_rank(), number))
-    _check(group, [worker for worker, _ in told])
-    numbers = {rank: theirs for rank, (_, theirs) in zip(group.ranks, told, strict=True)}
+def exchange_references(group: RankGroup, shards: Sequence[Shard]) -> References:
+    """Send references to this rank's shards to all ranks, and return theirs; all ranks call it."""
+    references, number = References(), next(_numbers)
+    _delivered[number] = references
+    gathered = group.communicator.gather_objects((own_rpc_rank(), number))
+    _check_rpc_ranks(group, [rpc_rank for rpc_rank, _ in gathered])
+    numbers = {rank: theirs for rank, (_, theirs) in zip(group.ranks, gathered, strict=True)}
     del numbers[group.rank]
     problem = ""
     try:
-        _deliver(tensor, numbers)
+        _deliver(shards, group.rank, numbers)
     except Exception as error:  # rpc raises what the other side raised
         problem = f"{type(error).__name__}: {error}"
     problems = group.communicator.gather_objects(problem)
@@ -65,39 +69,41 @@ def register(tensor: LocalShards) -> None:
             raise ShardedStateError(
                 f"init_rrefs: rank {rank} could not deliver references to its shards: {problem}"
             )
+    return references
 
 
-def _deliver(tensor: LocalShards, numbers: dict[int, int]) -> None:
-    """Send references to this rank's shards to each of the others."""
-    from torch.distributed import rpc
+def _deliver(shards: Sequence[Shard], own_rank: int, numbers: dict[int, int]) -> None:
+    """Send references to this rank's shards to other ranks, under the number that each has told."""
+    from torch.distributed import rpc  # only where RPC is used
 
-    if not tensor._local_shards:
+    if not shards:
         return
-    references = [rpc.RRef(shard) for shard in tensor._local_shards]
-    names = workers.names_by_rank()
+    references = [rpc.RRef(shard) for shard in shards]
+    names = rpc_names_by_rank()
     sent = [
-        rpc.rpc_async(names[rank], _take, (number, tensor._group.rank, references))
+        rpc.rpc_async(names[rank], _receive, (number, own_rank, references))
         for rank, number in numbers.items()
     ]
     torch.futures.wait_all(sent)
 
 
-def _take(number: int, rank: int, references: list[Any]) -> None:
-    """Run by the RPC worker of the rank that gets references."""
+def _receive(number: int, rank: int, references: list[Any]) -> None:
+    """Store references that a rank has sent; runs in the RPC worker of the receiver."""
     _delivered[number][rank] = references
 
 
-def _check(group: Group, ranks: list[int | None]) -> None:
-    """Refuse ranks among the RPC workers that are not those of the processes."""
-    missing = [rank for rank, worker in zip(group.ranks, ranks, strict=True) if worker is None]
+def _check_rpc_ranks(group: RankGroup, rpc_ranks: list[int | None]) -> None:
+    """Check that RPC runs on all ranks, with the same ranks as the processes have."""
+    pairs = list(zip(group.ranks, rpc_ranks, strict=True))
+    missing = [rank for rank, rpc_rank in pairs if rpc_rank is None]
     if missing:
         raise ShardedStateError(
             f"init_rrefs: expected RPC to run on every rank, for references to remote shards; it "
-            f"does not on ranks {missing}; {workers.how_to_start()}"
+            f"does not on ranks {missing}; {rpc_start_hint()}"
         )
-    for rank, worker in zip(group.ranks, ranks, strict=True):
-        if worker != rank:
+    for rank, rpc_rank in pairs:
+        if rpc_rank != rank:
             raise ShardedTensorError(
                 f"init_rrefs: expected the same rank among the processes and among the RPC "
-                f"workers; rank {rank} of the processes is {worker} among the workers"
+                f"workers; rank {rank} of the processes is {rpc_rank} among the workers"
             )

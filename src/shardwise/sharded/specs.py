@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwise.box import Box, chunk
 from shardwise.checks import as_int, as_ints
-from shardwise.sharded.boxes import check_apart, check_tiling
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import (
     Placement,
@@ -21,20 +20,17 @@ from shardwise.sharded.metadata import (
     TensorProperties,
     as_placement,
 )
+from shardwise.sharded.tiling import check_no_overlap, check_tiling
 from shardwise.torch_internals import RemoteDevice
-
-if TYPE_CHECKING:
-    from shardwise.sharded.group import GroupLike
-    from shardwise.sharded.tensor import ShardedTensor
 
 
 class PlacementSpec(ABC):  # noqa: B024 - torch's name for a base without methods
-    """Where something is. Base of what users may define themselves."""
+    """Base class of placements that users may define themselves."""
 
 
 @dataclass
 class DevicePlacementSpec(PlacementSpec):
-    """Something that is on one device.
+    """A placement on one device.
 
     Arguments:
         device: a rank and a device, as in `"rank:0/cpu"`.
@@ -47,37 +43,27 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """How a tensor is cut into shards, and who holds which."""
+    """How a tensor is cut into shards, and which rank holds which."""
 
     @abstractmethod
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """The shards of a tensor of this size."""
+        """Return the shards of a tensor of this size."""
 
-    def shard(
-        self, tensor: torch.Tensor, src_rank: int = 0, process_group: GroupLike = None
-    ) -> ShardedTensor:
-        """A tensor that one rank has whole, as a sharded tensor; all ranks call it.
-
-        Arguments:
-            tensor: on ranks other than the source, only its shape and dtype count.
-            src_rank: whose data it becomes, by its index in the process group.
-            process_group: the ranks that take part; all by default.
-        """
-        from shardwise.sharded.scattering import scattered
-
-        return scattered(tensor, self, src_rank, process_group)
+    shard: Callable[..., Any]
+    """Shard a tensor: `create.shard_by_spec`, set there because tensors are built on specs."""
 
 
 @dataclass
 class ChunkShardingSpec(ShardingSpec):
-    """A dim cut into equal chunks, the last ones short or empty, as `torch.chunk` cuts it.
+    """A spec that cuts one dim into equal chunks, the last ones short or empty, as `torch.chunk`
+    does.
 
     Arguments:
-        dim: which; counted from the end if negative.
-        placements: who holds each chunk, in the order of the chunks. Any order of ranks, and some
-            may hold none or several.
+        dim: the dim to cut; counted from the end if negative.
+        placements: who holds each chunk, in the order of the chunks. Ranks may be in any order, and
+            may hold no chunk or several.
 
     Example:
         >>> ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
@@ -105,24 +91,24 @@ class ChunkShardingSpec(ShardingSpec):
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """The chunks of a tensor of this size."""
+        """Return the chunks of a tensor of this size."""
         size = as_size(tensor_sizes, "tensor_sizes")
         if not -len(size) <= self.dim < len(size):
             raise ShardedTensorError(
                 f"dim: expected one of the {len(size)} dims of size {tuple(size)}, got {self.dim}"
             )
-        boxes = _chunks(tuple(size), self.dim % len(size), len(self.placements))
+        boxes = _chunk_boxes(tuple(size), self.dim % len(size), len(self.placements))
         shards = list(map(ShardMetadata.of_box, boxes, self.placements))
         return ShardedTensorMetadata(shards, size, tensor_properties)
 
 
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """Any boxes that together make up a tensor of one size.
+    """A spec that lists the boxes that make up a tensor of one size.
 
     Arguments:
-        shards: the boxes, and who holds each. No two may overlap; that nothing is left out is
-            checked when the size is known.
+        shards: the boxes, and who holds each. Refused if two overlap; gaps are refused when the
+            size is known.
     """
 
     shards: list[ShardMetadata]
@@ -136,20 +122,20 @@ class EnumerableShardingSpec(ShardingSpec):
                 raise ShardedTensorError(
                     f"shards[{at}]: expected ShardMetadata, got {type(each).__name__}"
                 )
-        check_apart(self.shards)
+        check_no_overlap(self.shards)
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """The shards, which must make up a tensor of this size."""
+        """Return the shards; refused if they do not make up a tensor of this size."""
         size = as_size(tensor_sizes, "tensor_sizes")
         check_tiling(self.shards, size)
         return ShardedTensorMetadata([each.copy() for each in self.shards], size, tensor_properties)
 
 
 @lru_cache(maxsize=256)
-def _chunks(size: tuple[int, ...], dim: int, count: int) -> list[Box]:
-    """The boxes of the chunks of a dim."""
+def _chunk_boxes(size: tuple[int, ...], dim: int, count: int) -> list[Box]:
+    """Return the boxes of the chunks of a dim."""
     before, after = size[:dim], size[dim + 1 :]
     start, beyond = (0,) * dim, (0,) * len(after)
     bounds = (chunk(0, size[dim], count, index) for index in range(count))
@@ -157,20 +143,22 @@ def _chunks(size: tuple[int, ...], dim: int, count: int) -> list[Box]:
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
-    """The length of all chunks of a dim but the last ones."""
+    """Return the length of all chunks of a dim but the last ones."""
     start, stop = chunk(0, dim_size, chunks, 0)
     return stop - start
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """The length of one chunk of a dim, where all but the last ones have the `split_size`."""
+    """Return the length of one chunk of a dim, where all but the last ones have the
+    `split_size`."""
     return len(range(dim_size)[split_size * idx : split_size * (idx + 1)])
 
 
-def metadata_of(
+def build_checked_metadata(
     spec: ShardingSpec, size: Sequence[int], properties: TensorProperties
 ) -> ShardedTensorMetadata:
-    """The shards that a spec cuts a tensor into; checked, if the spec is of the user's own kind."""
+    """Return the shards that a spec cuts a tensor into. The result of a user's own spec is
+    checked."""
     metadata = spec.build_metadata(torch.Size(size), properties)
     if type(spec) in (ChunkShardingSpec, EnumerableShardingSpec):
         return metadata
@@ -187,10 +175,10 @@ def metadata_of(
     return metadata
 
 
-def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
-    """Chunks of one dim if the shards are that, and else the shards themselves."""
+def infer_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
+    """Return a spec for shards: chunks of one dim if they are that, and else the list of shards."""
     for dim in range(len(size)):
-        # Empty shards, which may begin anywhere, are the last chunks.
+        # Empty shards, whose offsets do not matter, are the last chunks.
         ordered = sorted(
             shards,
             key=lambda each: (each.box.is_empty, each.shard_offsets[dim], each.shard_sizes[dim]),
@@ -206,7 +194,11 @@ def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Shard
 
 
 def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
-    """The spec of metadata that makes up a tensor."""
+    """Check metadata, and return its spec.
+
+    Arguments:
+        spec: refused if it gives other shards; None to infer it from the shards.
+    """
     shards = metadata.shards_metadata
     if not shards:
         raise ShardedTensorError("shards_metadata: expected at least one shard, got none")
@@ -217,10 +209,10 @@ def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> 
         )
     check_tiling(shards, metadata.size)
     if spec is None:
-        return inferred_spec(shards, metadata.size)
+        return infer_spec(shards, metadata.size)
     as_spec(spec, "sharding_spec")
-    cut = metadata_of(spec, metadata.size, metadata.tensor_properties).shards_metadata
-    if _some(cut) != _some(shards):
+    cut = build_checked_metadata(spec, metadata.size, metadata.tensor_properties).shards_metadata
+    if _nonempty(cut) != _nonempty(shards):
         raise ShardedTensorError(
             f"sharding_spec: expected one that cuts a tensor of size {tuple(metadata.size)} into "
             f"the metadata's shards {shards}; got {spec}"
@@ -228,19 +220,19 @@ def checked_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> 
     return spec
 
 
-def summary(spec: ShardingSpec) -> str:
-    """A spec in messages: of many shards, only the first and the last."""
-    if not isinstance(spec, EnumerableShardingSpec) or len(spec.shards) <= _SHOWN:
+_MOST_LISTED = 8
+
+
+def format_spec(spec: ShardingSpec) -> str:
+    """Format a spec for messages; of many shards, only the first and the last."""
+    if not isinstance(spec, EnumerableShardingSpec) or len(spec.shards) <= _MOST_LISTED:
         return repr(spec)
     first, last = spec.shards[0], spec.shards[-1]
     return f"{type(spec).__name__}([{first}, ..., {last}]) of {len(spec.shards)} shards"
 
 
-_SHOWN = 8
-
-
 def as_size(sizes: Any, argument: str) -> torch.Size:
-    """The size of a tensor from numbers, or from one sequence of them."""
+    """Return the size of a tensor from numbers, or from one sequence of them."""
     if isinstance(sizes, Sequence) and len(sizes) == 1 and isinstance(sizes[0], Sequence):
         (sizes,) = sizes
     found = as_ints(sizes)
@@ -250,7 +242,7 @@ def as_size(sizes: Any, argument: str) -> torch.Size:
 
 
 def as_spec(spec: Any, argument: str) -> ShardingSpec:
-    """Refuse what is no spec."""
+    """Return a spec; refuse other types."""
     if not isinstance(spec, ShardingSpec):
         raise ShardedTensorError(
             f"{argument}: expected a ShardingSpec, such as ChunkShardingSpec(0, ['rank:0/cpu', "
@@ -259,13 +251,13 @@ def as_spec(spec: Any, argument: str) -> ShardingSpec:
     return spec
 
 
-def _some(shards: Sequence[ShardMetadata]) -> set[ShardMetadata]:
-    """Those that hold elements; where others begin does not matter."""
+def _nonempty(shards: Sequence[ShardMetadata]) -> set[ShardMetadata]:
+    """Return the shards with elements; the offsets of empty ones do not matter."""
     return {each for each in shards if not each.box.is_empty}
 
 
 def _same_elements(one: ShardMetadata, other: ShardMetadata) -> bool:
-    """Where an empty shard begins does not matter."""
+    """Return whether two shards hold the same elements; offsets of empty ones do not matter."""
     if one.shard_sizes != other.shard_sizes:
         return False
     return one.shard_offsets == other.shard_offsets or 0 in one.shard_sizes

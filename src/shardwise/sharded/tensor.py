@@ -1,7 +1,7 @@
 """ShardedTensor: a tensor described by explicit shards, of which each rank holds some or none.
 
-Python sees a tensor of the global size without memory of its own; the elements, and everything that
-autograd knows, are in the local shards. `shardwise.sharded.operators` gives the class its
+Python sees a tensor of the global size without memory of its own. The elements, and all that
+autograd knows, are in the local shards. `shardwise.sharded.dispatch` sets the class's
 `__torch_function__`.
 """
 
@@ -17,41 +17,35 @@ from shardwise import stored
 from shardwise.box import Box
 from shardwise.layout_input import short_dtype
 from shardwise.mesh import DeviceMesh
-from shardwise.sharded import converting, moving, remote, saving
-from shardwise.sharded.building import (
-    from_local_shards,
-    from_local_shards_and_global_metadata,
-    from_local_tensor,
-)
-from shardwise.sharded.copying import Copying
+from shardwise.sharded import as_dtensor, pickle, remote, transfer
+from shardwise.sharded.base import check_can_pin
+from shardwise.sharded.copying import CopyMethods
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import GroupLike, as_group
-from shardwise.sharded.held import Held, mine
-from shardwise.sharded.local import check_can_pin
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded.moving import Move
-from shardwise.sharded.shard import Shard
-from shardwise.sharded.specs import ShardingSpec, as_spec, metadata_of, summary
+from shardwise.sharded.group import GroupLike, as_rank_group
+from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded.ownership import ShardOwnership, local_metadata
+from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata, format_spec
+from shardwise.sharded.transfer import ShardMove
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import PARAMETER_FLAG
 
 
-class ShardedTensor(Copying):
+class ShardedTensor(CopyMethods):
     """A tensor in shards, held by the ranks of a process group. All ranks make it, with the same
     arguments.
 
     Arguments:
-        sharding_spec: how it is cut, and who holds which shard.
+        sharding_spec: how the tensor is cut, and which rank holds which shard.
         size: the global size, as numbers or one sequence of them.
-        dtype: of all shards; torch's default by default.
+        dtype: the dtype of all shards; torch's default dtype by default.
         layout: torch.strided.
-        requires_grad: whether autograd records what is done with the shards.
+        requires_grad: whether autograd records operations on the shards.
         pin_memory: whether the shards, on the CPU, are in pinned memory.
         memory_format: torch.contiguous_format.
         process_group: the ranks that take part; all by default. A ProcessGroup, or a DeviceMesh,
             which simulated ranks have too.
-        init_rrefs: let every rank have references to the shards of all (`remote_shards`). RPC must
-            be running.
+        init_rrefs: give every rank references to the shards of all ranks (`remote_shards`). RPC
+            must be running.
 
     Example:
         >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -71,13 +65,13 @@ class ShardedTensor(Copying):
         process_group: GroupLike = None,
         init_rrefs: bool = False,
     ) -> None:
-        group = as_group(process_group)
-        with remote.together(group, init_rrefs):
+        group = as_rank_group(process_group)
+        with remote.guard_exchange(group, init_rrefs):
             if pin_memory:
                 check_can_pin()
-            held = Held.of(self._metadata.shards_metadata, group)
+            ownership = ShardOwnership.of(self._metadata.shards_metadata, group)
             shards = []
-            for each in mine(self._metadata, held, group):
+            for each in local_metadata(self._metadata, ownership, group):
                 tensor = torch.empty(
                     each.shard_sizes,
                     dtype=self.dtype,
@@ -86,41 +80,32 @@ class ShardedTensor(Copying):
                     requires_grad=requires_grad,
                 )
                 shards.append(Shard(tensor, each))
-        self._become(group, held, shards, init_rrefs)
+        self._set_shards(group, ownership, shards, init_rrefs)
 
     makes_dtensors = True
-    """Beside a DTensor, this class runs the function (see `shardwise.dispatch`)."""
-
-    # ---- of pieces that ranks have
-
-    _init_from_local_shards = staticmethod(from_local_shards)
-    _init_from_local_tensor = staticmethod(from_local_tensor)
-    _init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[assignment]
-        from_local_shards_and_global_metadata
-    )
-
-    # ---- what it is
+    """In a call with DTensors, this class runs the function (see `shardwise.dispatch`)."""
 
     @property
     def _process_group(self) -> Any:
         return self._group.handle
 
     def remote_shards(self) -> dict[int, list[Any]]:
-        """References (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by rank.
+        """Return references (`torch.distributed.rpc.RRef`) to the shards of the other ranks, by
+        rank.
 
-        Ranks that hold no shards are not among them.
+        Ranks that hold no shards are left out.
 
         Example:
             >>> (reference,) = x.remote_shards()[1]
-            >>> reference.to_here().tensor  # a copy of what rank 1 holds
+            >>> reference.to_here().tensor  # a copy of the shard of rank 1
         """
         if not self._init_rrefs:
             raise ShardedStateError(
                 "remote_shards: it was made with init_rrefs=False, so there are no references; "
                 "start RPC (torch.distributed.rpc.init_rpc) and make it with init_rrefs=True"
             )
-        given = self._references
-        return {rank: list(given[rank]) for rank in self._group.ranks if rank in given}
+        found = self._references
+        return {rank: list(found[rank]) for rank in self._group.ranks if rank in found}
 
     # ---- moves
 
@@ -137,22 +122,21 @@ class ShardedTensor(Copying):
             dst: the global rank that gets it.
             out: on that rank a tensor of the global size; None on the others.
             enforce_dtype: insist that `out` has this tensor's dtype (deprecated in torch).
-            dtype: what the elements are converted to before they travel. By default they travel
-                as they are, and `out` must be able to hold them.
+            dtype: the dtype that elements are converted to before they are sent. By default they
+                are sent as they are, and `out` must be able to hold them.
         """
         self._group.check_member(dst, "dst")
-        like, tensors = self._like(), self._tensors()
+        like, tensors = self._prototype(), self._local_tensors()
         if dtype is not None:
             like, tensors = like.to(dtype), [each.detach().to(dtype) for each in tensors]
         problem = self._problem_with(out, dst, like.dtype, enforce_dtype)
-        into = None
-        if out is not None and not problem and _can_be_received_in(out, like, tensors):
+        into = None  # by default received in a new tensor, and copied to `out`
+        if out is not None and not problem and _can_receive(out, like, tensors):
             into = [out.detach()]
-        move = Move(
-            self._group, self._held, Held.whole(self._metadata.size, dst), "ShardedTensor.gather"
-        )
+        target = ShardOwnership.whole(self._metadata.size, dst)
+        move = ShardMove(self._group, self._ownership, target, "ShardedTensor.gather")
         results = move.run(tensors, like, into)
-        if problem:  # all ranks have taken part before one complains: nobody is left waiting
+        if problem:  # raised after the transfer, in which all ranks wait for each other
             raise ShardedTensorError(problem)
         if out is not None and into is None:
             out.detach().copy_(results[0])
@@ -160,7 +144,7 @@ class ShardedTensor(Copying):
     def _problem_with(
         self, out: torch.Tensor | None, dst: int, dtype: torch.dtype, enforce_dtype: bool
     ) -> str:
-        """What is wrong about where a gathered tensor should be written; nothing if all is well."""
+        """Return the error message for a wrong `out` of `gather`; an empty one if it is right."""
         if self._group.rank != dst:
             if out is None:
                 return ""
@@ -172,7 +156,7 @@ class ShardedTensor(Copying):
             return f"out: expected a tensor of size {size}, got {tuple(out.shape)}"
         if enforce_dtype and out.dtype != dtype:
             return f"out: expected {dtype}, as enforce_dtype says; got {out.dtype}"
-        if not _holds(out.dtype, dtype):
+        if not _can_hold(out.dtype, dtype):
             return (
                 f"out: expected {dtype}, or what holds it without loss; got {out.dtype}. "
                 f"To convert, say gather(dtype={out.dtype})"
@@ -180,123 +164,131 @@ class ShardedTensor(Copying):
         return ""
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank; differentiable, if what follows is the same on all."""
+        """Return the whole tensor on every rank. Backward: each rank's own part of the gradient, if
+        all ranks compute the same from the result."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return moving.whole(self._held, self._group, self._tensors(), out, self._empty())
+        return transfer.gather_shards(
+            self._ownership, self._group, self._local_tensors(), out, self._get_placeholder()
+        )
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Cut it otherwise, in place; returns itself. All ranks call it.
+        """Cut the tensor by another spec, in place; returns itself. All ranks call it.
 
-        Any spec can follow any other. A leaf, such as a parameter, stays one, and its gradient
-        moves with it; of what was computed, the move is recorded and gradients move back.
+        Any spec can follow any other. A leaf, such as a parameter, stays a leaf, and its gradient
+        moves with it. For the result of recorded operations the move is recorded too. Backward:
+        gradients move back.
         """
-        with remote.together(self._group, self._init_rrefs):
+        with remote.guard_exchange(self._group, self._init_rrefs):
             as_spec(resharding_spec, "resharding_spec")
             properties = replace(self._metadata.tensor_properties)
-            metadata = metadata_of(resharding_spec, self._metadata.size, properties)
+            metadata = build_checked_metadata(resharding_spec, self._metadata.size, properties)
             _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
-            held = Held.of(metadata.shards_metadata, self._group)
-        if held == self._held:  # perhaps by other names of the same ranks
-            self._become_cut(resharding_spec, metadata, held, self._tensors())
+            ownership = ShardOwnership.of(metadata.shards_metadata, self._group)
+        if ownership == self._ownership:  # the spec may name the same ranks differently
+            self._set_sharding(resharding_spec, metadata, ownership, self._local_tensors())
             return self
-        move = Move(self._group, self._held, held)
+        move = ShardMove(self._group, self._ownership, ownership)
         requires_grad = self.requires_grad
-        was_computed, has_gradient = self._history() if requires_grad else (False, False)
-        recorded = was_computed and torch.is_grad_enabled()
-        if recorded:
+        is_computed, has_gradient = self._history() if requires_grad else (False, False)
+        is_recorded = is_computed and torch.is_grad_enabled()
+        if is_recorded:
             move.check_gradients_return("resharding_spec")
-        nothing = self._empty() if recorded else None
-        tensors = moving.moved(move, self._tensors(), self._like(), nothing)
-        if requires_grad and not was_computed:
+        placeholder = self._get_placeholder() if is_recorded else None
+        tensors = transfer.move_shards(move, self._local_tensors(), self._prototype(), placeholder)
+        if requires_grad and not is_computed:
             tensors = [each.requires_grad_() for each in tensors]
             if has_gradient:
-                old = [_gradient(each) for each in self._tensors()]
-                for tensor, new in zip(tensors, move.run(old, self._like()), strict=True):
+                old = [_gradient(each) for each in self._local_tensors()]
+                for tensor, new in zip(tensors, move.run(old, self._prototype()), strict=True):
                     tensor.grad = new
-        self._become_cut(resharding_spec, metadata, held, tensors)
-        self._nothing = None
-        if was_computed and not recorded:
-            self._note_requires_grad(False)
-        if has_gradient and not was_computed and not tensors:
-            self._note_gradient()
+        self._set_sharding(resharding_spec, metadata, ownership, tensors)
+        self._placeholder = None
+        if is_computed and not is_recorded:
+            self._set_requires_grad_flag(False)
+        if has_gradient and not is_computed and not tensors:
+            self._set_placeholder_grad()
         return self
 
-    def _become_cut(
+    def _set_sharding(
         self,
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
-        held: Held,
+        ownership: ShardOwnership,
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        self._metadata, self._sharding_spec, self._held = metadata, spec, held
-        self._local_shards = list(map(Shard, tensors, mine(metadata, held, self._group)))
+        """Describe this tensor by another spec, with these local tensors."""
+        self._metadata, self._sharding_spec, self._ownership = metadata, spec, ownership
+        own = local_metadata(metadata, ownership, self._group)
+        self._local_shards = list(map(Shard, tensors, own))
         if self._init_rrefs:
-            remote.register(self)
+            self._references = remote.exchange_references(self._group, self._local_shards)
 
     def _history(self) -> tuple[bool, bool]:
-        """Whether a shard of any rank is the result of a recorded operation; has a gradient."""
-        tensors = self._tensors()
+        """Return whether a shard of any rank is the result of a recorded operation, and whether one
+        has a gradient."""
+        tensors = self._local_tensors()
         facts = [
             any(not tensor.is_leaf for tensor in tensors),
             any(tensor.is_leaf and tensor.grad is not None for tensor in tensors),
         ]
-        mine = torch.tensor(facts, device=self.device)
-        was_computed, has_gradient = self._group.communicator.all_reduce(mine, "max").tolist()
-        return was_computed, has_gradient
+        local = torch.tensor(facts, device=self.device)
+        is_computed, has_gradient = self._group.communicator.all_reduce(local, "max").tolist()
+        return is_computed, has_gradient
 
-    # ---- beside DTensors
+    # ---- conversion to and from DTensors
 
     def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
-        """The same tensor as a DTensor, if the shards are such a layout; differentiable.
+        """Return this tensor as a DTensor, if the shards form a layout of a DTensor;
+        differentiable.
 
         It shares the memory of the shards, if no rank holds several.
 
         Arguments:
-            device_mesh: on which mesh; by default on one whose ranks are in the order of the
+            device_mesh: the mesh of the DTensor; by default one whose ranks are in the order of the
                 shards, with an axis for each dim that is cut.
         """
-        return converting.to_dtensor(self, device_mesh)
+        return as_dtensor.to_dtensor(self, device_mesh)
 
     @staticmethod
     def from_dtensor(tensor: DTensor, process_group: GroupLike = None) -> ShardedTensor:
-        """The same tensor as explicit shards, sharing memory; differentiable.
+        """Return a DTensor as a sharded tensor that shares its memory; differentiable.
 
         Arguments:
             tensor: split so that every element is on one rank.
             process_group: the ranks that take part; those of its mesh by default.
         """
-        return converting.from_dtensor(tensor, process_group)
+        return as_dtensor.from_dtensor(ShardedTensor, tensor, process_group)
 
-    # ---- as an object
+    # ---- text, pickles and checkpoints
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = "Parameter, " if getattr(self, PARAMETER_FLAG, False) else ""
         history = ", requires_grad=True" if self.requires_grad else ""
         size = f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
         local = ", ".join(f"{each.metadata.box}: {each.tensor!r}" for each in self._local_shards)
-        text = f"{name}{size}, {summary(self._sharding_spec)}{history}, local={{{local}}}"
+        text = f"{name}{size}, {format_spec(self._sharding_spec)}{history}, local={{{local}}}"
         return f"{type(self).__name__}({text})"
 
-    ProcessGroupState = saving.ProcessGroupState
+    ProcessGroupState = pickle.ProcessGroupState
 
-    def __getstate__(self) -> saving.State:
-        return saving.state_of(self)
+    def __getstate__(self) -> pickle.PickledState:
+        return pickle.state_of(self)
 
-    def __setstate__(self, state: saving.State) -> None:
-        saving.restore(self, state)
+    def __setstate__(self, state: pickle.PickledState) -> None:
+        pickle.restore(self, state)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return saving.reduced(self)
+        return pickle.reduce(self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The boxes that this rank holds, in the words of torch's checkpoints."""
-        return stored.chunks(self._held.by(self._group.rank), self.shape)
+        """Describe the boxes that this rank holds, for torch.distributed.checkpoint."""
+        return stored.chunks(self._local_boxes(), self.shape)
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
-        """What this rank writes to a checkpoint: its shards."""
-        boxes = self._held.by(self._group.rank)
+        """Describe the shards that this rank writes to a checkpoint."""
         strides = self._metadata.tensor_properties.strides
-        return stored.write_items(name, boxes, self.shape, self._like(), strides)
+        boxes, like = self._local_boxes(), self._prototype()
+        return stored.write_items(name, boxes, self.shape, like, strides)
 
     global_shape = stored.ProtocolField(stored.global_shape)
     global_offsets = stored.ProtocolField(stored.global_offsets)
@@ -304,12 +296,12 @@ class ShardedTensor(Copying):
     local_sizes = stored.ProtocolField(stored.local_sizes)
 
     def _stored_parts(self) -> list[tuple[Box, Box]]:
-        """Each shard is a tensor of its own."""
-        boxes = self._held.by(self._group.rank)
-        return [(box, Box((0,) * len(box.shape), box.shape)) for box in boxes]
+        """Return the boxes of this rank in the whole tensor, and in the shard, which has each
+        alone."""
+        return [(box, Box((0,) * len(box.shape), box.shape)) for box in self._local_boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """Where a checkpoint is read to, or written from."""
+        """Return the local tensor that a checkpoint reads into, or writes."""
         for shard in self._local_shards:
             if index.offset is None or shard.metadata.shard_offsets == list(index.offset):
                 return shard.tensor.detach()
@@ -318,22 +310,30 @@ class ShardedTensor(Copying):
         )
 
 
-def _can_be_received_in(
-    out: torch.Tensor, like: torch.Tensor, sent: Sequence[torch.Tensor]
-) -> bool:
-    """Whether what travels can be written to a tensor as it comes: not to several elements in the
-    same memory, which torch refuses, nor to memory from which others are still sent."""
+def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """Return a sharded tensor as a DTensor: `tensor.to_dtensor(device_mesh)`."""
+    return tensor.to_dtensor(device_mesh)
+
+
+def as_full_tensor(value: Any) -> Any:
+    """Return a sharded tensor or a DTensor as a plain tensor, and other values as they are."""
+    return value.full_tensor() if isinstance(value, ShardedTensor | DTensor) else value
+
+
+def _can_receive(out: torch.Tensor, like: torch.Tensor, sent: Sequence[torch.Tensor]) -> bool:
+    """Return whether elements can be received directly in a tensor: it is contiguous, of the same
+    dtype and device, and not the memory that others are still sent from."""
     memory = out.untyped_storage().data_ptr()
     is_apart = all(each.untyped_storage().data_ptr() != memory for each in sent)
     is_alike = out.dtype == like.dtype and out.device == like.device
     return is_alike and is_apart and out.is_contiguous()
 
 
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether elements of the other dtype can be converted to the first without loss."""
+def _can_hold(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether elements of the other dtype can be converted to the first without loss."""
     if dtype == other or other == torch.bool:
         return True
-    if _is_whole(dtype) != _is_whole(other):
+    if _is_integral(dtype) != _is_integral(other):
         return False
     try:
         return torch.promote_types(dtype, other) == dtype
@@ -341,12 +341,12 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
         return False
 
 
-def _is_whole(dtype: torch.dtype) -> bool:
+def _is_integral(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
 
 
 def _check_devices(after: Sequence[ShardMetadata], before: Sequence[ShardMetadata]) -> None:
-    """Refuse placements on devices that no shard was on: to reshard is to move between ranks."""
+    """Refuse device types that no shard was on: resharding moves elements between ranks only."""
     known = {each.device.type for each in before}
     for each in after:
         if each.placement is not None and each.device.type not in known:
@@ -360,5 +360,5 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-# What a pickled one is made of, so that torch.load takes it.
-torch.serialization.add_safe_globals([ShardedTensor, *saving.SAFE])
+# Let torch.load read pickled sharded tensors with weights_only=True.
+torch.serialization.add_safe_globals([ShardedTensor, *pickle.SAFE_GLOBALS])

@@ -1,21 +1,19 @@
-"""Tools to check a rule: `check_rule`, and what it is made of.
+"""Tools to check the rule of an operator: `check_rule`, and its parts.
 
-Rules are checked, not believed: an operator on DTensors is compared with the same operator in one
-process, on every layout of its inputs.
+An operator on DTensors is compared with the same operator in one process, for all layouts of its
+inputs.
 """
 
-from shardwise.testing.checking import Report, check_rule
-from shardwise.testing.comparing import UnstableWarning, value_difference, warn_of_unstable, widened
-from shardwise.testing.layouts import (
-    contribution,
-    distributed,
-    layouts_of,
-    piece,
-    whole_of,
+from shardwise.testing.inputs import Sample, contribution, distributed, layouts_of, piece, whole_of
+from shardwise.testing.reference import (
+    Reference,
+    UnstableWarning,
+    loss_of,
+    value_difference,
+    warn_of_unstable,
+    widened,
 )
-from shardwise.testing.legal import missing_splits
-from shardwise.testing.reference import Reference, loss_of
-from shardwise.testing.sample import Sample
+from shardwise.testing.rule_check import Report, check_rule, missing_splits
 
 __all__ = [
     "Reference",

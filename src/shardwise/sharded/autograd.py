@@ -1,4 +1,4 @@
-"""backward, grad and hooks: autograd works on the shards, the user sees sharded tensors."""
+"""backward, grad and hooks: autograd works on the local shards, users see sharded tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def backward_of(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`st.backward(...)`."""
+    """Run `tensor.backward(...)`."""
     backward([self], [gradient], retain_graph, create_graph, inputs=inputs)
 
 
@@ -31,41 +31,48 @@ def backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """`torch.autograd.backward(...)`."""
-    outputs, starts = _started(tensors, grad_tensors)
-    wanted = None if inputs is None else [part for each in _list(inputs) for part in _parts(each)]
+    """Run `torch.autograd.backward(...)`."""
+    outputs, starts = _roots_and_gradients(tensors, grad_tensors)
+    wanted = (
+        None
+        if inputs is None
+        else [part for each in _as_list(inputs) for part in _local_tensors(each)]
+    )
     torch.autograd.backward(outputs, starts, retain_graph, create_graph, inputs=wanted)
 
 
 def grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """`torch.autograd.grad(...)`: sharded tensors for sharded tensors."""
-    local, starts = _started(outputs, grad_outputs)
-    wanted = _list(inputs)
-    parts = [_parts(each) for each in wanted]
+    """Run `torch.autograd.grad(...)`; the gradient of a sharded tensor is a sharded tensor."""
+    local, starts = _roots_and_gradients(outputs, grad_outputs)
+    wanted = _as_list(inputs)
+    parts = [_local_tensors(each) for each in wanted]
     flat = [part for each in parts for part in each]
     found: Iterator[Any] = iter(torch.autograd.grad(local, flat, starts, *args, **options))
     pieces = [[next(found) for _ in each] for each in parts]
-    return tuple(map(_gradient, wanted, pieces))
+    return tuple(map(_join_gradients, wanted, pieces))
 
 
-def _gradient(of: torch.Tensor, pieces: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """The gradients of the parts of a tensor as one, if it has one."""
+def _join_gradients(of: torch.Tensor, gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the gradients of the local tensors of a tensor as one gradient; None if one is
+    missing."""
     if not isinstance(of, ShardedTensor):
-        return pieces[0]
-    found = [each for each in pieces if each is not None]
-    if len(found) < len(pieces):
+        return gradients[0]
+    found = [each for each in gradients if each is not None]
+    if len(found) < len(gradients):
         return None
     return of._with_results(found)
 
 
-def _started(tensors: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The plain tensors and DTensors to start from, and their gradients."""
-    sources = _list(tensors)
+def _roots_and_gradients(
+    tensors: Any, seeds: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Return the plain tensors and DTensors that backward starts from, and their gradients."""
+    sources = _as_list(tensors)
     outputs: list[torch.Tensor] = []
     starts: list[torch.Tensor | None] = []
-    for tensor, seed in zip(sources, _list(seeds, len(sources)), strict=True):
+    for tensor, seed in zip(sources, _as_list(seeds, len(sources)), strict=True):
         if not isinstance(tensor, ShardedTensor):
             outputs.append(tensor)
             starts.append(seed.full_tensor() if isinstance(seed, ShardedTensor) else seed)
@@ -76,21 +83,24 @@ def _started(tensors: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.T
             raise ShardedTensorError(
                 f"gradient: expected one of size {tuple(tensor.shape)}, got {tuple(seed.shape)}"
             )
-        parts = _parts(tensor)
+        parts = _local_tensors(tensor)
         outputs += parts
         if seed is None:
             starts += [torch.ones_like(part) for part in parts]
         else:
-            starts += tensor._parts_of(seed, seed.requires_grad and torch.is_grad_enabled())
+            starts += tensor._shards_or_placeholder_of(
+                seed, seed.requires_grad and torch.is_grad_enabled()
+            )
     return outputs, starts
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that autograd knows in place of one."""
-    return tensor._parts() if isinstance(tensor, ShardedTensor) else [tensor]
+def _local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that autograd knows in place of one."""
+    return tensor._tensors_or_placeholder() if isinstance(tensor, ShardedTensor) else [tensor]
 
 
-def _list(value: Any, count: int = 1) -> list[Any]:
+def _as_list(value: Any, count: int = 1) -> list[Any]:
+    """Return one tensor or several as a list; `count` times None for None."""
     if value is None:
         return [None] * count
     return [value] if isinstance(value, torch.Tensor) else list(value)
@@ -100,27 +110,27 @@ def _list(value: Any, count: int = 1) -> list[Any]:
 
 
 def register_hook(tensor: ShardedTensor, hook: Callable[[Any], Any]) -> Any:
-    """`st.register_hook(hook)`: the hook is handed a ShardedTensor, and may return one."""
-    shard = _only(tensor, "register_hook")
+    """Run `tensor.register_hook(hook)`: the hook gets a ShardedTensor, and may return one."""
+    shard = _only_shard(tensor, "register_hook")
 
     def local_hook(gradient: torch.Tensor) -> torch.Tensor | None:
-        result = hook(_gradient(tensor, [gradient]))
-        return None if result is None else tensor._pieces_of(result)[0]
+        result = hook(_join_gradients(tensor, [gradient]))
+        return None if result is None else tensor._shards_of(result)[0]
 
     return shard.register_hook(local_hook)  # type: ignore[no-untyped-call]
 
 
 def register_post_accumulate_grad_hook(tensor: ShardedTensor, hook: Callable[[Any], Any]) -> Any:
-    """`st.register_post_accumulate_grad_hook(hook)`: the hook is handed `st`."""
-    shard = _only(tensor, "register_post_accumulate_grad_hook")
+    """Run `tensor.register_post_accumulate_grad_hook(hook)`: the hook gets the sharded tensor."""
+    shard = _only_shard(tensor, "register_post_accumulate_grad_hook")
     return shard.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
         lambda _: hook(tensor)
     )
 
 
-def _only(tensor: ShardedTensor, name: str) -> torch.Tensor:
-    """The shard of this rank, where each rank has one."""
-    counts = Counter(tensor._held.owners)
+def _only_shard(tensor: ShardedTensor, name: str) -> torch.Tensor:
+    """Return this rank's shard; refuse tensors that do not have one shard on each rank."""
+    counts = Counter(tensor._ownership.owners)
     if any(counts[rank] != 1 for rank in tensor._group.ranks):
         raise ShardedTensorError(
             f"{name}: expected one shard on each rank, whose gradient is the hook's; there are "
@@ -131,26 +141,26 @@ def _only(tensor: ShardedTensor, name: str) -> torch.Tensor:
 
 
 def retain_grad(tensor: ShardedTensor) -> None:
-    """`st.retain_grad()`."""
-    for each in tensor._recorded():
+    """Run `tensor.retain_grad()`."""
+    for each in tensor._autograd_tensors():
         each.retain_grad()
 
 
 def detach_(tensor: ShardedTensor) -> ShardedTensor:
-    """`st.detach_()`: its shards are apart from what was recorded."""
+    """Run `tensor.detach_()`: detach the shards from the operations that made them."""
     for shard in tensor._local_shards:
-        shard.tensor = shard.tensor.detach()  # a result may be a view, of which torch refuses it
-    tensor._nothing = None
-    tensor._note_requires_grad(False)
+        shard.tensor = shard.tensor.detach()  # not in place: torch refuses detach_ of views
+    tensor._placeholder = None
+    tensor._set_requires_grad_flag(False)
     return tensor
 
 
 def grad_fn(tensor: ShardedTensor) -> Any:
-    """What recorded the first shard of this rank."""
-    parts = tensor._recorded()
+    """Return the autograd node of the first shard of this rank."""
+    parts = tensor._autograd_tensors()
     return parts[0].grad_fn if parts else None
 
 
 def retains_grad(tensor: ShardedTensor) -> bool:
-    """Whether the shards of this rank do."""
-    return any(each.retains_grad for each in tensor._recorded())
+    """Return whether the shards of this rank retain gradients."""
+    return any(each.retains_grad for each in tensor._autograd_tensors())

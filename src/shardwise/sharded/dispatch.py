@@ -1,0 +1,327 @@
+"""Dispatch of torch functions on sharded tensors.
+
+`dispatch` tries, in this order: operators that users have registered; properties that the
+description tells; functions that run however the tensor is cut (`methods`); all functions of
+DTensors, if the shards form a layout, by the rules of `shardwise.rules`. If they form none:
+questions about values are answered by the whole tensor, pointwise functions run shard by shard,
+random numbers are drawn for a layout, and a few reductions combine the shards (`per_shard_ops`).
+Other functions are refused, with a spec to reshard to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.dispatch.arguments import check_same
+from shardwise.dispatch.state import state
+from shardwise.dispatch.values import asked
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
+from shardwise.rules.calls import tensors_in
+from shardwise.rules.foreach import one_by_one
+from shardwise.rules.pointwise import names
+from shardwise.rules.registry import lookup, name_of
+from shardwise.rules.spellings import SPELLINGS
+from shardwise.sharded import as_dtensor, embedding, per_shard_ops
+from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.methods import METHODS
+from shardwise.sharded.specs import ShardingSpec, format_spec
+from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
+from shardwise.tensor import DTensor
+from shardwise.torch_internals import locally, pytree
+
+
+def dispatch(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """Run a torch function on sharded tensors: the `__torch_function__` of the class."""
+    kwargs = kwargs or {}
+    if func in _PROPERTIES and not has_custom_op(func):
+        return locally(func, types, args, kwargs)
+    tensors = [each for each in tensors_in((args, kwargs)) if isinstance(each, ShardedTensor)]
+    if not tensors:
+        return locally(func, types, args, kwargs)
+    first = tensors[0]
+    custom = find_custom_op(func, first._sharding_spec)
+    if custom is not None:
+        return custom(types, args, kwargs, first._process_group)
+    if func in _PROPERTIES:  # registered for other specs
+        return locally(func, types, args, kwargs)
+    method = METHODS.get(func)
+    if method is not None:
+        result = method(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    _check_groups(func, tensors)
+    _check_targets(func, args, kwargs)
+    if func in _EMBEDDINGS:
+        _check_indices(func, args, kwargs, first)
+    mesh = _mesh_of_dtensors(args, kwargs)
+    layouts = _common_layouts(tensors, mesh)
+    if layouts is not None:
+        return as_dtensor.run_on_dtensors(func, args, kwargs, tensors, layouts)
+    if mesh is not None or len({each.dim() > 0 for each in tensors}) > 1:
+        args, kwargs, found_any = _gather_scalars(func, args, kwargs)
+        if found_any:
+            return func(*args, **kwargs)
+    if mesh is not None:
+        result = embedding.run(func, args, kwargs)
+        if result is None:
+            raise _refusal_beside(func, tensors, mesh)
+        return result
+    return _run_on_shards(func, args, kwargs, tensors)
+
+
+def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
+    """Run a function on shards that form no layout, or refuse it."""
+    handler: Any = getattr(lookup(func), "handler", None)
+    if handler is asked:
+        return func(*(as_full_tensor(each) for each in args), **kwargs)
+    if handler in SPELLINGS:
+        return handler(func, args, kwargs)
+    if name_of(func).startswith("_foreach_"):
+        results = one_by_one(func, args, kwargs)
+        return args[0] if func.__name__.endswith("_") else results
+    result = per_shard_ops.run_pointwise(func, args, kwargs, tensors)
+    if result is None:
+        result = embedding.run(func, args, kwargs)
+    if result is None:
+        result = per_shard_ops.run_filling(func, args, kwargs, tensors[0])
+    if result is None:
+        result = per_shard_ops.run_reduction(func, args, kwargs, tensors[0])
+    if result is not None:
+        return result
+    args, kwargs, found_any = _gather_scalars(func, args, kwargs)
+    if not found_any:
+        raise _refusal(func, tensors)
+    return func(*args, **kwargs)
+
+
+def _gather_scalars(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    """Replace sharded tensors without dims, which one rank holds and which form no layout, by plain
+    tensors, except those that the call writes to. Return whether there were any."""
+    targets = list(_targets(func, args, kwargs))
+    found_any = False
+
+    def gather(value: Any) -> Any:
+        nonlocal found_any
+        if not isinstance(value, ShardedTensor) or value.dim() or any(x is value for x in targets):
+            return value
+        found_any = True
+        return value.full_tensor()
+
+    args, kwargs = pytree.tree_map(gather, (args, kwargs))
+    return args, kwargs, found_any
+
+
+def _mesh_of_dtensors(args: Any, kwargs: Any) -> DeviceMesh | None:
+    """Return the mesh of the DTensors among the arguments; None if there are none."""
+    found = (each for each in tensors_in((args, kwargs)) if isinstance(each, DTensor))
+    first = next(found, None)
+    return None if first is None else first.device_mesh
+
+
+def _common_layouts(tensors: list[ShardedTensor], mesh: DeviceMesh | None) -> list[Layout] | None:
+    """Return the layouts of all tensors on one mesh, the given one if there is; None if there are
+    none."""
+    if mesh is not None:
+        given = [as_dtensor.find_layout(each, mesh) for each in tensors]
+        return None if None in given else given  # type: ignore[return-value]
+    layouts = [as_dtensor.find_layout(each) for each in tensors]
+    meshes = {None if each is None else each.mesh: None for each in layouts}
+    if None in meshes:
+        return None
+    for mesh in meshes:  # try to place all tensors on the mesh of one of them
+        if len(meshes) > 1:
+            layouts = [as_dtensor.find_layout(each, mesh) for each in tensors]
+        if None not in layouts:
+            return layouts  # type: ignore[return-value]
+    return None
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a call writes to."""
+    yield from tensors_in(kwargs.get("out"))
+    if _writes(func):
+        yield from tensors_in(args[:1])
+
+
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> bool:
+    """Return whether a function writes to its input."""
+    name = getattr(func, "__name__", "")
+    is_marked = name.endswith("_") and not name.endswith("__")
+    return is_marked or per_shard_ops.is_in_place(func) or func is torch.Tensor.__setitem__
+
+
+def _check_targets(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse to write to a plain tensor, which would need elements of other ranks."""
+    if _name(func).startswith("_foreach_"):
+        return  # it takes lists, and each tensor is combined with others of its kind
+    for each in _targets(func, args, kwargs):
+        if not isinstance(each, ShardedTensor | DTensor):
+            raise ShardedTensorError(
+                f"{_name(func)}: cannot write the result of sharded tensors to a plain tensor; "
+                "copy it there with plain.copy_(result), or gather the inputs with x.full_tensor()"
+            )
+
+
+def _check_groups(func: Any, tensors: list[ShardedTensor]) -> None:
+    ranks = tensors[0]._group.ranks
+    for each in tensors:
+        if each._group.ranks != ranks:
+            raise ShardedTensorError(
+                f"{_name(func)}: expected sharded tensors of one process group, got one of "
+                f"ranks {ranks} and one of {each._group.ranks}"
+            )
+
+
+_EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
+
+
+def _check_indices(func: Any, args: Any, kwargs: Any, weight: ShardedTensor) -> None:
+    """Refuse plain indices that are not the same on every rank.
+
+    In torch each rank looks up indices of its own in a sharded table. Here a plain tensor is the
+    same on every rank, and one that is not would silently give wrong rows.
+    """
+    if state.plain_tensors != "assume":
+        return  # the dispatch of DTensors checks them
+    for each in tensors_in((args, kwargs)):
+        if type(each) is torch.Tensor and not each.is_floating_point():
+            check_same(_name(func), each, weight._group.mesh(weight.device.type))
+
+
+def _name(func: Any) -> str:
+    owner: Any = getattr(func, "__self__", None)  # a property, if func is its getter
+    return str(owner.__name__) if hasattr(owner, "__objclass__") else name_of(func)
+
+
+def _refusal(func: Any, tensors: list[ShardedTensor]) -> ShardedTensorError:
+    """Return the error for a function that cannot run on these shards."""
+    odd = next((each for each in tensors if as_dtensor.find_layout(each) is None), None)
+    if odd is not None:
+        return ShardedTensorError(
+            f"{_name(func)}: needs shards that are a layout of a DTensor, and those of "
+            f"{format_spec(odd._sharding_spec)} are not: only pointwise functions work shard by "
+            f"shard, on tensors with the same shards; {as_dtensor.suggest_reshard(odd)}"
+        )
+    specs = " and ".join({format_spec(each._sharding_spec): None for each in tensors})
+    way = as_dtensor.suggest_reshard(tensors[0]).removesuffix(" makes them so")
+    return ShardedTensorError(
+        f"{_name(func)}: got sharded tensors whose shards are on different ranks: {specs}; "
+        f"reshard all of them in the same way, such as {way}"
+    )
+
+
+def _refusal_beside(
+    func: Any, tensors: list[ShardedTensor], mesh: DeviceMesh
+) -> ShardedTensorError:
+    """Return the error for a call with DTensors on a mesh where the shards form no layout."""
+    odd = next(each for each in tensors if as_dtensor.find_layout(each, mesh) is None)
+    way = as_dtensor.suggest_reshard(odd, mesh)
+    if mesh.ndim > 1:  # there these chunks may form no layout
+        way += ", and x.to_dtensor().redistribute(mesh, placements) takes it there"
+    return ShardedTensorError(
+        f"{_name(func)}: got a DTensor on {mesh!r}, and a sharded tensor whose shards are no "
+        f"layout there: {format_spec(odd._sharding_spec)}; {way}"
+    )
+
+
+# ---- properties that the description tells
+
+_Tensor: Any = torch.Tensor
+_PROPERTIES: set[Any] = {
+    *(getattr(_Tensor, name).__get__ for name in names("""
+        shape dtype layout ndim itemsize nbytes requires_grad output_nr _version _base
+        is_sparse is_sparse_csr is_quantized is_meta is_nested is_mkldnn is_cuda is_cpu is_xpu
+        is_mps is_ipu is_maia is_mtia is_vulkan is_xla
+    """)),
+    *(getattr(_Tensor, name) for name in names("""
+        size dim ndimension numel nelement element_size is_floating_point is_complex is_signed
+        is_contiguous stride storage_offset is_inference is_conj is_neg dim_order
+        is_coalesced get_device _is_view __len__ __dir__
+    """)),
+    *(getattr(torch, name) for name in names("""
+        numel is_floating_point is_complex is_inference is_signed is_conj is_neg
+    """)),
+    _Tensor.requires_grad.__set__,
+}  # fmt: skip
+
+# Bound once, as for DTensors: faster than a classmethod.
+ShardedTensor.__torch_function__ = MethodType(dispatch, ShardedTensor)  # type: ignore[method-assign]
+
+
+Operator = Callable[..., Any]
+Register = Callable[[Operator], Operator]
+
+_for_all: dict[Any, Operator] = {}
+_for_specs: dict[tuple[type, Any], Operator] = {}
+
+
+def custom_sharded_op_impl(func: Any) -> Register:
+    """Register a function to run when a torch function is called with a ShardedTensor.
+
+    It takes precedence over all built-in implementations.
+
+    Arguments:
+        func: the torch function, such as `torch.nn.functional.linear`.
+
+    Example:
+        >>> @custom_sharded_op_impl(torch.nn.functional.linear)
+        ... def my_linear(types, args, kwargs, process_group): ...
+    """
+    return functools.partial(_register, _for_all, func)
+
+
+def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) -> Register:
+    """Register a function to run when a torch function is called with a ShardedTensor of one class
+    of specs.
+
+    Arguments:
+        sharding_spec_class: the class of the spec of the first ShardedTensor of the call.
+        func: the torch function.
+    """
+    if not (
+        isinstance(sharding_spec_class, type) and issubclass(sharding_spec_class, ShardingSpec)
+    ):
+        raise ShardedTensorError(
+            f"sharding_spec_class: expected a class of specs, got {sharding_spec_class!r}"
+        )
+    return functools.partial(_register, _for_specs, (sharding_spec_class, func))
+
+
+def _register(table: dict[Any, Operator], key: Any, operator: Operator) -> Operator:
+    parameters = inspect.signature(operator).parameters
+    if len(parameters) != 4:
+        raise ShardedTensorError(
+            "expected a function of (types, args, kwargs, process_group), "
+            f"got {getattr(operator, '__name__', operator)}({', '.join(parameters)})"
+        )
+    table[key] = operator
+    return operator
+
+
+def has_custom_op(func: Any) -> bool:
+    """Return whether a user has registered an operator for a function, for any spec."""
+    return func in _for_all or any(func == each for _, each in _for_specs)
+
+
+def find_custom_op(func: Any, spec: ShardingSpec) -> Operator | None:
+    """Return the operator that a user has registered for a function of tensors of this spec, or
+    None."""
+    if not _for_all and not _for_specs:
+        return None
+    found = _for_all.get(func)
+    if found is None:
+        kinds = (_for_specs.get((kind, func)) for kind in type(spec).__mro__)
+        found = next(filter(None, kinds), None)
+    return found
