@@ -1,8 +1,8 @@
 """The code blocks of the guides run on simulated ranks.
 
 Those of docs/export.md need real ones (tests/export/test_export_docs_gloo.py), those of
-docs/hugging-face.md transformers (tests/models/test_transformers.py). Whole programs, below which is what
-they print, are run by tests/project/test_readme.py.
+docs/hugging-face.md transformers (tests/models/test_transformers.py). tests/project/test_readme.py
+runs whole programs, which have their output below them.
 """
 
 import re

@@ -1,6 +1,7 @@
 """The public names and their signatures are those stored in public_api.txt.
 
-`python tests/test_public_api.py --write` stores the present ones: the diff of that file then shows
+`python tests/project/test_public_api.py --write` stores the present ones: the diff of that file
+then shows
 what a change does to the public API. Neither the modules in which things are defined nor the names
 of classes and type aliases that are not public nor the versions of torch and of Python matter.
 """
@@ -32,7 +33,9 @@ MODULES = (
     "shardwise.testing",
 )
 STORED = Path(__file__).with_name("public_api.txt")
-REMEDY = "if this change is intended: python tests/test_public_api.py --write, and commit the file"
+REMEDY = (
+    "to accept this change: python tests/project/test_public_api.py --write, and commit the file"
+)
 
 # Methods that a user calls by syntax rather than by name.
 PROTOCOLS = {

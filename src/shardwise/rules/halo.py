@@ -157,11 +157,8 @@ class _DifferentiableExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return (
-            _DifferentiableExchange.apply(gradients[0], ctx.exchange, not ctx.is_back),
-            None,
-            None,
-        )  # type: ignore[no-untyped-call]
+        back = ctx.exchange, not ctx.is_back
+        return _DifferentiableExchange.apply(gradients[0], *back), None, None  # type: ignore[no-untyped-call]
 
 
 def _cut(tensor: torch.Tensor, dim: int, held: Range, wanted: Range) -> torch.Tensor:

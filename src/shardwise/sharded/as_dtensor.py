@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shardwise.box import Box
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Shard
@@ -31,6 +31,7 @@ from shardwise.sharded.metadata import (
 from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.tensor_state import ensure_state
 from shardwise.torch_internals import base_of, locally, pytree, version_of
 
 _Core = TypeVar("_Core", bound=ShardedTensorCore)
@@ -416,7 +417,7 @@ class _StandIn(NamedTuple):
                 with torch.set_grad_enabled(was_recorded and torch.is_grad_enabled()):
                     write_back(self.tensor, self.layout, memory)
             # Writes to views of this memory would be lost from now on: dispatch refuses them.
-            memory._severed = name_of(func)  # type: ignore[attr-defined]
+            ensure_state(memory).detached_by = name_of(func)
         if not self.tensor.requires_grad and self.dtensor.requires_grad:
             self.tensor._set_requires_grad_flag(True)
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.dispatch.entry import check_writable
+from shardwise.dispatch.writes import check_writable
 from shardwise.sharded.base import ShardedTensorCore, check_can_pin, is_differentiable, new_wrapper
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import GroupLike, as_rank_group

@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.dispatch.arguments import check_same
+from shardwise.dispatch.scalars import asked
 from shardwise.dispatch.state import state
-from shardwise.dispatch.values import asked
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.rules.calls import tensors_in

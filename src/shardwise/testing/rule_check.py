@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Event, listen
-from shardwise.dispatch.failing import AGREEING
+from shardwise.dispatch.errors import AGREEING
 from shardwise.dispatch.state import fallback
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, init_device_mesh
