@@ -1,9 +1,9 @@
 """The public names and their signatures are those stored in public_api.txt.
 
 `python tests/project/test_public_api.py --write` stores the present ones: the diff of that file
-then shows
-what a change does to the public API. Neither the modules in which things are defined nor the names
-of classes and type aliases that are not public nor the versions of torch and of Python matter.
+then shows what a change does to the public API. Neither the modules in which things are defined nor
+the names of classes and type aliases that are not public nor the versions of torch and of Python
+matter.
 """
 
 import ast
@@ -33,9 +33,7 @@ MODULES = (
     "shardwise.testing",
 )
 STORED = Path(__file__).with_name("public_api.txt")
-REMEDY = (
-    "to accept this change: python tests/project/test_public_api.py --write, and commit the file"
-)
+REMEDY = "if intended: python tests/project/test_public_api.py --write, and commit the file"
 
 # Methods that a user calls by syntax rather than by name.
 PROTOCOLS = {
@@ -200,7 +198,8 @@ def signature_text(function: typing.Any, constructor: bool = False) -> str:
             parameter.POSITIONAL_ONLY
         ]:
             parts.append("/")
-        parts.append(parameter_text(parameter, module))
+        is_self = parameter.name == "self"  # its annotation is for type checkers only
+        parts.append("self" if is_self else parameter_text(parameter, module))
     if kinds and kinds[-1] is inspect.Parameter.POSITIONAL_ONLY:
         parts.append("/")
     text = f"({', '.join(parts)})"
