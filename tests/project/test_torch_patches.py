@@ -62,7 +62,7 @@ def test_installing_again_changes_nothing() -> None:
     assert changed_places() == before
 
 
-def is_ours(value: object) -> bool:
+def is_of_shardwise(value: object) -> bool:
     """Whether shardwise defines it. By name: the path of any module may have "shardwise" in it."""
     module = inspect.getmodule(value)
     return module is not None and module.__name__.partition(".")[0] == "shardwise"
@@ -74,7 +74,7 @@ def test_uninstall_takes_every_change_back_and_install_makes_it_again() -> None:
     without = changed_places()
     assert not torch_patches.is_installed()
     assert [name for name in ours if ours[name] == without[name]] == []
-    assert [name for name, value in without.items() if is_ours(value)] == []
+    assert [name for name, value in without.items() if is_of_shardwise(value)] == []
     steps = [inspect.unwrap(kind.step, stop=is_ours) for kind in optimizers.POINTWISE]
     assert not any(map(is_ours, steps))
     torch_patches.uninstall()
