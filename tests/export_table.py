@@ -20,7 +20,7 @@ import torch
 from export_styles import CASES, Case, called, collectives
 
 import shardwise as sw
-from shardwise.parallel.names import matches
+from shardwise.parallel.plan_spec import matches
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "export.md"
 BEGIN, END = "<!-- table: python -m export_table --page -->\n", "<!-- end of table -->"
