@@ -23,7 +23,7 @@ from shardwise.export.annotations import module_path_of
 from shardwise.export.errors import ExportError
 from shardwise.torch_internals import pytree
 
-Sizes = dict[Any, int]
+SymbolSizes = dict[Any, int]
 """A number for each symbol, by its sympy expression."""
 
 # ---- the symbols of a program
@@ -96,7 +96,7 @@ def _is_unbacked(size: torch.SymInt) -> bool:
     )
 
 
-def evaluate_size(size: Any, sizes: Sizes) -> int:
+def evaluate_size(size: Any, sizes: SymbolSizes) -> int:
     """Return the number that a size of the program's metadata has at the given sizes."""
     return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else int(size)
 
@@ -111,10 +111,10 @@ FEW_SAMPLES = 4
 """The number of samples that find and check numbers like c0 + c1 * batch * length: nearly all."""
 
 
-def sample_sizes(symbols: Sequence[Symbol]) -> list[Sizes]:
+def sample_sizes(symbols: Sequence[Symbol]) -> list[SymbolSizes]:
     """Return the sizes to record at: the example's first, then enough to find and check numbers."""
     needed = len(_monomials(len(symbols))) + 2 if symbols else 1
-    found: list[Sizes] = []
+    found: list[SymbolSizes] = []
     for turn in range(8 * needed):
         sizes = {
             each.expression: _nearby_size(each, turn and _difference(turn - 1 + at))
@@ -172,7 +172,7 @@ class PolynomialSolver:
     """
 
     def __init__(
-        self, symbols: Sequence[Symbol], samples: Sequence[Sizes], is_short: bool = False
+        self, symbols: Sequence[Symbol], samples: Sequence[SymbolSizes], is_short: bool = False
     ) -> None:
         self._symbols, self._samples, self._is_short = symbols, samples, is_short
         self._cache: dict[Sequence[int], Polynomial | None] = {}
@@ -253,7 +253,7 @@ VaryingArguments = dict[fx.Node, Any]
 
 
 def record_at_samples(
-    record: Callable[[Sizes], fx.GraphModule], symbols: Sequence[Symbol]
+    record: Callable[[SymbolSizes], fx.GraphModule], symbols: Sequence[Symbol]
 ) -> tuple[fx.GraphModule, VaryingArguments]:
     """Record a graph at several sizes; return that at the example's, and what varies in it."""
     samples = sample_sizes(symbols)

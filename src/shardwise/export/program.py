@@ -30,7 +30,7 @@ from shardwise.export.annotations import (
 from shardwise.export.boundaries import Boundary, BoundaryMoves, find_modules, split_plan
 from shardwise.export.dynamic_sizes import (
     SizeEmitter,
-    Sizes,
+    SymbolSizes,
     VaryingArguments,
     check_backed,
     evaluate_size,
@@ -53,9 +53,9 @@ from shardwise.export.recording import RecordingWorld, as_recorded
 from shardwise.export.tracing import (
     DTensorInterpreter,
     ValueMoves,
-    as_dtensor,
     as_local_shard,
-    record,
+    as_recorded_dtensor,
+    record_graph,
     without_writes,
 )
 from shardwise.layout import Layout
@@ -198,7 +198,7 @@ class ProgramSharder:
         before, after = (sum(map(is_collective, each.graph.nodes)) for each in (module, again[0]))
         return again if after <= before else (module, varying)
 
-    def _record(self, sizes: Sizes) -> fx.GraphModule:
+    def _record(self, sizes: SymbolSizes) -> fx.GraphModule:
         """Record the local graph at the given sizes."""
         layouts: dict[str, Layout] = {}
         inputs: list[Any] = []
@@ -217,13 +217,13 @@ class ProgramSharder:
 
         def run(*given: Any) -> list[Any]:
             values = [
-                as_dtensor(value, layouts[name]) if name in layouts else value
+                as_recorded_dtensor(value, layouts[name]) if name in layouts else value
                 for name, value in zip(names, given, strict=True)
             ]
             results = DTensorInterpreter(self._original.graph_module, self._moves).run(*values)
             return self._local_outputs(results, layouts)
 
-        module = record(run, inputs, self._recording)
+        module = record_graph(run, inputs, self._recording)
         if self._original.dialect != "TRAINING" and any(map(writes, module.graph.nodes)):
             module = without_writes(module, inputs)
         wanted = [draw for _, draw in find_draws_of_graph(self._original.graph_module, sizes)]

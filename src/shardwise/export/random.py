@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardwise.export.dynamic_sizes import Sizes, evaluate_size
+from shardwise.export.dynamic_sizes import SymbolSizes, evaluate_size
 from shardwise.export.errors import ExportError
 from shardwise.export.operators import draws_random
 from shardwise.torch_internals import FakeTensorMode, TorchDispatchMode, current_graph_task, pytree
@@ -101,7 +101,7 @@ def find_draws_of_function(function: Callable[..., Any], arguments: Sequence[Any
     return recorder.draws
 
 
-def find_draws_of_graph(module: fx.GraphModule, sizes: Sizes) -> list[tuple[fx.Node, Draw]]:
+def find_draws_of_graph(module: fx.GraphModule, sizes: SymbolSizes) -> list[tuple[fx.Node, Draw]]:
     """Return the draws of a graph's nodes, which have `meta["val"]`, at the given sizes."""
     with FakeTensorMode():
         return [(node, draw) for node in _random_nodes(module) for draw in _run(node, sizes)]
@@ -117,7 +117,7 @@ def _random_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
             yield node
 
 
-def _run(node: fx.Node, sizes: Sizes) -> list[Draw]:
+def _run(node: fx.Node, sizes: SymbolSizes) -> list[Draw]:
     """Run a node on fake tensors and return its draws."""
 
     def as_fake(argument: fx.Node) -> Any:

@@ -30,7 +30,7 @@ from shardwise.export.placements import as_output_placements
 from shardwise.export.random import find_draws_of_function, match_draws
 from shardwise.export.recording import RecordingWorld
 from shardwise.export.step_arguments import StepArgument, StepLeaf
-from shardwise.export.tracing import as_dtensor, as_local_shard, record
+from shardwise.export.tracing import as_local_shard, as_recorded_dtensor, record_graph
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.tensor import DTensor, unwrap, wrap
@@ -85,7 +85,7 @@ class StepTracer:
 
     def trace(self) -> fx.GraphModule:
         """Record the graph, clean it up and annotate its nodes."""
-        module = record(
+        module = record_graph(
             self._run_on_shards, self._empty_shards(_META), self._recording, is_training=True
         )
         if any(map(is_random, module.graph.nodes)):
@@ -136,7 +136,7 @@ class StepTracer:
         return self._shard_results(result)
 
     def _as_dtensor(self, leaf: StepLeaf, local: torch.Tensor) -> DTensor:
-        made = as_dtensor(local, self._layouts[leaf.name])
+        made = as_recorded_dtensor(local, self._layouts[leaf.name])
         if leaf.value.requires_grad:
             made.requires_grad_()
         return made
@@ -172,7 +172,7 @@ class StepTracer:
     def _as_shard(self, value: torch.Tensor, layout: Layout, name: str) -> torch.Tensor:
         value = self._captured.replace(value)
         if not isinstance(value, DTensor):  # all ranks have computed the same
-            value = as_dtensor(value, Layout(self._mesh, value.shape))
+            value = as_recorded_dtensor(value, Layout(self._mesh, value.shape))
         with torch.no_grad(), acting(Cause(name)):
             if value._layout is layout:
                 return unwrap(value)

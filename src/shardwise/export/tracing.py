@@ -229,7 +229,7 @@ _INDEX_VIEWS: dict[Any, Callable[..., tuple[int, Any]]] = {
 # ---- recording
 
 
-def record(
+def record_graph(
     function: Callable[..., Any],
     inputs: Sequence[Any],
     recording: World,
@@ -322,7 +322,7 @@ def _as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
         return torch.Tensor.as_subclass(tensor, kind)
 
 
-def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
+def as_recorded_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
     """Wrap an input of a recording as the local shard of a DTensor."""
     made = wrap(_aten.alias.default(local), layout)
     annotate_tensor(made)

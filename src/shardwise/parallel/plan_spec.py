@@ -21,7 +21,7 @@ from shardwise.torch_internals import own_modules
 
 _MAX_SUGGESTIONS = 5
 
-AXIS_REMEDY = "Make the mesh with that axis, or pass strict=False to leave such axes out"
+_STRICT_AXIS_REMEDY = "Make the mesh with that axis, or pass strict=False to leave such axes out"
 """How to correct an axis that the mesh does not have, where `strict` is an argument."""
 
 
@@ -131,7 +131,7 @@ def _is_placement(value: Any) -> bool:
 
 
 def as_placements(
-    spec: Any, mesh: DeviceMesh, argument: str, remedy: str = AXIS_REMEDY
+    spec: Any, mesh: DeviceMesh, argument: str, remedy: str = _STRICT_AXIS_REMEDY
 ) -> list[Placement]:
     """Return the placements of a spec, one per axis; an axis that it does not name replicates.
 
@@ -155,7 +155,10 @@ def as_placements(
 
 
 def _placements_by_axis(
-    spec: Mapping[Axis, Placement], mesh: DeviceMesh, argument: str, remedy: str = AXIS_REMEDY
+    spec: Mapping[Axis, Placement],
+    mesh: DeviceMesh,
+    argument: str,
+    remedy: str = _STRICT_AXIS_REMEDY,
 ) -> dict[int, Placement]:
     """Replace the axes of a spec by their positions in the mesh."""
     result: dict[int, Placement] = {}

@@ -230,7 +230,7 @@ def _input_features(module: nn.Module) -> int | None:
     return None if kind == "embedding" else int(weight.shape[_IN_DIM[kind]])
 
 
-def _shard_options(**options: Any) -> dict[str, Any]:
+def _check_shard_options(**options: Any) -> dict[str, Any]:
     """Return the options of `Shard` that are not its defaults; raise if they are invalid."""
     asked = {name: each for name, each in options.items() if each not in (None, 1)}
     Shard(0, **asked)
@@ -316,7 +316,7 @@ class ColwiseParallel(ProjectionStyle):
         self.input_layouts = (as_single_placement(input_layouts, "input_layouts") or Replicate(),)
         self.output_layouts = (as_single_placement(output_layouts, "output_layouts"),)
         self.use_local_output = use_local_output
-        self._shard_options = _shard_options(pieces=pieces, unit=unit)
+        self._shard_options = _check_shard_options(pieces=pieces, unit=unit)
 
     def of_kind(self, kind: str | None) -> dict[str, Placement]:
         weight = Shard(_OUT_DIM[kind], **self._shard_options)
@@ -355,7 +355,7 @@ class RowwiseParallel(ProjectionStyle):
             as_single_placement(output_layouts, "output_layouts") or Replicate(),
         )
         self.use_local_output = use_local_output
-        self._shard_options = _shard_options(unit=unit)
+        self._shard_options = _check_shard_options(unit=unit)
 
     def of_kind(self, kind: str | None) -> dict[str, Placement]:
         return {"weight": Shard(_IN_DIM[kind], **self._shard_options), "bias": _REPLICATE}

@@ -94,7 +94,7 @@ class Aliases:
         return any(self._position[each] >= start for found in writers for each in found)
 
     def _is_used_beside(self, node: fx.Node, copied: fx.Node) -> bool:
-        """Check whether other nodes, not made of `copied`, are used that share memory with `node`."""
+        """Check whether nodes that share memory with `node`, but not `copied`, are used later."""
         return any(
             other.op == "placeholder"
             or any(self._position[user] > self._position[copied] for user in other.users)

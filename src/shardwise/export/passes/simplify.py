@@ -122,7 +122,7 @@ class _MemoryUse:
         return node in self._returned
 
 
-Rule = Callable[[fx.Node, _MemoryUse], fx.Node | None]
+RewriteRule = Callable[[fx.Node, _MemoryUse], fx.Node | None]
 """Returns the node with the same value as the given one, if there is one; may change it instead."""
 
 
@@ -214,7 +214,7 @@ _VIEWS = {_aten.view_as.default, _aten.to.device, _aten.to.dtype, _aten.detach_.
 
 _ZEROS = {_aten.zeros_like.default, _aten.zeros.default, _aten.new_zeros.default}
 
-_RULES: dict[Any, Rule] = {
+_RULES: dict[Any, RewriteRule] = {
     _aten.view_as.default: _view_as_itself,
     _aten.to.device: _cast_to_own,
     _aten.to.dtype: _cast_to_own,
