@@ -5,7 +5,7 @@ A program is one flat graph: modules are found by the metadata of nodes and the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,13 @@ from shardwise.export.annotations import module_path_of
 from shardwise.export.errors import ExportError
 from shardwise.export.operators import writes
 from shardwise.export.passes.aliases import Aliases
-from shardwise.export.placements import NAME_REMEDY, STATE_KINDS, ProgramInputs
+from shardwise.export.placements import (
+    NAME_REMEDY,
+    STATE_KINDS,
+    Placements,
+    ProgramInputs,
+    check_placements_fit,
+)
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.plan_spec import (
@@ -32,7 +38,6 @@ from shardwise.parallel.plan_spec import (
     matches,
     no_match_error,
 )
-from shardwise.placement import Placement, Shard
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import operator_name
 
@@ -207,6 +212,7 @@ def split_plan(
 
 
 def _as_boundary(pattern: str, wanted: Activations) -> Boundary:
+    """Return Activations as a boundary, or raise ExportError if a program cannot follow them."""
     entering, named = wanted.inputs, {}
     if entering is not None and not is_spec(entering):
         entering, named = None, dict(wanted.inputs)
@@ -264,6 +270,7 @@ class BoundaryMoves:
                 self._linked |= {node for node in ends if aliases.would_differ_for_all(node)}
 
     def _add(self, call: ModuleCall, state: set[fx.Node], boundary: Boundary) -> None:
+        """Set the targets of all tensors that enter or leave one call of a module."""
         path = call.path or "the module"
         sources = call.entering(state)
         if boundary.entering is not None:
@@ -271,7 +278,7 @@ class BoundaryMoves:
             if target.splits:
                 _check_single(target, sources)
             for source, users in sources.items():
-                target.check(source)
+                self._check(target, source)
                 self._entering |= {(source, user): target for user in users}
         given = {source.name: source for source in sources if source.op == "placeholder"}
         for name, spec in boundary.named.items():
@@ -284,7 +291,7 @@ class BoundaryMoves:
                     remedy=f"There are {', '.join(given) or 'none here'}",
                 )
             target = self._make_target(f"input {name} of {path}", spec)
-            target.check(given[name])
+            self._check(target, given[name])
             users = sources[given[name]]
             self._entering |= {(given[name], user): target for user in users}
         if boundary.leaving is not None:
@@ -292,11 +299,16 @@ class BoundaryMoves:
             results = call.leaving(self._updates)
             _check_single(target, results)
             for result in results:
-                target.check(result)
+                self._check(target, result)
                 self._leaving.setdefault(result, target)
 
     def _make_target(self, what: str, spec: Any) -> _Target:
         return _Target(what, spec, as_placements(spec, self._mesh, what))
+
+    def _check(self, target: _Target, node: fx.Node) -> None:
+        """Raise ExportError if the spec splits a dim of a node that cannot be split."""
+        name = f"{target.what} ({node.name})"
+        check_placements_fit(name, node.meta["val"], target.placements, self._mesh)
 
     def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
         """Return what a node gets in place of the value of another."""
@@ -332,13 +344,14 @@ class _Target:
 
     what: str
     spec: Any
-    placements: Sequence[Placement]
+    placements: Placements
 
     @property
     def splits(self) -> bool:
         return any(each.is_shard() for each in self.placements)
 
     def move(self, value: DTensor) -> DTensor:
+        """Return a value in the layout that the spec asks for: itself if it has it already."""
         layout = apply_spec(value._layout, self.spec, self.what)
         if value._layout == layout:
             return value  # redistribute would record an alias
@@ -346,24 +359,6 @@ class _Target:
             placements=layout.placements, shard_order=layout.shard_order
         )
         return moved
-
-    def check(self, node: fx.Node) -> None:
-        """Raise ExportError if the spec splits a dim of a node that cannot be split."""
-        shape = node.meta["val"].shape
-        for placement in self.placements:
-            if not isinstance(placement, Shard):
-                continue
-            if not -len(shape) <= placement.dim < len(shape):
-                raise ExportError(
-                    f"{self.what}: expected a dim of {node.name}, {len(shape)}-d; got {placement}"
-                )
-            if isinstance(shape[placement.dim], torch.SymInt):
-                raise ExportError(
-                    f"{self.what}: dim {placement.dim} of {node.name} is dynamic "
-                    f"({shape[placement.dim]}), and {placement} would split it: ranks could not "
-                    "know the lengths of each other's pieces. Fix its size at export, or split "
-                    "another dim"
-                )
 
 
 def _link(moved: DTensor, value: DTensor, target: _Target) -> None:

@@ -361,6 +361,7 @@ class SizeEmitter:
             node.args, node.kwargs = pytree.tree_map_only(Polynomial, self._emit, arguments)
 
     def _emit(self, polynomial: Polynomial) -> Any:
+        """Return the node that computes a polynomial, or its number if it is constant."""
         total: Any = None
         for monomial, coefficient in polynomial.terms.items():
             term: Any = coefficient
@@ -372,6 +373,7 @@ class SizeEmitter:
         return self._apply(operator.floordiv, total, polynomial.denominator)
 
     def _apply(self, function: Callable[..., Any], left: Any, right: Any) -> Any:
+        """Return the result of an arithmetic function: a number, or a node."""
         if isinstance(left, int) and isinstance(right, int):
             return function(left, right)
         if right == 1 and function is operator.mul:
@@ -379,6 +381,7 @@ class SizeEmitter:
         return self._call((function, left, right), function, left, right)
 
     def _symbol(self, at: int) -> fx.Node:
+        """Return the node that computes a symbol, from the size of an input."""
         symbol = self._symbols[at]
         if symbol.expression not in self._sources:
             raise ExportError(

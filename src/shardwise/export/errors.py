@@ -1,4 +1,4 @@
-"""The exception that all of `shardwise.export` raises."""
+"""The exception of `shardwise.export`; plans raise `shardwise.parallel.PlanError` too."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from shardwise.parallel.plan_spec import (
     PlanError,
     as_placements,
     check_pattern,
+    check_plan,
     has_axis,
     is_spec,
     join_names,
@@ -74,8 +75,7 @@ def placements_by_input(
     inputs: ProgramInputs, mesh: DeviceMesh, plan: Mapping[str, Any], input_placements: Any
 ) -> dict[str, Placements]:
     """Return the placements that a plan and `input_placements` give to inputs, by placeholder."""
-    if not isinstance(plan, Mapping):
-        raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+    check_plan(plan)
     chosen: dict[str, Placements] = {}
     tensors = [name for names in inputs.state_names.values() for name in names]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)

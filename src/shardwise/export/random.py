@@ -73,6 +73,7 @@ class _DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims by their order in memory, the outermost first; None if it is not dense."""
     dims = range(tensor.dim())
     if tensor.is_contiguous():
         return tuple(dims)

@@ -23,6 +23,7 @@ from shardwise.parallel.plan_spec import (
     PlanError,
     as_placements,
     check_pattern,
+    check_plan,
     matches,
     no_match_error,
 )
@@ -144,8 +145,7 @@ def placements_by_leaf(
     for tensors of the optimizer state: a tensor elsewhere in the state with the name and shape of a
     parameter gets the placements of the parameter.
     """
-    if not isinstance(plan, Mapping):
-        raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+    check_plan(plan)
     tensors = [leaf for leaf in leaves if leaf.is_tensor]
     chosen: dict[str, Placements] = {}
     for pattern, wanted in plan.items():

@@ -96,6 +96,9 @@ class DTensorInterpreter(fx.Interpreter):
         return result
 
     def _run_node(self, node: fx.Node) -> Any:
+        """Run a node; an assignment by index, or a node of which only the first result is used, in
+        a cheaper way.
+        """
         if _is_only_assigned_to(node):
             return _ASSIGNED_VIEW
         if node.args and isinstance(node.args[0], fx.Node):
@@ -257,7 +260,8 @@ def record_graph(
 
     def run() -> None:
         try:
-            # Applies to this thread only. In a training step autograd calls the backward's moves.
+            # Gather a tensor once for all its uses; the setting is of this thread only. Not in a
+            # training step, where autograd runs the moves of the backward.
             state.keeps_gathers = not is_training
             with world.use(recording), mode(), _traceable_aliases(), _preserving_metadata():
                 traced = make_fx(listening, tracing_mode="real", pre_dispatch=not is_training)

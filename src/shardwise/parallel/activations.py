@@ -141,6 +141,7 @@ def _make_mover(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callabl
 def _make_input_hook(
     given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict: bool
 ) -> Any:
+    """Return a forward pre-hook that moves the arguments that `Activations.inputs` names."""
     names, named, takes_any = forward_arguments(module)
     if is_spec(given):
         only = _make_mover(given, what, mesh, strict)
@@ -180,6 +181,7 @@ def _make_input_hook(
 
 
 def _make_output_hook(given: Any, what: str, mesh: DeviceMesh, strict: bool) -> Any:
+    """Return a forward hook that moves the results that `Activations.outputs` names."""
     if is_spec(given):
         only = _make_mover(given, what, mesh, strict)
         return lambda module, args, outputs: replace_first_result(outputs, only, what)

@@ -29,6 +29,12 @@ class PlanError(ShardwiseError, ValueError):
     """A plan that does not fit its module."""
 
 
+def check_plan(plan: object) -> None:
+    """Raise PlanError for a plan that is not a dict."""
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+
+
 # ---- patterns
 
 

@@ -21,6 +21,7 @@ from shardwise.parallel.plan_spec import (
     all_modules,
     as_placements,
     check_pattern,
+    check_plan,
     drop_unknown_axes,
     join_names,
     matches,
@@ -75,8 +76,7 @@ def shard_module(
         ... })
     """
     mesh = as_mesh(device_mesh)
-    if not isinstance(plan, Mapping):
-        raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+    check_plan(plan)
     slots = find_slots(module)
     placements, activations = _match_plan(module, slots, mesh, plan, strict)
     # Everything is checked before anything is changed.

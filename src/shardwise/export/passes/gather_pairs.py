@@ -3,8 +3,7 @@
 While a program is recorded, `GatherObserver` observes how operators move their inputs. If no use of
 a gathered value needs more of it than the rank had before, the program is recorded again without
 the gather. The decision depends only on layouts at the original's nodes, which are the same on
-every
-rank: no rank leaves out a collective that another runs.
+every rank: no rank leaves out a collective that another runs.
 """
 
 from __future__ import annotations
@@ -170,8 +169,10 @@ class MovesWithoutPairs:
 
 
 def _is_gather(before: Layout, after: Layout) -> bool:
+    """Check whether a move only gathers: each rank then has all it had before."""
     return before is not after and is_slice(after, before)
 
 
 def _is_part(own: Layout, wanted: Layout) -> bool:
+    """Check whether a rank's shard in layout `wanted` is a part of its shard in layout `own`."""
     return len(own.shape) == len(wanted.shape) and is_slice(own, wanted)
