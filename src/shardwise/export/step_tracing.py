@@ -47,11 +47,8 @@ _META = torch.device("meta")
 StepFunction = Callable[..., tuple[Any, Any]]
 
 
-class _TensorResult:
-    """Stands for a tensor in the tree of a step's results: the graph returns it."""
-
-
-TENSOR_RESULT = _TensorResult()
+TENSOR_RESULT = object()
+"""Stands for a tensor in the tree of a step's results: the graph returns it."""
 
 
 class StepTracer:

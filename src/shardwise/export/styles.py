@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,14 +143,9 @@ def _check_ties(inputs: ProgramInputs, plan: Mapping[str, Any]) -> None:
             )
 
 
+@dataclass(frozen=True)
 class _ReplicateStyle:
     """The style "replicate": every rank computes all of a module."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ReplicateStyle)
-
-    def __hash__(self) -> int:
-        return hash(_ReplicateStyle)
 
     def __repr__(self) -> str:
         return '"replicate"'

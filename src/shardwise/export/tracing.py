@@ -194,12 +194,8 @@ def _location(node: fx.Node) -> str:
 # ---- assignments such as `buffer[2:5] = x`, which export writes as a view and a copy to it. Run as
 # such, a view of a split dim would be fetched from other ranks, only to be overwritten.
 
-
-class _AssignedView:
-    """Stands for a view that is not computed, as it is only overwritten."""
-
-
-_ASSIGNED_VIEW = _AssignedView()
+_ASSIGNED_VIEW = object()
+"""Stands for a view that is not computed, as it is only overwritten."""
 
 
 def _is_only_assigned_to(node: fx.Node) -> bool:

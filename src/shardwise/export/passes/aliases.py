@@ -62,6 +62,7 @@ class Aliases:
         """For each node, all nodes whose memory its result may share, itself included."""
         self.writers: dict[fx.Node, set[fx.Node]] = {}
         """For each origin, the nodes that write to its memory."""
+        self._output = graph.output_node()
         self._position = {node: at for at, node in enumerate(graph.nodes)}
         for node in graph.nodes:
             viewed, written = viewed_and_written(node)
@@ -73,6 +74,10 @@ class Aliases:
     def is_written(self, node: fx.Node) -> bool:
         """Check whether any node writes to the memory of a node."""
         return any(each in self.writers for each in self.origins[node])
+
+    def is_returned(self, node: fx.Node) -> bool:
+        """Check whether the caller of the graph may get the memory of a node."""
+        return node in self.origins[self._output]
 
     def would_differ_for_user(self, source: fx.Node, user: fx.Node) -> bool:
         """Check whether results would change if one user of a node got a copy of its value.

@@ -98,63 +98,50 @@ def simplify(graph: fx.Graph) -> None:
     Arguments:
         graph: a graph whose nodes have `meta["val"]`.
     """
-    memory = _MemoryUse(graph)
+    aliases = Aliases(graph)
     for node in list(graph.nodes):
         rule = _RULES.get(node.target)
-        if rule is not None and not memory.is_written(node):
-            same = rule(node, memory)
-            if same is not None and _can_replace(node, same, memory):
+        if rule is not None and not aliases.is_written(node):
+            same = rule(node, aliases)
+            if same is not None and _can_replace(node, same, aliases):
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
     _remove_unused(graph)
 
 
-class _MemoryUse:
-    """The nodes of a graph whose memory is written to, or returned to the caller."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        aliases = Aliases(graph)
-        self.is_written = aliases.is_written
-        self._returned = aliases.origins[graph.output_node()]
-
-    def is_returned(self, node: fx.Node) -> bool:
-        """Check whether the caller may get the memory of a node."""
-        return node in self._returned
-
-
-RewriteRule = Callable[[fx.Node, _MemoryUse], fx.Node | None]
+RewriteRule = Callable[[fx.Node, Aliases], fx.Node | None]
 """Returns the node with the same value as the given one, if there is one; may change it instead."""
 
 
-def _can_replace(node: fx.Node, same: fx.Node, memory: _MemoryUse) -> bool:
+def _can_replace(node: fx.Node, same: fx.Node, aliases: Aliases) -> bool:
     """Check whether users of a node may get another node with the same value."""
     # The caller must get new memory, unless the node was a view before.
-    return not memory.is_written(same) and (node.target in _VIEWS or not memory.is_returned(node))
+    return not aliases.is_written(same) and (node.target in _VIEWS or not aliases.is_returned(node))
 
 
 # ---- rules for operators that return their argument
 
 
-def _view_as_itself(node: fx.Node, memory: _MemoryUse) -> fx.Node | None:
+def _view_as_itself(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     """x.view_as(x)."""
     x, like = node.args
     return x if x is like and isinstance(x, fx.Node) else None
 
 
-def _cast_to_own(node: fx.Node, memory: _MemoryUse) -> fx.Node | None:
+def _cast_to_own(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     """x.to(its own device or dtype)."""
     x = node.args[0]
     is_plain = not node.kwargs and not any(isinstance(each, bool) for each in node.args)
     return x if is_plain and isinstance(x, fx.Node) and _are_alike(x, node) else None
 
 
-def _copied_constant(node: fx.Node, memory: _MemoryUse) -> fx.Node | None:
+def _copied_constant(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     """A copy of a constant, made in case something writes to it."""
     (x,) = node.args
     return x if isinstance(x, fx.Node) else None
 
 
-def _detached_constant(node: fx.Node, memory: _MemoryUse) -> fx.Node | None:
+def _detached_constant(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     """x.detach_() of an input that does not require a gradient."""
     (x,) = node.args
     if isinstance(x, fx.Node) and x.op == "placeholder" and not x.meta["val"].requires_grad:
@@ -165,34 +152,34 @@ def _detached_constant(node: fx.Node, memory: _MemoryUse) -> fx.Node | None:
 # ---- rules for zeros
 
 
-def _is_zero(value: Any, memory: _MemoryUse) -> bool:
+def _is_zero(value: Any, aliases: Aliases) -> bool:
     if isinstance(value, fx.Node):
-        return value.target in _ZEROS and not memory.is_written(value)
+        return value.target in _ZEROS and not aliases.is_written(value)
     return type(value) in (int, float) and value == 0
 
 
-def _added_zeros(node: fx.Node, memory: _MemoryUse) -> fx.Node | None:
+def _added_zeros(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     """x + 0, 0 + x or x - 0."""
     left, right = node.args
-    if _is_zero(right, memory) and isinstance(left, fx.Node) and _are_alike(left, node):
+    if _is_zero(right, aliases) and isinstance(left, fx.Node) and _are_alike(left, node):
         return left
-    is_sum = node.target is _aten.add.Tensor and not node.kwargs
-    if is_sum and _is_zero(left, memory) and isinstance(right, fx.Node) and _are_alike(right, node):
+    is_sum = node.target is _aten.add.Tensor and not node.kwargs and _is_zero(left, aliases)
+    if is_sum and isinstance(right, fx.Node) and _are_alike(right, node):
         return right
     return None
 
 
-def _zero_bias(node: fx.Node, memory: _MemoryUse) -> None:
+def _zero_bias(node: fx.Node, aliases: Aliases) -> None:
     """A layer whose bias is zeros: drop the bias."""
-    if len(node.args) > 2 and _is_zero(node.args[2], memory):
+    if len(node.args) > 2 and _is_zero(node.args[2], aliases):
         x, weight, _, *others = node.args
         node.args = (x, weight, None, *others) if others else (x, weight)
 
 
-def _product_plus_zeros(node: fx.Node, memory: _MemoryUse) -> None:
+def _product_plus_zeros(node: fx.Node, aliases: Aliases) -> None:
     """zeros + x @ y: make it x @ y."""
     zeros, x, y = node.args
-    if not node.kwargs and _is_zero(zeros, memory):
+    if not node.kwargs and _is_zero(zeros, aliases):
         node.target, node.args = _aten.mm.default, (x, y)
 
 
