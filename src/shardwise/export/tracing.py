@@ -96,9 +96,7 @@ class DTensorInterpreter(fx.Interpreter):
         return result
 
     def _run_node(self, node: fx.Node) -> Any:
-        """Run a node; an assignment by index, or a node of which only the first result is used, in
-        a cheaper way.
-        """
+        """Run a node; cheaper if it assigns by index, or its first result alone is used."""
         if _is_only_assigned_to(node):
             return _ASSIGNED_VIEW
         if node.args and isinstance(node.args[0], fx.Node):
