@@ -7,8 +7,13 @@ from torch.export import Dim
 
 import shardwise as sw
 from shardwise.export import ExportError, shard_program
-from shardwise.export.polynomials import Solver, Symbol
-from shardwise.export.sizes import FEW, recorded, samples
+from shardwise.export.dynamic_sizes import (
+    FEW_SAMPLES,
+    PolynomialSolver,
+    Symbol,
+    record_at_samples,
+    sample_sizes,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -49,13 +54,13 @@ def test_a_number_is_right_at_sizes_that_were_not_recorded(name):
 @pytest.mark.parametrize("example", range(64, 97, 8))
 def test_a_part_of_a_size_is_no_polynomial(parts, example):
     symbols = [Symbol(name, name, example, 2, 900) for name in ("a", "b")]
-    at = samples(symbols)
+    at = sample_sizes(symbols)
     for name in ("a", "b"):
         parted = tuple(-(-each[name] // parts) for each in at)
-        assert len(set(parted[:FEW])) > 1
-        for count, is_short in ((FEW, True), (len(at), False)):
+        assert len(set(parted[:FEW_SAMPLES])) > 1
+        for count, is_short in ((FEW_SAMPLES, True), (len(at), False)):
             with pytest.raises(ExportError, match="is no polynomial in the dynamic sizes"):
-                Solver(symbols, at[:count], is_short).polynomial(
+                PolynomialSolver(symbols, at[:count], is_short).polynomial(
                     parted[:count], fx.Graph().output(None)
                 )
 
@@ -67,4 +72,4 @@ def test_the_error_says_where_the_operators_begin_to_depend_on_a_size():
         return fx.symbolic_trace(lambda x: second(first(torch.relu(x))))
 
     with pytest.raises(ExportError, match=r"number of operators from exp.* on, which is .* or .*"):
-        recorded(record, [Symbol("s0", "s0", 3, 2, 64)])
+        record_at_samples(record, [Symbol("s0", "s0", 3, 2, 64)])

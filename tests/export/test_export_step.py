@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 from shardwise import Shard
 from shardwise.export import ExportError, shard_step
-from shardwise.export.cleaning import is_collective
+from shardwise.export.operators import is_collective
 from shardwise.parallel import Activations
-from shardwise.parallel.names import PlanError
+from shardwise.parallel.plan_spec import PlanError
 
 TWO = sw.DeviceMesh.abstract((2,), ("tp",))
 ALONE = sw.DeviceMesh("cpu", [0], mesh_dim_names=("tp",))

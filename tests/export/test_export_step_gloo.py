@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise import DTensor, Shard
 from shardwise.comm import trace
 from shardwise.export import shard_step
-from shardwise.export.cleaning import is_collective
+from shardwise.export.operators import is_collective
 
 STEPS = 3
 MESHES = {"two": ((2,), ("tp",)), "four": ((4,), ("tp",)), "both": ((2, 2), ("dp", "tp"))}

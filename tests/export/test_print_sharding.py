@@ -18,7 +18,7 @@ from shardwise.export import (
     shard_step,
     sharding_text,
 )
-from shardwise.export.cleaning import is_collective
+from shardwise.export.operators import is_collective
 
 # torch's own, where it copies the tree of a program's arguments
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -8,7 +8,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import Partial, Shard
 from shardwise.export import ExportError, shard_program
-from shardwise.parallel.names import PlanError
+from shardwise.parallel.plan_spec import PlanError
 
 # torch's own, when it copies a program.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import Shard
 from shardwise.export import ExportError, shard_program, shard_step
-from shardwise.export.draws import Draw
+from shardwise.export.random import Draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -9,7 +9,8 @@ from torch import nn
 import shardwise as sw
 from shardwise import Shard
 from shardwise.export import ExportError, shard_program, tensor_parallel_transformation
-from shardwise.export.cleaning import clean, is_collective
+from shardwise.export.operators import is_collective
+from shardwise.export.passes.simplify import clean
 from shardwise.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.export's own

@@ -8,10 +8,10 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import shardwise as sw
 from shardwise import world
-from shardwise.export.cleaning import is_collective
-from shardwise.export.program import Sharding
+from shardwise.export.operators import is_collective
+from shardwise.export.passes.simplify import simplify
+from shardwise.export.program import ProgramSharder
 from shardwise.export.recording import RecordingWorld
-from shardwise.export.simplifying import simplify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.export's own
 
@@ -104,7 +104,7 @@ def program_of(exported, plan, rank, size=2):
     here = RecordingWorld(rank, size)
     with world.use(here):
         mesh = sw.DeviceMesh("cpu", list(range(size)), mesh_dim_names=("tp",))
-    return Sharding(exported, mesh, here, plan).program()
+    return ProgramSharder(exported, mesh, here, plan).program()
 
 
 def operators(program):

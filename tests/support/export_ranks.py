@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.export.groups import group_name
+from shardwise.export.recording import group_name
 from shardwise.world import current
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.parallel.names import matches
+from shardwise.parallel.plan_spec import matches
 from support.export_styles import CASES, Case, called, collectives
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "export.md"

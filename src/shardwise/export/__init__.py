@@ -1,9 +1,9 @@
 """Exported programs, one for each rank."""
 
 from shardwise.export.errors import ExportError
-from shardwise.export.groups import make_groups
+from shardwise.export.print import print_sharding, sharding_text
 from shardwise.export.program import shard_program
-from shardwise.export.showing import print_sharding, sharding_text
+from shardwise.export.recording import make_groups
 from shardwise.export.step import ShardedStep, shard_step
 from shardwise.export.styles import tensor_parallel_transformation
 

@@ -1,8 +1,11 @@
-"""Where modules begin and end in a graph, and what happens to tensors that cross there."""
+"""The modules of an exported program, and the moves of tensors that enter and leave them.
+
+A program is one flat graph: modules are found by the metadata of nodes and the names of parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,41 +16,108 @@ from torch.export.graph_signature import OutputKind
 
 from shardwise.copies import link
 from shardwise.dispatch.writes import mark_severed
-from shardwise.export.aliases import Aliases
-from shardwise.export.cleaning import writes
+from shardwise.export.annotations import module_path_of
 from shardwise.export.errors import ExportError
-from shardwise.export.plan import STATE, Inputs
+from shardwise.export.operators import writes
+from shardwise.export.passes.aliases import Aliases
+from shardwise.export.placements import (
+    NAME_REMEDY,
+    STATE_KINDS,
+    Placements,
+    ProgramInputs,
+    check_placements_fit,
+)
 from shardwise.mesh import DeviceMesh
-from shardwise.parallel.names import unmatched
-from shardwise.parallel.specs import laid_by, placements_of
-from shardwise.placement import Placement, Shard
+from shardwise.parallel.activations import Activations
+from shardwise.parallel.plan_spec import (
+    apply_spec,
+    as_placements,
+    check_pattern,
+    is_spec,
+    join_names,
+    matches,
+    no_match_error,
+)
 from shardwise.tensor import DTensor
+from shardwise.torch_internals import operator_name
 
 _SIZE = torch.ops.aten.sym_size.int
 
-
-@dataclass(frozen=True)
-class Boundary:
-    """How tensors lie that enter a module, and that leave it; None: as they happen to.
-
-    Each is one placement for each axis of the mesh, or some by axis: others stay as they are.
-    """
-
-    entering: Any = None
-    leaving: Any = None
-    named: Mapping[str, Any] = field(default_factory=dict)
-    """For inputs of the program, which have names."""
+# ---- modules
 
 
 @dataclass
-class Call:
+class ProgramModule:
+    """A module of the exported model, as far as the program still knows it."""
+
+    path: str
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of its own parameters, buffers and constants, by their names in it."""
+    weight_users: list[fx.Node] = field(default_factory=list)
+    """The nodes that use its weight: those of its own calls, if it was called."""
+
+    def full_name(self, name: str) -> str:
+        """Return the name in the program of one of its own tensors."""
+        return join_names(self.path, name)
+
+    def weight_kind(self) -> str | None:
+        """Return the kind of its weight, as `parallel.styles.weight_kind`; None without a matrix.
+
+        It is known by the operator that uses it, so that modules like nn.Linear count as such too.
+        """
+        if len(self.shapes.get("weight", ())) < 2:
+            return None
+        for user in self.weight_users:
+            name = operator_name(user.target)
+            if "embedding" in name:
+                return "embedding"
+            if name.startswith("conv_transpose") or (name == "convolution" and user.args[6]):
+                return "transposed"
+            if name in ("addmm", "mm", "matmul"):  # x @ weight
+                return "transposed"
+        return "linear"
+
+
+def find_modules(program: ExportedProgram) -> dict[str, ProgramModule]:
+    """Return the modules that were called or that hold tensors, by path."""
+    found: dict[str, ProgramModule] = {}
+    for path in _called_paths(program.graph_module):
+        found.setdefault(path, ProgramModule(path))
+    inputs = ProgramInputs(program)
+    for node, _ in inputs.all:
+        value = node.meta.get("val")
+        for full_name in inputs.state_names.get(node.name, ()):
+            path, _, name = full_name.rpartition(".")
+            module = found.setdefault(path, ProgramModule(path))
+            if isinstance(value, torch.Tensor):
+                module.shapes[name] = tuple(map(int, value.shape))
+            if name == "weight":
+                own = [user for user in node.users if module_path_of(user) == path]
+                module.weight_users = own or list(node.users)
+    return found
+
+
+def _called_paths(module: fx.GraphModule) -> Iterator[str]:
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                    yield path
+
+
+@dataclass
+class ModuleCall:
     """One call of a module: its nodes, in order."""
 
     path: str
     nodes: dict[fx.Node, None] = field(default_factory=dict)
 
     def entering(self, state: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Tensors from elsewhere, except for parameters and the like; each with its users here."""
+        """Return the tensors from other modules, each with the nodes of this call that use it.
+
+        Arguments:
+            state: placeholders of parameters and the like, which are left out.
+        """
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             if node.target is _SIZE:
@@ -59,11 +129,11 @@ class Call:
                     found.setdefault(source, []).append(node)
         return found
 
-    def leaving(self, kept: set[fx.Node]) -> list[fx.Node]:
-        """Tensors that are used elsewhere.
+    def leaving(self, updates: set[fx.Node]) -> list[fx.Node]:
+        """Return the tensors that other modules use, or the program returns.
 
         Arguments:
-            kept: those that the program's output has as what became of its state.
+            updates: nodes that the program returns only as new values of its state.
         """
         return [
             node
@@ -72,23 +142,25 @@ class Call:
             and any(
                 user not in self.nodes
                 and user.target is not _SIZE
-                and not (user.op == "output" and node in kept)
+                and not (user.op == "output" and node in updates)
                 for user in node.users
             )
         ]
 
 
-def calls_of(graph: fx.Graph) -> list[Call]:
-    """The calls of modules in a graph, outer ones first."""
-    found: dict[str, Call] = {}
+def _find_calls(graph: fx.Graph) -> list[ModuleCall]:
+    """Return the calls of modules in a graph, outer ones first."""
+    found: dict[str, ModuleCall] = {}
     for node in graph.nodes:
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            found.setdefault(key, Call(path)).nodes[node] = None
+            found.setdefault(key, ModuleCall(path)).nodes[node] = None
     return list(found.values())
 
 
-def graphs_of(module: fx.GraphModule, state: set[fx.Node]) -> Iterator[tuple[fx.Graph, set[Any]]]:
-    """A program's graph and those of blocks in it, each with its inputs that are state."""
+def _all_graphs(
+    module: fx.GraphModule, state: set[fx.Node]
+) -> Iterator[tuple[fx.Graph, set[fx.Node]]]:
+    """Yield a program's graph and those of blocks in it, each with the placeholders of state."""
     yield module.graph, state
     for node in module.graph.nodes:
         for at, argument in enumerate(node.args):
@@ -97,19 +169,77 @@ def graphs_of(module: fx.GraphModule, state: set[fx.Node]) -> Iterator[tuple[fx.
                 if isinstance(block, fx.GraphModule):
                     inputs = [each for each in block.graph.nodes if each.op == "placeholder"]
                     pairs = zip(inputs, node.args[at + 1 :], strict=False)
-                    inner = {mine for mine, given in pairs if given in state}
-                    yield from graphs_of(block, inner)
+                    inner = {placeholder for placeholder, given in pairs if given in state}
+                    yield from _all_graphs(block, inner)
 
 
-class Boundaries:
-    """Moves tensors where they enter and leave modules (see `tracing.Moves`).
+# ---- what a plan says of them
 
-    Of nested modules, where a tensor enters several at once the innermost is asked, and where it
-    leaves several the outermost: it moves once.
+
+@dataclass(frozen=True)
+class Boundary:
+    """The specs of tensors that enter and leave a module; None: they are not moved.
+
+    A spec has one placement per axis of the mesh, or some by axis; other axes keep theirs.
+    """
+
+    entering: Any = None
+    leaving: Any = None
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """Specs of inputs of the program, by their names."""
+
+
+def split_plan(
+    plan: Mapping[str, Any], modules: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Boundary]]:
+    """Split a plan into specs of tensors, by pattern, and boundaries of modules, by path.
+
+    Arguments:
+        modules: the paths of the program's modules.
+    """
+    tensors: dict[str, Any] = {}
+    boundaries: dict[str, Boundary] = {}
+    for pattern, wanted in plan.items():
+        check_pattern("plan", pattern)
+        if not isinstance(wanted, Activations):
+            tensors[pattern] = wanted
+            continue
+        fitting = [path for path in modules if matches(pattern, path)]
+        if not fitting:
+            raise no_match_error("plan", pattern, modules, "modules", remedy=NAME_REMEDY)
+        boundaries |= dict.fromkeys(fitting, _as_boundary(pattern, wanted))
+    return tensors, boundaries
+
+
+def _as_boundary(pattern: str, wanted: Activations) -> Boundary:
+    """Return Activations as a boundary, or raise ExportError if a program cannot follow them."""
+    entering, named = wanted.inputs, {}
+    if entering is not None and not is_spec(entering):
+        entering, named = None, dict(wanted.inputs)
+    positions = [key for key in named if not isinstance(key, str)]
+    if positions or not (wanted.outputs is None or is_spec(wanted.outputs)):
+        what = f"inputs by position {positions}" if positions else f"outputs {wanted.outputs}"
+        raise ExportError(
+            f"plan[{pattern!r}]: a program does not say which argument or result of a module is "
+            f"which, so Activations have one spec there, or names for inputs of the program; got "
+            f"{what}. Use the modules in it, input_placements or output_placements"
+        )
+    return Boundary(entering, wanted.outputs, named)
+
+
+# ---- moves
+
+
+class BoundaryMoves:
+    """Redistributes tensors where they enter and leave modules (a `tracing.ValueMoves`).
+
+    A tensor moves once: if it enters several nested modules at once, the innermost decides, and if
+    it leaves several, the outermost.
 
     Arguments:
         program: the original.
-        wanted: by the path of a module.
+        wanted: boundaries by the path of a module.
+        mesh: where the tensors lie.
     """
 
     def __init__(
@@ -118,138 +248,128 @@ class Boundaries:
         wanted: Mapping[str, Boundary],
         mesh: DeviceMesh,
     ) -> None:
-        state = {node for node, spec in Inputs(program).all if spec.kind in STATE}
+        state = {node for node, spec in ProgramInputs(program).all if spec.kind in STATE_KINDS}
         self._mesh = mesh
-        self._entering: dict[tuple[fx.Node, fx.Node], _Place] = {}
-        self._leaving: dict[fx.Node, _Place] = {}
-        self._moved: dict[tuple[fx.Node, str], tuple[Any, Any]] = {}
-        self._kept = _kept_by(program)
-        self._tied: set[Any] = set()
-        """Nodes and edges, as above, of which a copy would be told from the tensor itself."""
-        for graph, inputs in graphs_of(program.graph_module, state):
-            for call in calls_of(graph):
+        self._entering: dict[tuple[fx.Node, fx.Node], _Target] = {}
+        """By edge: a node, and one of its users."""
+        self._leaving: dict[fx.Node, _Target] = {}
+        self._cache: dict[tuple[fx.Node, str], tuple[Any, Any]] = {}
+        self._updates = _find_updates(program)
+        self._linked: set[Any] = set()
+        """Nodes and edges whose moved tensor must share writes with the tensor itself."""
+        for graph, inputs in _all_graphs(program.graph_module, state):
+            for call in _find_calls(graph):
                 if call.path in wanted:
                     self._add(call, inputs, wanted[call.path])
             if any(map(writes, graph.nodes)):
                 aliases = Aliases(graph)
                 inside = set(graph.nodes)
                 edges = (edge for edge in self._entering if edge[1] in inside)
-                self._tied |= {edge for edge in edges if aliases.is_seen_through(*edge)}
+                self._linked |= {edge for edge in edges if aliases.would_differ_for_user(*edge)}
                 ends = inside & self._leaving.keys()
-                self._tied |= {node for node in ends if aliases.is_seen_behind(node)}
+                self._linked |= {node for node in ends if aliases.would_differ_for_all(node)}
 
-    def _add(self, call: Call, state: set[fx.Node], boundary: Boundary) -> None:
+    def _add(self, call: ModuleCall, state: set[fx.Node], boundary: Boundary) -> None:
+        """Set the targets of all tensors that enter or leave one call of a module."""
         path = call.path or "the module"
         sources = call.entering(state)
         if boundary.entering is not None:
-            place = self._place(f"input of {path}", boundary.entering)
-            if place.splits:
-                _check_one(place, sources)
+            target = self._make_target(f"input of {path}", boundary.entering)
+            if target.splits:
+                _check_single(target, sources)
             for source, users in sources.items():
-                place.check(source)
-                self._entering |= {(source, user): place for user in users}
+                self._check(target, source)
+                self._entering |= {(source, user): target for user in users}
         given = {source.name: source for source in sources if source.op == "placeholder"}
         for name, spec in boundary.named.items():
             if name not in given:
-                raise unmatched(
+                raise no_match_error(
                     f"inputs of {path}",
                     name,
                     given,
                     "inputs of the program",
                     remedy=f"There are {', '.join(given) or 'none here'}",
                 )
-            place = self._place(f"input {name} of {path}", spec)
-            place.check(given[name])
+            target = self._make_target(f"input {name} of {path}", spec)
+            self._check(target, given[name])
             users = sources[given[name]]
-            self._entering |= {(given[name], user): place for user in users}
+            self._entering |= {(given[name], user): target for user in users}
         if boundary.leaving is not None:
-            place = self._place(f"output of {path}", boundary.leaving)
-            results = call.leaving(self._kept)
-            _check_one(place, results)
+            target = self._make_target(f"output of {path}", boundary.leaving)
+            results = call.leaving(self._updates)
+            _check_single(target, results)
             for result in results:
-                place.check(result)
-                self._leaving.setdefault(result, place)
+                self._check(target, result)
+                self._leaving.setdefault(result, target)
 
-    def _place(self, what: str, spec: Any) -> _Place:
-        return _Place(what, spec, placements_of(spec, self._mesh, what))
+    def _make_target(self, what: str, spec: Any) -> _Target:
+        return _Target(what, spec, as_placements(spec, self._mesh, what))
+
+    def _check(self, target: _Target, node: fx.Node) -> None:
+        """Raise ExportError if the spec splits a dim of a node that cannot be split."""
+        name = f"{target.what} ({node.name})"
+        check_placements_fit(name, node.meta["val"], target.placements, self._mesh)
 
     def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
-        """What a node gets in place of a value."""
-        place = self._entering.get((source, node))
-        if place is None or not isinstance(value, DTensor):
+        """Return what a node gets in place of the value of another."""
+        target = self._entering.get((source, node))
+        if target is None or not isinstance(value, DTensor):
             return value
-        # Once for all modules that take it, such as the projections to queries, keys and values.
-        key = source, repr(place.spec)
-        before, moved = self._moved.get(key, (None, None))
+        # Once for all modules that use it, such as the projections to queries, keys and values.
+        key = source, repr(target.spec)
+        before, moved = self._cache.get(key, (None, None))
         if before is not value:
-            moved = place.moved(value)
-            self._moved[key] = value, moved
-        if (source, node) in self._tied:
-            _tie(moved, value, place)
+            moved = target.move(value)
+            self._cache[key] = value, moved
+        if (source, node) in self._linked:
+            _link(moved, value, target)
         return moved
 
     def leaving(self, node: fx.Node, value: Any) -> Any:
-        """What others get in place of a node's result."""
+        """Return what other nodes get in place of a node's result."""
         if writes(node):
-            self._moved.clear()
-        place = self._leaving.get(node)
-        if place is None or not isinstance(value, DTensor):
+            self._cache.clear()
+        target = self._leaving.get(node)
+        if target is None or not isinstance(value, DTensor):
             return value
-        moved = place.moved(value)
-        if node in self._tied:
-            _tie(moved, value, place)
+        moved = target.move(value)
+        if node in self._linked:
+            _link(moved, value, target)
         return moved
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor goes."""
+class _Target:
+    """The spec that a tensor is moved to, and the tensor's name in errors."""
 
     what: str
     spec: Any
-    placements: Sequence[Placement]
+    placements: Placements
 
     @property
     def splits(self) -> bool:
         return any(each.is_shard() for each in self.placements)
 
-    def moved(self, value: DTensor) -> DTensor:
-        layout = laid_by(value._layout, self.spec, self.what)
+    def move(self, value: DTensor) -> DTensor:
+        """Return a value in the layout that the spec asks for: itself if it has it already."""
+        layout = apply_spec(value._layout, self.spec, self.what)
         if value._layout == layout:
-            return value  # not even an alias is written down
+            return value  # redistribute would record an alias
         moved: DTensor = value.redistribute(
             placements=layout.placements, shard_order=layout.shard_order
         )
         return moved
 
-    def check(self, node: fx.Node) -> None:
-        """Refuse to split what cannot be split."""
-        shape = node.meta["val"].shape
-        for placement in self.placements:
-            if not isinstance(placement, Shard):
-                continue
-            if not -len(shape) <= placement.dim < len(shape):
-                raise ExportError(
-                    f"{self.what}: expected a dim of {node.name}, {len(shape)}-d; got {placement}"
-                )
-            if isinstance(shape[placement.dim], torch.SymInt):
-                raise ExportError(
-                    f"{self.what}: dim {placement.dim} of {node.name} is dynamic "
-                    f"({shape[placement.dim]}), and {placement} would split it: ranks could not "
-                    "know the lengths of each other's pieces. Fix its size at export, or split "
-                    "another dim"
-                )
 
-
-def _tie(moved: DTensor, value: DTensor, place: _Place) -> None:
-    """Have a tensor that was moved stand for the one it was, for those that write to either."""
+def _link(moved: DTensor, value: DTensor, target: _Target) -> None:
+    """Apply writes to a moved tensor to the original too, and the other way round."""
     if moved is not value:
         mark_severed(moved, "redistribute", ...)
-        link(moved, value, place.moved)
+        link(moved, value, target.move)
 
 
-def _kept_by(program: ExportedProgram) -> set[fx.Node]:
-    """Nodes that only tell what became of a program's state or inputs."""
+def _find_updates(program: ExportedProgram) -> set[fx.Node]:
+    """Return the nodes that a program returns only as new values of its state or inputs."""
     results: Any = program.graph.output_node().args[0]
     found: dict[bool, set[fx.Node]] = {True: set(), False: set()}
     for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
@@ -258,11 +378,11 @@ def _kept_by(program: ExportedProgram) -> set[fx.Node]:
     return found[False] - found[True]
 
 
-def _check_one(place: _Place, nodes: Collection[fx.Node]) -> None:
-    """Refuse to guess which of several tensors is meant."""
+def _check_single(target: _Target, nodes: Collection[fx.Node]) -> None:
+    """Raise ExportError if a spec could mean any of several tensors."""
     if len(nodes) > 1:
         raise ExportError(
-            f"{place.what}: it should lie as {place.spec}, but there are several "
+            f"{target.what}: it should lie as {target.spec}, but there are several "
             f"({', '.join(map(str, nodes))}) and a program does not say which is meant; name the "
             "modules in it that have one"
         )

@@ -1,4 +1,4 @@
-"""The exception of exported programs."""
+"""The exception of `shardwise.export`; plans raise `shardwise.parallel.PlanError` too."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from shardwise.errors import ShardwiseError
 
 
 class ExportError(ShardwiseError, ValueError):
-    """A program, a plan or a mesh that cannot be made into a program for each rank."""
+    """A program, plan or mesh from which no rank's program can be made."""

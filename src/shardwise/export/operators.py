@@ -1,25 +1,41 @@
-"""What is to be known of an operator before it is run on DTensors: may it be, and how."""
+"""Facts about operators and nodes: whether one can be traced, writes, communicates or is random.
+
+Also the casts of `autocast`, which torch does not apply to meta tensors.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from shardwise.errors import ShardwiseError
+from shardwise.export.annotations import annotate_tensor
 from shardwise.export.errors import ExportError
 from shardwise.tensor import DTensor
-from shardwise.torch_internals import HigherOrderOperator, schema_of
+from shardwise.torch_internals import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    operator_name,
+    pytree,
+    schema_of,
+)
+
+# ---- can it be traced?
 
 _TO_NUMBER = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
 
-def check_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what the ranks of a program cannot do together."""
+def check_operator(target: Any) -> None:
+    """Raise ExportError for an operator that no rank's program can contain."""
     if isinstance(target, HigherOrderOperator):
         raise ExportError(
             f"exported_program: {target} has graphs of its own, which are not supported; export "
@@ -32,64 +48,26 @@ def check_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         )
 
 
-_NEEDS_DATA = re.compile(
+_DATA_ERROR = re.compile(
     r"\bmeta\b|register_meta|value out of a tracing tensor|data-dependent", re.I
 )
 
 
-def needs_data(error: Exception) -> bool:
-    """Whether something failed as tensors have no data while a program is recorded."""
+def is_data_error(error: Exception) -> bool:
+    """Check whether torch raised an error because meta tensors have no data."""
     is_ours = isinstance(error, ShardwiseError)
-    return not is_ours and _NEEDS_DATA.search(f"{type(error).__name__}: {error}") is not None
+    return not is_ours and _DATA_ERROR.search(f"{type(error).__name__}: {error}") is not None
 
 
-def data_refused(node: fx.Node, values: Sequence[Any]) -> ExportError:
-    """The error for an operator that would have to see numbers, to know what ranks exchange."""
-    lie = [repr(each._layout) for each in values if isinstance(each, DTensor)]
+def data_needed_error(node: fx.Node, values: Sequence[Any]) -> ExportError:
+    """Return the error for an operator whose communication depends on the values of tensors."""
+    layouts = [repr(each._layout) for each in values if isinstance(each, DTensor)]
     return ExportError(
-        f"exported_program: {node.name} ({node.target}) of {', '.join(lie) or 'these values'}: on "
-        "dims that are split, what each rank does depends on numbers, which are not known while a "
-        "program is made. Keep the dims that it picks from or writes to whole: by the plan for "
+        f"exported_program: {node.name} ({node.target}) of {', '.join(layouts) or 'these values'}: "
+        "on dims that are split, what each rank does depends on numbers, which are not known while "
+        "a program is made. Keep the dims that it picks from or writes to whole: by the plan for "
         "what the program holds, or by Activations for the module that it is in"
     )
-
-
-def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator is random: dropout is not, outside of training or of nothing."""
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    given = _by_name(target, args, kwargs)
-    chance = given.get("dropout_p", given.get("dropout"))
-    return given.get("train", given.get("training")) is not False and chance != 0
-
-
-STATISTICS = ("running_mean", "running_var")
-"""Arguments that norms write to although their schemas do not say so."""
-
-_TRAINING: dict[Any, str] = {
-    torch.ops.aten.batch_norm.default: "training",
-    torch.ops.aten.native_batch_norm.default: "training",
-    torch.ops.aten.cudnn_batch_norm.default: "training",
-    torch.ops.aten.instance_norm.default: "use_input_stats",
-}
-"""These norms, and the arguments that say whether they do."""
-
-
-def updates_statistics(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator is a norm that writes to running statistics."""
-    flag = _TRAINING.get(target)
-    if flag is None:
-        return False
-    given = _by_name(target, args, kwargs)
-    return bool(given[flag]) and any(given[name] is not None for name in STATISTICS)
-
-
-def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator, with defaults."""
-    arguments = schema_of(target).arguments
-    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    given |= dict(zip((each.name for each in arguments), args, strict=False))
-    return given | dict(kwargs)
 
 
 def _group_norm(
@@ -98,17 +76,177 @@ def _group_norm(
     return torch.group_norm(input, groups, weight, bias, eps)
 
 
-# Statistics are whole on every rank, which costs collectives; the result alone may need none.
-_WITHOUT_STATISTICS: dict[Any, Callable[..., Any]] = {
+# The statistics are replicated, which costs collectives; the first result alone may need none.
+_FIRST_RESULT_ONLY: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.native_group_norm.default: _group_norm,
 }
 
 
-def first_alone(node: fx.Node) -> Callable[..., Any] | None:
-    """What makes only the first result of a node, where no other is used; None if it is as dear."""
-    made = _WITHOUT_STATISTICS.get(node.target)
-    if made is None or any(
+def first_result_function(node: fx.Node) -> Callable[..., Any] | None:
+    """Return a cheaper function that computes only the first result of a node.
+
+    None if there is no such function, or if another result of the node is used.
+    """
+    function = _FIRST_RESULT_ONLY.get(node.target)
+    if function is None or any(
         user.target is not operator.getitem or user.args[1] != 0 for user in node.users
     ):
         return None
-    return made
+    return function
+
+
+# ---- what does it do?
+
+
+def writes(node: fx.Node) -> bool:
+    """Check whether a node writes to one of its arguments."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    return schema_of(target).is_mutable or updates_statistics(target, node.args, node.kwargs)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Check whether a node is a collective."""
+    target = node.target
+    return (
+        isinstance(target, OpOverload)
+        and target.namespace == "_c10d_functional"
+        and operator_name(target) != "wait_tensor"
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Check whether a node draws random numbers."""
+    return draws_random(node.target, node.args, node.kwargs)
+
+
+def draws_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Check whether a call draws random numbers: dropout does not in evaluation or with p = 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    given = _arguments_by_name(target, args, kwargs)
+    chance = given.get("dropout_p", given.get("dropout"))
+    return given.get("train", given.get("training")) is not False and chance != 0
+
+
+RUNNING_STATISTICS = ("running_mean", "running_var")
+"""Arguments that norms write to although their schemas do not say so."""
+
+_TRAINING_FLAG: dict[Any, str] = {
+    torch.ops.aten.batch_norm.default: "training",
+    torch.ops.aten.native_batch_norm.default: "training",
+    torch.ops.aten.cudnn_batch_norm.default: "training",
+    torch.ops.aten.instance_norm.default: "use_input_stats",
+}
+"""These norms, and the argument that says whether they write to the running statistics."""
+
+
+def updates_statistics(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Check whether a call is that of a norm that writes to its running statistics."""
+    flag = _TRAINING_FLAG.get(target)
+    if flag is None:
+        return False
+    given = _arguments_by_name(target, args, kwargs)
+    return bool(given[flag]) and any(given[name] is not None for name in RUNNING_STATISTICS)
+
+
+def _arguments_by_name(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, with the defaults of its schema."""
+    arguments = schema_of(target).arguments
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given |= dict(zip((each.name for each in arguments), args, strict=False))
+    return given | dict(kwargs)
+
+
+# ---- autocast
+
+_COPY = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The casts of a block within `torch.autocast`.
+
+    Arguments:
+        device: the device type given to `torch.autocast`.
+        dtype: the dtype given to it; None for its default.
+    """
+
+    device: str
+    dtype: torch.dtype | None
+
+    def cast(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of an operator with the dtypes that autocast would give them.
+
+        The operator runs twice on fake tensors of the device: with autocast, to see which arguments
+        it casts, and without it on the cast arguments. If the two runs differ, autocast casts
+        something within the operator too, and ExportError is raised.
+        """
+        if not isinstance(target, OpOverload):
+            return args, kwargs
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        with disable_proxy_modes_tracing(), FakeTensorMode():
+            given = [self._as_fake(each) for each in leaves]
+            cast = _CastObserver(given)
+            with torch.autocast(self.device, self.dtype), cast:
+                result = _run(target, given, structure)
+            plain = _CastObserver([])
+            with torch.autocast(self.device, enabled=False):
+                changed = list(map(_to_dtype, given, cast.dtypes))
+                with plain:
+                    again = _run(target, changed, structure)
+        if cast.operators != plain.operators or _dtypes_of(result) != _dtypes_of(again):
+            raise ExportError(
+                f"exported_program: {target} is within autocast, which casts what is in it and not "
+                "what it is given; convert its arguments with to(dtype) in the model, or leave it "
+                "out of autocast"
+            )
+        leaves = list(map(_to_dtype, leaves, cast.dtypes))
+        pytree.tree_map_only(torch.Tensor, annotate_tensor, leaves)
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return args, kwargs
+
+    def _as_fake(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        return torch.device(self.device) if isinstance(value, torch.device) else value
+
+
+class _CastObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the casts of the given tensors, and all other operators that run.
+
+    Arguments:
+        given: the tensors whose casts are recorded in `dtypes`, at the same positions.
+    """
+
+    def __init__(self, given: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given = given
+        self.dtypes: list[torch.dtype | None] = [None] * len(given)
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        positions = [at for at, each in enumerate(self._given) if args and each is args[0]]
+        if func is _COPY and positions and "dtype" in kwargs and not self.operators:
+            for at in positions:
+                self.dtypes[at] = kwargs["dtype"]
+        elif func.namespace == "aten":
+            self.operators.append(func)
+        return func(*args, **kwargs)
+
+
+def _run(target: Any, leaves: list[Any], structure: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return target(*args, **kwargs)
+
+
+def _to_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    return value if dtype is None else value.to(dtype)
+
+
+def _dtypes_of(result: Any) -> list[Any]:
+    return [getattr(each, "dtype", None) for each in pytree.tree_leaves(result)]

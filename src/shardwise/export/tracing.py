@@ -1,6 +1,6 @@
-"""Run a graph on DTensors without data, as one rank would, and write down what happens locally.
+"""Run a graph on DTensors without data, as one rank would, and record what happens locally.
 
-The DTensors leave no trace: what is recorded are the local operators and the collectives.
+The DTensors do not appear in the result: it has the local operators and the collectives.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from shardwise.comm.cause import acting
 from shardwise.copies import as_ordinary, copies_in
 from shardwise.dispatch.moving import input_move, moved
 from shardwise.dispatch.state import state
-from shardwise.dispatch.writes import check_writable
-from shardwise.export.aliases import seen_by
-from shardwise.export.assigning import UNREAD, assign, is_assigned_to
-from shardwise.export.autocast import Autocast
-from shardwise.export.modules import innermost
-from shardwise.export.notes import node_of, note, note_layout
-from shardwise.export.operators import check_operator, data_refused, first_alone, needs_data
+from shardwise.export.annotations import (
+    annotate_layout,
+    annotate_tensor,
+    module_path_of,
+    node_of,
+)
+from shardwise.export.operators import (
+    Autocast,
+    check_operator,
+    data_needed_error,
+    first_result_function,
+    is_data_error,
+)
+from shardwise.export.passes.aliases import viewed_and_written
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, unwrap, wrap
 from shardwise.torch_internals import (
@@ -41,74 +48,80 @@ from shardwise.torch_internals import (
 from shardwise.world import World
 
 _META = torch.device("meta")
+_aten: Any = torch.ops.aten
 
 
-class Moves(Protocol):
-    """What may move tensors on their way from node to node."""
+class ValueMoves(Protocol):
+    """May redistribute values between the nodes of a graph that is being run."""
 
     def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
-        """What a node gets in place of the value of another."""
+        """Return what a node gets in place of the value of another."""
 
     def leaving(self, node: fx.Node, value: Any) -> Any:
-        """What others get in place of a node's result."""
+        """Return what other nodes get in place of a node's result."""
 
 
-class OnDTensors(fx.Interpreter):
-    """Runs a graph on DTensors of meta tensors, and notes at each recorded node how it lies.
+class DTensorInterpreter(fx.Interpreter):
+    """Runs a graph on DTensors of meta tensors, and annotates recorded nodes with layouts.
 
     Arguments:
         module: the graph.
-        moves: what may move arguments and results of its nodes.
-        autocast: within which it is.
+        moves: may redistribute arguments and results of its nodes.
+        autocast: the autocast block that the graph is in, if any.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        moves: Moves | None = None,
+        moves: ValueMoves | None = None,
         autocast: Autocast | None = None,
     ) -> None:
         super().__init__(module, garbage_collect_values=False)  # they have no data
         self._moves, self._autocast = moves, autocast
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node; its recorded ones get its metadata and layout."""
-        with acting(Cause(module=innermost(n) or "")):
+        """Run a node; the nodes that it records get its metadata and layout."""
+        with acting(Cause(module=module_path_of(n) or "")):
             try:
-                result = self._result(n)
+                result = self._run_node(n)
             except Exception as error:
-                if not needs_data(error):
-                    error.add_note(f"[in node {n.name} of the program, {_place_of(n)}]")
+                if not is_data_error(error):
+                    error.add_note(_location(n))
                     raise
-                result = self._on_whole(n, error)
+                result = self._run_replicated(n, error)
             if self._moves is not None:
                 result = self._moves.leaving(n, result)
-        pytree.tree_map_only(torch.Tensor, note, result)
+        pytree.tree_map_only(torch.Tensor, annotate_tensor, result)
         return result
 
-    def _result(self, node: fx.Node) -> Any:
-        if is_assigned_to(node):
-            return UNREAD
-        if node.args and isinstance(node.args[0], fx.Node) and self.env[node.args[0]] is UNREAD:
-            return assign(node, self.env, self.fetch_args_kwargs_from_env(node)[0][1])
-        alone = first_alone(node)
-        if alone is None:
+    def _run_node(self, node: fx.Node) -> Any:
+        """Run a node; cheaper if it assigns by index, or its first result alone is used."""
+        if _is_only_assigned_to(node):
+            return _ASSIGNED_VIEW
+        if node.args and isinstance(node.args[0], fx.Node):
+            view = node.args[0]
+            if self.env[view] is _ASSIGNED_VIEW:
+                value = self.fetch_args_kwargs_from_env(node)[0][1]
+                self.env[view.args[0]][_index_of(view)] = value  # type: ignore[index]
+                return None
+        first_result = first_result_function(node)
+        if first_result is None:
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         with current_node(self, node):
-            return (alone(*args, **kwargs),)
+            return (first_result(*args, **kwargs),)
 
-    def _on_whole(self, node: fx.Node, error: Exception) -> Any:
-        """Run an operator whose rule asks for numbers as every rank does it alike, if it can be."""
+    def _run_replicated(self, node: fx.Node, error: Exception) -> Any:
+        """Run an operator whose rule needs data on local tensors, if all inputs are replicated."""
         values = [self.env[each] for each in node.all_input_nodes]
-        pieces = [each for each in values if isinstance(each, DTensor)]
-        if not pieces or not all(each._layout.is_replicated for each in pieces):
-            refused = data_refused(node, values)
-            refused.add_note(f"[in node {node.name} of the program, {_place_of(node)}]")
+        inputs = [each for each in values if isinstance(each, DTensor)]
+        if not inputs or not all(each._layout.is_replicated for each in inputs):
+            refused = data_needed_error(node, values)
+            refused.add_note(_location(node))
             raise refused from error
-        mesh = pieces[0]._layout.mesh
+        mesh = inputs[0]._layout.mesh
         given = self.fetch_args_kwargs_from_env(node)
-        for source in seen_by(node)[1]:
+        for source in viewed_and_written(node)[1]:
             check_writable(str(node.target), self.env[source])
 
         def run() -> Any:
@@ -121,33 +134,33 @@ class OnDTensors(fx.Interpreter):
         return as_ordinary(copies_in(*given), run)
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        """What a node is run on."""
+        """Return the values that a node is run on."""
         moves = self._moves
         if moves is None:
             return super().map_nodes_to_values(args, n)
         return fx.node.map_arg(args, lambda source: moves.entering(n, source, self.env[source]))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; what it would put on a device stays without data."""
+        """Run an operator; a tensor that it would create on a device is a meta tensor."""
         if target in _INLINE:
             return _INLINE[target](self, *args, **kwargs)
-        check_operator(target, args, kwargs)
+        check_operator(target)
         if self._autocast is not None:
             args, kwargs = self._autocast.cast(target, args, kwargs)
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: _META, (args, kwargs))
-        if target is torch.ops.aten.sym_size.int:
+        if target is _aten.sym_size.int:
             tensor, dim = args
             return tensor.shape[dim]
         return super().call_function(target, args, kwargs)
 
 
-def _with_grad_mode(interpreter: OnDTensors, enabled: Any, graph: Any, *args: Any) -> Any:
-    """A block within `no_grad`: nothing is differentiated here."""
-    return OnDTensors(graph, interpreter._moves, interpreter._autocast).run(*args)
+def _with_grad_mode(interpreter: DTensorInterpreter, enabled: Any, graph: Any, *args: Any) -> Any:
+    """Run a block within `no_grad` inline: a program differentiates nothing."""
+    return DTensorInterpreter(graph, interpreter._moves, interpreter._autocast).run(*args)
 
 
 def _with_autocast(
-    interpreter: OnDTensors,
+    interpreter: DTensorInterpreter,
     device: Any,
     dtype: Any,
     enabled: Any,
@@ -155,53 +168,96 @@ def _with_autocast(
     graph: Any,
     *args: Any,
 ) -> Any:
+    """Run a block within `autocast` inline, with its casts."""
     autocast = Autocast(device, dtype) if enabled else None
-    return OnDTensors(graph, interpreter._moves, autocast).run(*args)
+    return DTensorInterpreter(graph, interpreter._moves, autocast).run(*args)
 
 
 _INLINE: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.wrap_with_set_grad_enabled: _with_grad_mode,
     torch.ops.higher_order.wrap_with_autocast: _with_autocast,
-    # What export has seen of a tensor before a cast: it would be made whole for that.
-    torch.ops.aten._assert_tensor_metadata.default: lambda *args, **kwargs: None,
+    # Checks the metadata of a tensor before a cast: it would gather the tensor for nothing.
+    _aten._assert_tensor_metadata.default: lambda *args, **kwargs: None,
 }
 
 
-def _place_of(node: fx.Node) -> str:
-    path = innermost(node)
-    return f"module {path}" if path else "no module"
+def _location(node: fx.Node) -> str:
+    """Describe the place of a node, for errors."""
+    path = module_path_of(node)
+    place = f"module {path}" if path else "no module"
+    return f"[in node {node.name} of the program, {place}]"
+
+
+# ---- assignments such as `buffer[2:5] = x`, which export writes as a view and a copy to it. Run as
+# such, a view of a split dim would be fetched from other ranks, only to be overwritten.
+
+_ASSIGNED_VIEW = object()
+"""Stands for a view that is not computed, as it is only overwritten."""
+
+
+def _is_only_assigned_to(node: fx.Node) -> bool:
+    """Check whether a node is a view whose only use is that a copy overwrites all of it."""
+    if _index_of(node) is None or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    is_target = user.target is _aten.copy_.default and user.args[0] is node
+    return is_target and user.args[1] is not node and not user.users
+
+
+def _index_of(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return the index by which a node is a view of another; None if it is no constant index."""
+    if node.target not in _INDEX_VIEWS or node.kwargs or not isinstance(node.args[0], fx.Node):
+        return None
+    if any(isinstance(each, fx.Node) for each in node.args[1:]):
+        return None
+    dim, index = _INDEX_VIEWS[node.target](*node.args[1:])
+    before: int = dim % node.args[0].meta["val"].dim()
+    return (slice(None),) * before + (index,)
+
+
+_INDEX_VIEWS: dict[Any, Callable[..., tuple[int, Any]]] = {
+    _aten.slice.Tensor: lambda dim=0, start=None, end=None, step=1: (dim, slice(start, end, step)),
+    _aten.select.int: lambda dim, index: (dim, index),
+    _aten.narrow.default: lambda dim, start, length: (dim, slice(start, start + length)),
+}
 
 
 # ---- recording
 
 
-def record(
-    function: Callable[..., Any], inputs: Sequence[Any], here: World, *, is_training: bool = False
+def record_graph(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    recording: World,
+    *,
+    is_training: bool = False,
 ) -> fx.GraphModule:
-    """The graph of what a function of plain tensors does, as the rank of this world.
+    """Record the graph of a function of plain tensors, as the rank of a `RecordingWorld`.
 
-    On a thread of its own: what a thread remembers of calls is of one rank.
+    It runs on a thread of its own, as the caches of a thread belong to one rank.
 
     Arguments:
-        inputs: meta tensors, or what is no tensor and stays as it is.
-        is_training: whether it differentiates: then what the gradients need is recorded too, and
-            the operators are those that autograd calls.
+        inputs: meta tensors, or other values, which become constants.
+        recording: the world to record in.
+        is_training: whether the function differentiates. Then the operators of the backward are
+            recorded too, and those of the forward are the ones below autograd.
     """
     results: list[Any] = []
     mode = torch.enable_grad if is_training else torch.no_grad
 
-    def heard(*given: Any) -> Any:
-        # Collectives know what they are for while somebody listens. From within make_fx, which
-        # puts its own call of modules in place of the one that says where it is.
+    def listening(*given: Any) -> Any:
+        # Collectives know their causes only while there is a listener. It must be added within
+        # make_fx, which replaces the module call that tracks the causes.
         with trace.listen(lambda event: None):
             return function(*given)
 
     def run() -> None:
         try:
-            # Of this thread only. A gradient has moves of its own, as autograd calls them.
+            # Gather a tensor once for all its uses; the setting is of this thread only. Not in a
+            # training step, where autograd runs the moves of the backward.
             state.keeps_gathers = not is_training
-            with world.use(here), mode(), _traceable(), _noting():
-                traced = make_fx(heard, tracing_mode="real", pre_dispatch=not is_training)
+            with world.use(recording), mode(), _traceable_aliases(), _preserving_metadata():
+                traced = make_fx(listening, tracing_mode="real", pre_dispatch=not is_training)
                 results.append(traced(*inputs))
         except BaseException as error:
             results.append(error)
@@ -216,65 +272,65 @@ def record(
 
 
 def without_writes(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The same graph, with results in place of writes, as decomposed programs have it."""
+    """Return the same graph with new tensors in place of writes, as decomposed programs have it."""
 
     def run(*given: Any) -> Any:
         return fx.Interpreter(module).run(*given)
 
-    with torch.no_grad(), _noting():
+    with torch.no_grad(), _preserving_metadata():
         functional = torch.func.functionalize(run, remove="mutations")
         return make_fx(functional, tracing_mode="real")(*inputs)
 
 
 @contextmanager
-def _noting() -> Iterator[None]:
-    """Nodes get the metadata of those that are run."""
-    # make_fx makes a FakeTensorMode of its own for each node if none is about, which is half of
-    # the time of a recording.
+def _preserving_metadata() -> Iterator[None]:
+    """Give recorded nodes the metadata of the nodes that are run."""
+    # Without a FakeTensorMode in the context, make_fx makes a new one for each node, which takes
+    # half of the time of a recording.
     context = TracingContext(FakeTensorMode())
     with tracing(context), fx_traceback.preserve_node_meta():
         yield
 
 
-_tracing = threading.Lock()
-_count = 0
+_recordings_lock = threading.Lock()
+_recordings = 0
 
 
 @contextmanager
-def _traceable() -> Iterator[None]:
-    """While anybody records, aliases of DTensors are made by an operator that can be recorded."""
-    global _count
-    with _tracing:
-        _count += 1
-        DTensor.as_subclass = _alias  # type: ignore[method-assign, assignment]
+def _traceable_aliases() -> Iterator[None]:
+    """While any thread records, make aliases of DTensors by an operator that is recorded."""
+    global _recordings
+    with _recordings_lock:
+        _recordings += 1
+        DTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        with _tracing:
-            _count -= 1
-            if not _count:
+        with _recordings_lock:
+            _recordings -= 1
+            if not _recordings:
                 del DTensor.as_subclass
 
 
-def _alias(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+def _as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     with as_local():
         if kind is torch.Tensor:
-            return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
+            return _aten.alias.default(tensor)  # type: ignore[no-any-return]
         return torch.Tensor.as_subclass(tensor, kind)
 
 
-def as_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
-    """An input that is being recorded, as a piece of a DTensor."""
-    made = wrap(torch.ops.aten.alias.default(local), layout)
-    note(made)
+def as_recorded_dtensor(local: torch.Tensor, layout: Layout) -> DTensor:
+    """Wrap an input of a recording as the local shard of a DTensor."""
+    made = wrap(_aten.alias.default(local), layout)
+    annotate_tensor(made)
     return made
 
 
-def as_piece(tensor: DTensor, layout: Layout) -> torch.Tensor:
-    """A result that is being recorded, as a rank has it in a layout."""
+def as_local_shard(tensor: DTensor, layout: Layout) -> torch.Tensor:
+    """Move a result of a recording to a layout, and return the local shard."""
     tensor._renew()
-    with as_local():  # as an operator would: it may have been moved there before
-        there = moved(tensor, input_move(tensor._layout, layout, ()), "output")
-    piece = unwrap(there) if isinstance(there, DTensor) else there
-    note_layout(node_of(piece), layout)
-    return piece
+    with as_local():  # as an operator's input is moved, which reuses an earlier move
+        result = moved(tensor, input_move(tensor._layout, layout, ()), "output")
+    local = unwrap(result) if isinstance(result, DTensor) else result
+    annotate_layout(node_of(local), layout)
+    return local

@@ -2,16 +2,20 @@
 
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.loss import loss_parallel
-from shardwise.parallel.names import PlanError
 from shardwise.parallel.parallelize import parallelize_module
+from shardwise.parallel.plan_spec import PlanError
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-from shardwise.parallel.sharding import shard_module
-from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardwise.parallel.shard_by_plan import shard_module
+from shardwise.parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 __all__ = [
     "Activations",

@@ -1,4 +1,8 @@
-"""Activations: how tensors lie that enter and leave a module."""
+"""Activations: the layouts of tensors that enter and leave a module, and the hooks that move them.
+
+The values of activations change in every step, their layouts do not: a `Redistributor` plans the
+move between two layouts once and keeps it.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +13,48 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.dispatch.arguments import check_same
+from shardwise.dispatch.state import state
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.local_shards import check_shard, found_layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.containers import (
-    arguments_of,
-    changed_arguments,
-    changed_fields,
-    changed_first_argument,
-    changed_first_result,
-    changed_items,
     check_fields,
+    forward_arguments,
+    replace_arguments,
+    replace_fields,
+    replace_first_argument,
+    replace_first_result,
+    replace_items,
 )
-from shardwise.parallel.crossing import Crossing, check_mesh, wrapped
-from shardwise.parallel.names import PlanError
-from shardwise.parallel.specs import is_spec, laid_by, placements_of, without_strange_axes
-from shardwise.tensor import DTensor
+from shardwise.parallel.plan_spec import (
+    PlanError,
+    apply_spec,
+    as_placements,
+    drop_unknown_axes,
+    is_spec,
+)
+from shardwise.placement import Placement, Shard
+from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
+from shardwise.tensor import DTensor, wrap
+from shardwise.tensor_state import ensure_state
+from shardwise.torch_internals import TensorBase, as_local
+
+_requires_grad = TensorBase.requires_grad.__get__
+
+_MAX_CACHED_LAYOUTS = 1024
+"""Bound on the layouts that one cache here keeps; shapes may change with every step."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """How the tensors lie that a module is called with, and that it returns.
+    """The layouts of the tensors that a module is called with, and of those that it returns.
 
-    A spec is a placement per axis of the mesh, or such as `{"tp": Shard(1)}`: on axes that are not
-    named the tensor stays as it lies. A DTensor is redistributed; a plain tensor is taken for one
-    that is the same on every rank, and cut, which communicates nothing.
+    A spec has one placement per axis of the mesh, or some by axis, as in `{"tp": Shard(1)}`: on
+    axes that it does not name the tensor keeps its placement. A DTensor is redistributed. A plain
+    tensor is assumed to be the same on every rank, and each rank takes its shard without
+    communication.
 
     Arguments:
         inputs: a spec for the first tensor among the arguments, or specs by the name or position of
@@ -48,19 +70,22 @@ class Activations:
     outputs: Any = None
 
     def __post_init__(self) -> None:
-        _check("inputs", self.inputs, (int, str))
-        _check("outputs", self.outputs, (str,))
+        _check_specs("inputs", self.inputs, (int, str))
+        _check_specs("outputs", self.outputs, (str,))
 
     def hooks(
         self, path: str, module: nn.Module, mesh: DeviceMesh, strict: bool
     ) -> Callable[[], None]:
-        """What registers the hooks that do it, once everything has been checked."""
+        """Check the specs against a module, and return a function that registers the hooks.
+
+        `shard_module` calls it only after everything else in the plan was checked too.
+        """
         name = path or "the module"
         enter = leave = None
         if self.inputs is not None:
-            enter = _entrance(self.inputs, f"inputs of {name}", module, mesh, strict)
+            enter = _make_input_hook(self.inputs, f"inputs of {name}", module, mesh, strict)
         if self.outputs is not None:
-            leave = _exit(self.outputs, f"outputs of {name}", mesh, strict)
+            leave = _make_output_hook(self.outputs, f"outputs of {name}", mesh, strict)
 
         def attach() -> None:
             if enter is not None:
@@ -71,7 +96,7 @@ class Activations:
         return attach
 
 
-def _check(argument: str, given: Any, keys: tuple[type, ...]) -> None:
+def _check_specs(argument: str, given: Any, keys: tuple[type, ...]) -> None:
     if given is None or is_spec(given):
         return
     if isinstance(given, Mapping):
@@ -90,33 +115,39 @@ def _check(argument: str, given: Any, keys: tuple[type, ...]) -> None:
     )
 
 
-def _step(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callable[[Any], Any]:
-    """What brings one tensor to where a spec wants it."""
-    if not strict:
-        spec = without_strange_axes(spec, mesh)
-    placements_of(spec, mesh, what)  # so that a wrong axis is found at once
-    crossing = Crossing(what, lambda layout: laid_by(layout, spec, what))
+# ---- hooks
 
-    def step(value: Any) -> Any:
+
+def _make_mover(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callable[[Any], Any]:
+    """Return a function that makes one value a DTensor with the layout that a spec asks for."""
+    if not strict:
+        spec = drop_unknown_axes(spec, mesh)
+    as_placements(spec, mesh, what)  # a wrong axis is an error now, not in the first forward
+    redistribute = Redistributor(what, lambda layout: apply_spec(layout, spec, what))
+
+    def move(value: Any) -> Any:
         if value is None:
             return None
         if not isinstance(value, torch.Tensor):
             raise PlanError(f"{what}: expected a tensor, got {type(value).__name__}")
         if isinstance(value, DTensor):
-            check_mesh(value, mesh, what)
+            check_on_mesh(value, mesh, what)
         else:
-            value = wrapped(value, Layout(mesh, value.shape), what)
-        return crossing(value)
+            value = wrap_shared(value, Layout(mesh, value.shape), what)
+        return redistribute(value)
 
-    return step
+    return move
 
 
-def _entrance(given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict: bool) -> Any:
-    names, named, takes_any = arguments_of(module)
+def _make_input_hook(
+    given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict: bool
+) -> Any:
+    """Return a forward pre-hook that moves the arguments that `Activations.inputs` names."""
+    names, named, takes_any = forward_arguments(module)
     if is_spec(given):
-        only = _step(given, what, mesh, strict)
-        return lambda module, args, kwargs: changed_first_argument(args, kwargs, named, only, what)
-    steps: dict[int | str, Callable[[Any], Any]] = {}
+        only = _make_mover(given, what, mesh, strict)
+        return lambda module, args, kwargs: replace_first_argument(args, kwargs, named, only, what)
+    movers: dict[int | str, Callable[[Any], Any]] = {}
     for key, spec in given.items():
         if isinstance(key, str) and not takes_any and key not in {*names, *named}:
             raise PlanError(
@@ -124,56 +155,169 @@ def _entrance(given: Any, what: str, module: nn.Module, mesh: DeviceMesh, strict
                 f"{', '.join(dict.fromkeys(names + named))}; got {key!r}"
             )
         alike = [
-            steps[other] for other, before in given.items() if before == spec and other in steps
+            movers[other] for other, before in given.items() if before == spec and other in movers
         ]
-        steps[key] = alike[0] if alike else _step(spec, f"{what}[{key!r}]", mesh, strict)
+        movers[key] = alike[0] if alike else _make_mover(spec, f"{what}[{key!r}]", mesh, strict)
 
-    def each(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         changes: dict[int | str, Any] = {}
-        done: dict[Any, Any] = {}  # attention of a sequence to itself is given it thrice
+        done: dict[Any, Any] = {}  # self-attention gets one tensor as query, key and value
 
-        def changed(step: Callable[[Any], Any], value: Any) -> Any:
-            if (id(value), step) not in done:
-                done[id(value), step] = step(value)
-            return done[id(value), step]
+        def moved_once(move: Callable[[Any], Any], value: Any) -> Any:
+            if (id(value), move) not in done:
+                done[id(value), move] = move(value)
+            return done[id(value), move]
 
-        for key, step in steps.items():
+        for key, move in movers.items():
             at = names.index(key) if isinstance(key, str) and key in names else key
             if isinstance(at, int) and at < len(args):
-                changes[at] = changed(step, args[at])
+                changes[at] = moved_once(move, args[at])
                 continue
             name = names[at] if isinstance(at, int) and at < len(names) else str(at)
             if name in kwargs:
-                changes[name] = changed(step, kwargs[name])
-        return changed_arguments(args, kwargs, changes)
+                changes[name] = moved_once(move, kwargs[name])
+        return replace_arguments(args, kwargs, changes)
 
-    return each
+    return enter
 
 
-def _exit(given: Any, what: str, mesh: DeviceMesh, strict: bool) -> Any:
+def _make_output_hook(given: Any, what: str, mesh: DeviceMesh, strict: bool) -> Any:
+    """Return a forward hook that moves the results that `Activations.outputs` names."""
     if is_spec(given):
-        only = _step(given, what, mesh, strict)
-        return lambda module, args, outputs: changed_first_result(outputs, only, what)
+        only = _make_mover(given, what, mesh, strict)
+        return lambda module, args, outputs: replace_first_result(outputs, only, what)
     if isinstance(given, Mapping):
         by_name = {
-            name: _step(spec, f"{what}[{name!r}]", mesh, strict) for name, spec in given.items()
+            name: _make_mover(spec, f"{what}[{name!r}]", mesh, strict)
+            for name, spec in given.items()
         }
 
-        def fields_changed(module: nn.Module, args: Any, outputs: Any) -> Any:
+        def leave_fields(module: nn.Module, args: Any, outputs: Any) -> Any:
             check_fields(outputs, by_name, what)
-            return changed_fields(outputs, by_name)
+            return replace_fields(outputs, by_name)
 
-        return fields_changed
+        return leave_fields
     by_position = {
-        at: _step(spec, f"{what}[{at}]", mesh, strict)
+        at: _make_mover(spec, f"{what}[{at}]", mesh, strict)
         for at, spec in enumerate(given)
         if spec is not None
     }
 
-    def items_changed(module: nn.Module, args: Any, outputs: Any) -> Any:
+    def leave_items(module: nn.Module, args: Any, outputs: Any) -> Any:
         if not isinstance(outputs, tuple | list) or len(outputs) != len(given):
             found = len(outputs) if isinstance(outputs, tuple | list) else type(outputs).__name__
             raise PlanError(f"{what}: expected {len(given)} results, as the plan has, got {found}")
-        return changed_items(outputs, by_position)
+        return replace_items(outputs, by_position)
 
-    return items_changed
+    return leave_items
+
+
+# ---- moving one tensor; styles use this too
+
+
+class Redistributor:
+    """Redistributes DTensors to the layout that `target` returns for their own; keeps the plans.
+
+    Forward: redistribute from the tensor's layout to the target. Backward: redistribute the
+    gradient by the transposed move, from the target's dual layout to that of the input.
+
+    Arguments:
+        what: the tensor's name in errors.
+        target: maps the current layout to the target.
+    """
+
+    def __init__(self, what: str, target: Callable[[Layout], Layout]) -> None:
+        self._what, self._target = what, target
+        self._cache: dict[Layout, tuple[Layout, Pair | None]] = {}
+
+    def __call__(self, tensor: DTensor) -> DTensor:
+        """Return the tensor in the target layout: itself if it has it already."""
+        layout = tensor._layout
+        found = self._cache.get(layout)
+        if found is None:
+            found = self._plan(layout)
+        target, pair = found
+        if pair is None:
+            return tensor
+        with as_local():
+            if _requires_grad(tensor) and torch.is_grad_enabled():
+                if layout.partial or target.partial:
+                    check_linear(layout)
+                    check_linear(target)
+                moved = apply_pair(tensor, pair)
+            else:
+                moved = pair.forward.run(tensor.as_subclass(torch.Tensor).detach())
+        return wrap(moved, target)
+
+    def _plan(self, layout: Layout) -> tuple[Layout, Pair | None]:
+        if len(self._cache) >= _MAX_CACHED_LAYOUTS:
+            self._cache.clear()
+        try:
+            target = self._target(layout)
+        except LayoutError as error:
+            raise PlanError(f"{self._what}: {error.args[0]}") from None
+        pair = None if target is layout else make_pair(layout, target)
+        self._cache[layout] = target, pair
+        return target, pair
+
+
+def wrap_shared(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
+    """Wrap a plain tensor as the local shard of a DTensor, such that all wraps share their moves.
+
+    Modules that are called with the same plain tensor, such as the projections to queries, keys and
+    values, thereby share the sum of its gradients: one all-reduce in place of three.
+
+    Forward: nothing. Backward: nothing; the operator that uses the tensor beside shards makes the
+        sum.
+    """
+    if state.plain_tensors == "check" and layout.is_replicated:
+        check_same(what, local, layout.mesh)
+    result = wrap(local.view_as(local), layout)
+    ensure_state(result).alias_of = local
+    return result
+
+
+def check_on_mesh(tensor: DTensor, mesh: DeviceMesh, what: str) -> None:
+    """Raise PlanError for a DTensor on another mesh."""
+    if tensor._layout.mesh is not mesh:
+        raise PlanError(
+            f"{what}: expected a tensor on {mesh!r}, got one that lies as {tensor._layout!r} on "
+            f"{tensor._layout.mesh!r}; parallelize all modules on one mesh, or hand over "
+            "x.to_local() where that is what is meant"
+        )
+
+
+class ShardLayouts:
+    """The layouts of DTensors whose local shards are given as plain tensors, cached by local shape.
+
+    Arguments:
+        mesh: a mesh of one axis.
+        placement: the placement of these tensors on that axis.
+        features: the global size of the last dim, if the module knows it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement, features: int | None = None) -> None:
+        self._mesh, self._placement, self._features = mesh, placement, features
+        self._cache: dict[torch.Size, Layout] = {}
+
+    def layout_of(self, local: torch.Tensor) -> Layout:
+        """Return the layout of the DTensor whose local shard this is.
+
+        If the global size of the split dim is not known, the ranks exchange their local sizes, in
+        each call: a cached layout would be wrong if another rank's size has changed meanwhile.
+        """
+        found = self._cache.get(local.shape)
+        if found is not None:
+            return found
+        shape = list(local.shape)
+        if isinstance(self._placement, Shard):
+            is_last = self._placement.dim in (-1, local.dim() - 1)
+            if self._features is None or not is_last:
+                return found_layout(local, self._mesh, [self._placement])
+            shape[-1] = self._features
+        layout = Layout.from_placements(self._mesh, shape, [self._placement])
+        check_shard(local, layout)
+        if len(self._cache) >= _MAX_CACHED_LAYOUTS:
+            self._cache.clear()
+        self._cache[local.shape] = layout
+        return layout

@@ -1,4 +1,4 @@
-"""What modules are called with and return: the tensors in it, by position or name."""
+"""Replace tensors in the arguments and results of modules, by position, by name, or all of them."""
 
 from __future__ import annotations
 
@@ -12,49 +12,52 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.parallel.names import PlanError
+from shardwise.parallel.plan_spec import PlanError
 from shardwise.torch_internals import pytree
 
 
-class Arguments(NamedTuple):
-    """What the arguments of a module's forward are called."""
+class ForwardArguments(NamedTuple):
+    """The names of the arguments of a module's forward."""
 
     positional: list[str]
-    """Those that have a position, in their order."""
+    """The arguments that have a position, in order."""
     named: list[str]
-    """Those that may be given by keyword, in their order."""
+    """The arguments that may be given by keyword, in order."""
     takes_any: bool
-    """Whether it takes other keywords too."""
+    """Whether it takes any other keyword too (`**kwargs`)."""
 
 
-def arguments_of(module: nn.Module) -> Arguments:
-    """What the arguments of a module's forward are called."""
+def forward_arguments(module: nn.Module) -> ForwardArguments:
+    """Return the names of the arguments of a module's forward."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):  # a forward that is no Python
-        return Arguments([], [], True)
+    except (TypeError, ValueError):  # a forward that is not written in Python
+        return ForwardArguments([], [], True)
     with_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     with_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return Arguments(
+    return ForwardArguments(
         [each.name for each in parameters if each.kind in with_position],
         [each.name for each in parameters if each.kind in with_name],
         any(each.kind is Parameter.VAR_KEYWORD for each in parameters),
     )
 
 
-def changed_first_argument(
+# ---- arguments of a call
+
+
+def replace_first_argument(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     names: list[str],
     change: Callable[[Any], Any],
     what: str,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with the first tensor among them replaced.
+    """Return the arguments of a call with `change` applied to the first tensor.
 
     Arguments:
-        names: the keywords of the forward, in the order in which they count, however the caller
-            ordered them.
-        what: the arguments of what, in the error if there is no tensor.
+        names: the keywords of the forward in order, which decides what is first; the order of the
+            keywords in the call does not.
+        what: whose arguments these are, for the error if there is no tensor.
     """
     for at, value in enumerate(args):
         if isinstance(value, torch.Tensor):
@@ -66,47 +69,51 @@ def changed_first_argument(
     raise PlanError(f"{what}: expected a tensor among the arguments, got none")
 
 
-def changed_arguments(
+def replace_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[int | str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with some of them replaced."""
-    given, keywords = list(args), dict(kwargs)
+    """Return the arguments of a call with some replaced, by position or keyword."""
+    positional, keywords = list(args), dict(kwargs)
     for where, value in changes.items():
         if isinstance(where, int):
-            given[where] = value
+            positional[where] = value
         else:
             keywords[where] = value
-    return tuple(given), keywords
+    return tuple(positional), keywords
+
+
+# ---- results, and anything that contains tensors
 
 
 def on_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value with each tensor in it replaced."""
+    """Return a value with `change` applied to each tensor in it."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if is_record(value):
-        return changed_fields(
-            value, {key: lambda it: on_tensors(it, change) for key in fields(value)}
+        return replace_fields(
+            value,
+            {name: lambda each: on_tensors(each, change) for name in field_names(value)},
         )
     return pytree.tree_map_only(torch.Tensor, change, value)
 
 
 def is_record(value: Any) -> bool:
-    """Whether this is a dict or a dataclass: something with named fields."""
+    """Check whether a value is a dict or a dataclass: something with named fields."""
     return isinstance(value, Mapping) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     )
 
 
-def fields(value: Any) -> list[str]:
-    """The names of the fields of a record, in their order."""
-    if isinstance(value, Mapping):
-        return list(value)
-    return [field.name for field in dataclasses.fields(value)]
+def field_names(record: Any) -> list[str]:
+    """Return the names of the fields of a dict or dataclass, in order."""
+    if isinstance(record, Mapping):
+        return list(record)
+    return [field.name for field in dataclasses.fields(record)]
 
 
 def check_fields(value: Any, names: Iterable[str], what: str) -> None:
-    """Refuse what is no record, or lacks one of these fields."""
-    found = fields(value) if is_record(value) else []
+    """Raise PlanError unless a value is a dict or dataclass with all of these fields."""
+    found = field_names(value) if is_record(value) else []
     missing = [name for name in names if name not in found]
     if missing:
         raise PlanError(
@@ -115,41 +122,41 @@ def check_fields(value: Any, names: Iterable[str], what: str) -> None:
         )
 
 
-def _field(record: Any, name: str) -> Any:
+def _get_field(record: Any, name: str) -> Any:
     return record[name] if isinstance(record, Mapping) else getattr(record, name)
 
 
-def changed_fields(record: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """A record of the same type with some fields replaced; the record itself is left alone."""
+def replace_fields(record: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """Return a copy of a dict or dataclass with changes applied to some fields."""
     result = copy.copy(record)
     for name, change in changes.items():
-        value = change(_field(record, name))
+        value = change(_get_field(record, name))
         if isinstance(record, Mapping):
             result[name] = value
         else:
-            # frozen dataclasses too: this is the copy's making, not a change
+            # Also for frozen dataclasses: nobody else has seen the copy yet.
             object.__setattr__(result, name, value)
     return result
 
 
-def changed_items(many: Any, changes: Mapping[int, Callable[[Any], Any]]) -> Any:
-    """A tuple, named tuple or list with some items replaced, of the same type."""
-    items = [changes[at](each) if at in changes else each for at, each in enumerate(many)]
-    if isinstance(many, list):
-        return items
-    return type(many)(*items) if hasattr(many, "_fields") else type(many)(items)
+def replace_items(items: Any, changes: Mapping[int, Callable[[Any], Any]]) -> Any:
+    """Return a tuple, named tuple or list, of the same type, with changes applied to some items."""
+    result = [changes[at](each) if at in changes else each for at, each in enumerate(items)]
+    if isinstance(items, list):
+        return result
+    return type(items)(*result) if hasattr(items, "_fields") else type(items)(result)
 
 
-def changed_first_result(results: Any, change: Callable[[Any], Any], what: str) -> Any:
-    """Results, in whatever holds them, with the first tensor among them replaced."""
+def replace_first_result(results: Any, change: Callable[[Any], Any], what: str) -> Any:
+    """Return the results of a module with `change` applied to the first tensor among them."""
     if isinstance(results, torch.Tensor):
         return change(results)
     if isinstance(results, tuple | list):
         for at, each in enumerate(results):
             if isinstance(each, torch.Tensor):
-                return changed_items(results, {at: change})
+                return replace_items(results, {at: change})
     elif is_record(results):
-        for name in fields(results):
-            if isinstance(_field(results, name), torch.Tensor):
-                return changed_fields(results, {name: change})
+        for name in field_names(results):
+            if isinstance(_get_field(results, name), torch.Tensor):
+                return replace_fields(results, {name: change})
     raise PlanError(f"{what}: expected a tensor, or several; got {type(results).__name__}")

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Here for programs that come from torch: it changes nothing, as nothing needs to change.
+    """Do nothing: here for programs that come from torch, which needs this block.
 
-    `cross_entropy` of DTensors that are split along the classes never gathers them, within this
-    block and without it. Two small collectives find the maximum and the sums of each row, for every
-    reduction, with weights, `ignore_index` and label smoothing, on any mesh; nothing travels
-    backward. In torch that needs this block, around `backward()` too.
+    `cross_entropy` of DTensors that are split along the classes never gathers them, inside and
+    outside of this block. Two small all-reduces compute the maximum and the sums of each row, for
+    every reduction, with weights, `ignore_index` and label smoothing, on any mesh; the backward
+    communicates nothing. torch needs the block around `backward()` too.
 
     Example:
         >>> with loss_parallel():

@@ -1,4 +1,4 @@
-"""parallelize_module: styles for the modules that a plan names, as torch has it."""
+"""parallelize_module: apply styles to the modules that a plan names, with torch's arguments."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from torch import nn
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.activations import Activations
-from shardwise.parallel.names import (
+from shardwise.parallel.parameters import TensorSlot, check_ties, distribute_slots, find_slots
+from shardwise.parallel.plan_spec import (
     PlanError,
     all_modules,
     check_pattern,
-    joined,
+    join_names,
     matches,
-    unmatched,
+    no_match_error,
 )
-from shardwise.parallel.placing import Slot, check_ties, place, slots
-from shardwise.parallel.style import ModuleStyle, ParallelStyle, check_unstyled, one_axis
+from shardwise.parallel.styles import (
+    ModuleStyle,
+    ParallelStyle,
+    as_one_axis_mesh,
+    check_unstyled,
+)
 from shardwise.placement import Placement
 
 if TYPE_CHECKING:
@@ -41,26 +46,27 @@ def parallelize_module(
         module: any module; every rank has one like it.
         device_mesh: the axis of tensor parallelism, such as `mesh["tp"]`.
         parallelize_plan: a style for the module itself, or styles by name pattern:
-            `{"layers.*.attention.wq": ColwiseParallel()}`. A pattern is matched token by token;
-            `""` is the module itself; plans may be nested.
-        src_data_rank: the rank of the axis whose parameters all ranks get; None: each its own.
+            `{"layers.*.attention.wq": ColwiseParallel()}`. The parts of a pattern between dots are
+            matched one by one; `""` is the module itself; plans may be nested.
+        src_data_rank: the rank of the axis whose parameters all ranks get; with None each rank
+            keeps its own.
         strict: whether a pattern that matches nothing is an error.
 
     Returns:
         The module itself.
     """
-    mesh = one_axis(device_mesh)
-    found = _once(list(_resolved(module, parallelize_plan, strict)))
-    # All is checked before anything is changed.
-    layouts: list[tuple[Slot, Layout]] = []
+    mesh = as_one_axis_mesh(device_mesh)
+    found = _without_repeats(list(_match_plan(module, parallelize_plan, strict)))
+    # Everything is checked before anything is changed.
+    layouts: list[tuple[TensorSlot, Layout]] = []
     for path, submodule, style in found:
         if isinstance(style, ModuleStyle):
             style.check(path, submodule)
             check_unstyled(path, submodule, style)
             layouts += style.layouts(path, submodule, mesh)
     check_ties(layouts)
-    _check_left_behind(module, layouts)
-    place(layouts, src_data_rank)
+    _check_ties_outside_plan(module, layouts)
+    distribute_slots(layouts, src_data_rank)
     for path, submodule, style in found:
         if isinstance(style, ModuleStyle):
             style.hooks(path, submodule, mesh)
@@ -71,23 +77,24 @@ def parallelize_module(
     return module
 
 
-def _resolved(
+def _match_plan(
     module: nn.Module, plan: Any, strict: bool
 ) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
-    """The modules that a plan names, each with its style, in the plan's order."""
+    """Yield the modules that a plan names, each with its style, in the plan's order."""
     modules = list(all_modules(module))
-    for pattern, style in _flat(plan, ""):
+    for pattern, style in _flatten_plan(plan, ""):
         found = [each for each in modules if matches(pattern, each[0])]
         if not found and strict:
-            names, tensors = [name for name, _ in modules], [slot.path for slot in slots(module)]
+            names = [name for name, _ in modules]
+            tensors = [slot.path for slot in find_slots(module)]
             meant = "which is a parameter or buffer: styles are for the module that has it"
-            raise unmatched("parallelize_plan", pattern, names, "modules", tensors, meant)
+            raise no_match_error("parallelize_plan", pattern, names, "modules", tensors, meant)
         for path, submodule in found:
             yield path, submodule, style
 
 
-def _flat(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
-    """The styles of a plan and of the plans in it, by whole patterns."""
+def _flatten_plan(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
+    """Yield the styles of a plan and of the plans nested in it, with their full patterns."""
     if inspect.isclass(plan) and issubclass(plan, ParallelStyle):
         plan = plan()
     if isinstance(plan, ParallelStyle):
@@ -95,7 +102,7 @@ def _flat(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
     elif isinstance(plan, Mapping):
         for pattern, inner in plan.items():
             check_pattern("parallelize_plan", pattern)
-            yield from _flat(inner, joined(prefix, pattern))
+            yield from _flatten_plan(inner, join_names(prefix, pattern))
     else:
         where = f"[{prefix!r}]" if prefix else ""
         hint = ""
@@ -109,17 +116,17 @@ def _flat(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
         )
 
 
-def _once(
+def _without_repeats(
     found: list[tuple[str, nn.Module, ParallelStyle]],
 ) -> list[tuple[str, nn.Module, ParallelStyle]]:
-    """Each style once for each module, though it may have several names."""
+    """Keep each style once per module, whatever number of names the module has."""
     result: list[tuple[str, nn.Module, ParallelStyle]] = []
     for path, module, style in found:
         others = [(name, other) for name, each, other in result if each is module]
         if any(style == other for _, other in others):
             continue
         for name, other in others:
-            if _places(style, module) and _places(other, module):
+            if _has_placements(style, module) and _has_placements(other, module):
                 raise PlanError(
                     f"{path}: the plan gives it {style!r}, and for {name} {other!r}, which is the "
                     "same module; give it one style"
@@ -128,20 +135,20 @@ def _once(
     return result
 
 
-def _places(style: ParallelStyle, module: nn.Module) -> bool:
-    """Whether a style says how parameters lie."""
+def _has_placements(style: ParallelStyle, module: nn.Module) -> bool:
+    """Check whether a style lays out parameters of a module."""
     if not isinstance(style, ModuleStyle):
         return False
     style.check("", module)
     return bool(style.placements(module))
 
 
-def _check_left_behind(module: nn.Module, layouts: list[tuple[Slot, Layout]]) -> None:
-    """Refuse to break a tie: a parameter that the plan lays out under one of its names only."""
+def _check_ties_outside_plan(module: nn.Module, layouts: list[tuple[TensorSlot, Layout]]) -> None:
+    """Raise PlanError for a tied parameter that the plan lays out under some of its names only."""
     planned = {id(slot.tensor): slot.path for slot, _ in layouts}
     listed = {slot.path for slot, _ in layouts}
     shared = {(id(slot.module), slot.key) for slot, _ in layouts}
-    for slot in slots(module):
+    for slot in find_slots(module):
         other = planned.get(id(slot.tensor))
         if other and slot.path not in listed and (id(slot.module), slot.key) not in shared:
             raise PlanError(

@@ -1,12 +1,12 @@
-"""Ready plans: how well-known models lie on a mesh.
+"""Ready plans: layouts of well-known models.
 
 `llama`, `gpt2` and `transformer` are plans for `shard_module`, `llama_styles` is one for
 `parallelize_module`. They are dicts: print one, or change it with `|`.
 
 All split a block as Megatron does: the first projections by their outputs (heads, hidden features),
-the last one by its inputs, so that a block needs one sum at its end, and one backward at its start.
-With sequence parallelism a block starts with an all-gather and ends with a reduce-scatter
-instead, and what is between blocks is split along the sequence.
+the last one by its inputs. A block needs one all-reduce at its end, and in the backward one at its
+start. With sequence parallelism it starts with an all-gather and ends with a reduce-scatter
+instead, and the tensors between blocks are split along the sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.parallel.activations import Activations
-from shardwise.parallel.names import PlanError, all_modules, joined
+from shardwise.parallel.plan_spec import PlanError, all_modules, join_names
 from shardwise.parallel.prepare import PrepareModuleInput
 from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardwise.placement import Replicate, Shard
@@ -26,7 +26,7 @@ Plan = dict[str, Any]
 
 
 class Names(NamedTuple):
-    """What a Llama-style model calls its parts."""
+    """The names that a Llama-style model has for its parts."""
 
     embedding: str
     layer: str
@@ -58,7 +58,7 @@ META = Names(
     head="output",
     tokens="tokens",
 )
-"""As in Meta's code, and in `examples/llama.py`."""
+"""The names in Meta's code, and in `examples/llama.py`."""
 
 HUGGING_FACE = Names(
     embedding="model.embed_tokens",
@@ -75,7 +75,7 @@ HUGGING_FACE = Names(
     head="lm_head",
     tokens="input_ids",
 )
-"""As in `transformers`' LlamaForCausalLM, and those of its kind (Mistral, Qwen2, ...)."""
+"""The names in `transformers`' LlamaForCausalLM and similar models (Mistral, Qwen2, ...)."""
 
 
 def llama(
@@ -87,15 +87,17 @@ def llama(
     queries_per_key: int = 1,
     names: Names = META,
 ) -> Plan:
-    """A Llama-style decoder, for `shard_module`.
+    """Return the plan of a Llama-style decoder, for `shard_module`.
 
     Arguments:
         axis: the axis of tensor parallelism.
         data_axis: the axis that splits the batch, if there is one.
-        sequence_parallel: whether what is between blocks is split along the sequence.
-        head_dim: the features of a head, where heads do not divide evenly and are not to be torn.
-        queries_per_key: how many heads of queries share one of keys and values, for the same sake.
-        names: what the model calls its parts: `META` or `HUGGING_FACE`.
+        sequence_parallel: whether to split the tensors between blocks along the sequence.
+        head_dim: the size of a head; needed only if the ranks do not divide the heads evenly, so
+            that no head is split.
+        queries_per_key: the number of query heads that share a head of keys and values; needed if
+            `head_dim` is.
+        names: the names of the model's parts: `META` or `HUGGING_FACE`.
 
     Example:
         >>> shard_module(model, mesh, plans.llama("tp", data_axis="dp"))
@@ -126,15 +128,16 @@ def gpt2(
     sequence_parallel: bool = False,
     head_dim: int = 1,
 ) -> Plan:
-    """`transformers`' GPT2LMHeadModel, for `shard_module`.
+    """Return the plan of `transformers`' GPT2LMHeadModel, for `shard_module`.
 
-    Its projection of queries, keys and values is one: each third of it is split by itself.
+    Its projection to queries, keys and values is fused: each third of it is split by itself.
 
     Arguments:
         axis: the axis of tensor parallelism.
         data_axis: the axis that splits the batch, if there is one.
-        sequence_parallel: whether what is between blocks is split along the sequence.
-        head_dim: the features of a head, where heads do not divide evenly and are not to be torn.
+        sequence_parallel: whether to split the tensors between blocks along the sequence.
+        head_dim: the size of a head; needed only if the ranks do not divide the heads evenly, so
+            that no head is split.
     """
     block = "transformer.h.*"
     plan: Plan = {
@@ -160,21 +163,21 @@ def transformer(
     data_axis: str | None = None,
     sequence_parallel: bool = False,
 ) -> Plan:
-    """torch's own nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, for `shard_module`.
+    """Return the plan of torch's nn.TransformerEncoderLayer and -DecoderLayer, for `shard_module`.
 
     Arguments:
-        module: one such layer, or anything that has some: nn.TransformerEncoder, your model.
+        module: one such layer, or a module that has some: nn.TransformerEncoder, your model.
         axis: the axis of tensor parallelism.
-        data_axis: the axis that splits the batch, if there is one; the inputs of `module` are split
-            if it is one of torch's, else name those of your model in the plan.
-        sequence_parallel: whether what is between blocks is split along the sequence.
+        data_axis: the axis that splits the batch, if there is one. The plan splits the inputs of
+            `module` if it is one of torch's; for your own model, add its inputs to the plan.
+        sequence_parallel: whether to split the tensors between blocks along the sequence.
     """
     plan: Plan = {}
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     for path, layer in all_modules(module):
         if isinstance(layer, kinds):
             plan |= {
-                joined(path, name): each
+                join_names(path, name): each
                 for name, each in _torch_layer(layer, axis, sequence_parallel).items()
             }
     if not plan:
@@ -191,17 +194,17 @@ def transformer(
 def llama_styles(
     *, sequence_parallel: bool = False, head_dim: int = 1, queries_per_key: int = 1
 ) -> Plan:
-    """A Llama-style decoder, for `parallelize_module`: the modules work on local tensors.
+    """Return the plan of a Llama-style decoder, for `parallelize_module`.
 
-    Names are Meta's, as in `examples/llama.py`. The code must take the number of heads from the
-    tensors (`unflatten(-1, (-1, head_dim))`). The logits are a DTensor that is split along the
-    vocabulary: `cross_entropy` takes it.
+    The modules work on local tensors, so their code must take the number of heads from the tensors
+    (`unflatten(-1, (-1, head_dim))`). Names are Meta's, as in `examples/llama.py`. The logits are a
+    DTensor that is split along the vocabulary: pass it to `cross_entropy`.
 
     Arguments:
-        sequence_parallel: whether what is between blocks is split along the sequence. It is made of
+        sequence_parallel: whether to split the tensors between blocks along the sequence; they are
             DTensors then.
-        head_dim: the features of a head, where heads do not divide evenly.
-        queries_per_key: how many heads of queries share one of keys and values.
+        head_dim: the size of a head; needed only if the ranks do not divide the heads evenly.
+        queries_per_key: the number of query heads that share a head of keys and values.
     """
     names = META
     layer, attention = names.layer, f"{names.layer}.{names.attention}"
@@ -234,14 +237,14 @@ def llama_styles(
 
 
 def _in_units(dim: int, unit: int) -> Shard:
-    """A split that tears no unit."""
+    """Return a `Shard` that never splits a unit."""
     return Shard(dim) if unit == 1 else Shard(dim, unit=unit)
 
 
 def _between_blocks(
     axis: str, sequence_parallel: bool, embedding: str, blocks: tuple[str, ...], head: str
 ) -> Plan:
-    """How tensors lie that go from block to block: whole, or split along the sequence."""
+    """Return the Activations between blocks: replicated, or split along the sequence."""
     whole, split = {axis: Replicate()}, {axis: Shard(1)}
     if not sequence_parallel:
         return dict.fromkeys((embedding, *blocks), Activations(outputs=whole))
@@ -253,6 +256,7 @@ def _between_blocks(
 
 
 def _torch_layer(layer: nn.Module, axis: str, sequence_parallel: bool) -> Plan:
+    """Return the plan of one encoder or decoder layer of torch."""
     plan: Plan = {
         "linear1.*": {axis: Shard(0)},
         "linear2.weight": {axis: Shard(1)},
@@ -283,6 +287,7 @@ def _torch_layer(layer: nn.Module, axis: str, sequence_parallel: bool) -> Plan:
 def _torch_inputs(
     module: nn.Module, axis: str, data_axis: str | None, sequence_parallel: bool
 ) -> Activations:
+    """Return the Activations of the inputs of one of torch's transformer modules."""
     batch_first = any(
         each.batch_first for each in module.modules() if isinstance(each, nn.MultiheadAttention)
     )

@@ -1,4 +1,4 @@
-"""Styles that change only what a module is called with and what it returns."""
+"""Styles that change only the inputs and outputs of a module, with torch's names and arguments."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ import torch
 from torch import nn
 
 from shardwise.mesh import DeviceMesh
+from shardwise.parallel.activations import ShardLayouts, check_on_mesh, wrap_shared
 from shardwise.parallel.containers import (
-    arguments_of,
-    changed_arguments,
-    changed_fields,
-    changed_items,
     check_fields,
-    fields,
+    field_names,
+    forward_arguments,
     is_record,
     on_tensors,
+    replace_arguments,
+    replace_fields,
+    replace_items,
 )
-from shardwise.parallel.crossing import PieceLayouts, check_mesh, wrapped
-from shardwise.parallel.names import PlanError
-from shardwise.parallel.style import ModuleStyle, leaving
+from shardwise.parallel.plan_spec import PlanError
+from shardwise.parallel.styles import ModuleStyle, make_output_move
 from shardwise.placement import Placement, as_placement
 from shardwise.tensor import DTensor
 
-Placements = Placement | Sequence[Placement | None] | None
+PositionalPlacements = Placement | Sequence[Placement | None] | None
 
 
 class PrepareModuleInput(ModuleStyle):
-    """Make DTensors of what a module is called with, and move them.
+    """Make DTensors of a module's arguments, and redistribute them.
 
     Arguments:
-        input_layouts: how plain tensors among the positional arguments lie; None for an argument
-            that is left alone. They are found by name if the call gives them as keywords.
-        desired_input_layouts: how they should lie; None: as they do.
-        input_kwarg_layouts: the same for keywords, by name.
-        desired_input_kwarg_layouts: how these should lie.
-        use_local_output: whether the module is handed its pieces, rather than DTensors.
+        input_layouts: placements of plain tensors among the positional arguments; None for an
+            argument that is left as it is. A call may give these arguments as keywords too.
+        desired_input_layouts: the placements that the module needs; None: no redistribution.
+        input_kwarg_layouts: as `input_layouts`, for keywords, by name.
+        desired_input_kwarg_layouts: as `desired_input_layouts`, for keywords, by name.
+        use_local_output: whether the module gets local shards rather than DTensors.
     """
 
     def __init__(
         self,
         *,
-        input_layouts: Placements = None,
-        desired_input_layouts: Placements = None,
+        input_layouts: PositionalPlacements = None,
+        desired_input_layouts: PositionalPlacements = None,
         input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
         desired_input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self.input_layouts = _many(input_layouts, "input_layouts")
-        self.desired_input_layouts = _many(desired_input_layouts, "desired_input_layouts")
+        self.input_layouts = _as_tuple(input_layouts, "input_layouts")
+        self.desired_input_layouts = _as_tuple(desired_input_layouts, "desired_input_layouts")
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
@@ -64,18 +64,18 @@ class PrepareModuleInput(ModuleStyle):
             )
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        names = arguments_of(module).positional
+        names = forward_arguments(module).positional
         what = self.shown(path)
         local = self.use_local_output
         by_position = {
-            at: _step(f"argument {at} of {what}", mesh, given, wanted, local)
+            at: _make_mover(f"argument {at} of {what}", mesh, given, wanted, local)
             for at, (given, wanted) in enumerate(
                 zip(self.input_layouts, self.desired_input_layouts, strict=True)
             )
             if given is not None
         }
         by_name = {
-            name: _step(
+            name: _make_mover(
                 f"argument {name} of {what}",
                 mesh,
                 as_placement(given, f"input_kwarg_layouts[{name!r}]"),
@@ -85,27 +85,27 @@ class PrepareModuleInput(ModuleStyle):
             for name, given in self.input_kwarg_layouts.items()
             if given is not None
         }
-        # Positional arguments may come as keywords, and the other way round.
-        also_named = {names[at]: step for at, step in by_position.items() if at < len(names)}
-        also_placed = {names.index(name): step for name, step in by_name.items() if name in names}
-        many = len(self.input_layouts)
+        # A call may give positional arguments as keywords, and the other way round.
+        also_named = {names[at]: move for at, move in by_position.items() if at < len(names)}
+        also_placed = {names.index(name): move for name, move in by_name.items() if name in names}
+        count = len(self.input_layouts)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if many and len(args) > many:
+            if count and len(args) > count:
                 raise PlanError(
-                    f"{what}: expected {many} positional arguments, as input_layouts has, got "
+                    f"{what}: expected {count} positional arguments, as input_layouts has, got "
                     f"{len(args)}; give None for those that are left alone"
                 )
             changes: dict[int | str, Any] = {}
             for at, value in enumerate(args):
-                step = by_position.get(at) or also_placed.get(at)
-                if step is not None:
-                    changes[at] = step(value)
+                move = by_position.get(at) or also_placed.get(at)
+                if move is not None:
+                    changes[at] = move(value)
             for name, value in kwargs.items():
-                step = by_name.get(name) or also_named.get(name)
-                if step is not None:
-                    changes[name] = step(value)
-            return changed_arguments(args, kwargs, changes)
+                move = by_name.get(name) or also_named.get(name)
+                if move is not None:
+                    changes[name] = move(value)
+            return replace_arguments(args, kwargs, changes)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
 
@@ -120,25 +120,26 @@ class PrepareModuleInput(ModuleStyle):
 
 
 class PrepareModuleOutput(ModuleStyle):
-    """Make DTensors of what a module returns, and move them.
+    """Make DTensors of a module's results, and redistribute them.
 
     Arguments:
-        output_layouts: how plain tensors among the results lie, in their order; None for one that
-            is left alone. The results may be a tensor, a tuple or list, a dict or a dataclass,
-            whose fields may be given by name: `{"logits": Shard(-1)}`. What holds them is kept.
-        desired_output_layouts: how they should lie.
-        use_local_output: whether to return this rank's pieces, rather than DTensors.
+        output_layouts: placements of plain tensors among the results, in order; None for a result
+            that is left as it is. The results may be a tensor, a tuple or list, a dict or a
+            dataclass, whose fields may be given by name: `{"logits": Shard(-1)}`. The type of the
+            container is kept.
+        desired_output_layouts: the placements that the results should have.
+        use_local_output: whether to return local shards rather than DTensors.
     """
 
     def __init__(
         self,
         *,
-        output_layouts: Placements | Mapping[str, Placement | None],
-        desired_output_layouts: Placements | Mapping[str, Placement | None],
+        output_layouts: PositionalPlacements | Mapping[str, Placement | None],
+        desired_output_layouts: PositionalPlacements | Mapping[str, Placement | None],
         use_local_output: bool = True,
     ) -> None:
-        self.output_layouts = _many_or_named(output_layouts, "output_layouts")
-        self.desired_output_layouts = _many_or_named(
+        self.output_layouts = _as_tuple_or_dict(output_layouts, "output_layouts")
+        self.desired_output_layouts = _as_tuple_or_dict(
             desired_output_layouts, "desired_output_layouts"
         )
         self.use_local_output = use_local_output
@@ -159,28 +160,28 @@ class PrepareModuleOutput(ModuleStyle):
         what = self.shown(path)
         given, wanted = self.output_layouts, self.desired_output_layouts
         keys: Any = given if isinstance(given, dict) else range(len(given))
-        steps = {
-            key: _step(
+        movers = {
+            key: _make_mover(
                 f"result {key} of {what}", mesh, given[key], wanted[key], self.use_local_output
             )
             for key in keys
             if given[key] is not None
         }
-        many = len(given)
+        count = len(given)
 
         def leave(module: nn.Module, args: Any, outputs: Any) -> Any:
             if isinstance(given, dict):
                 check_fields(outputs, given, what)
-                return changed_fields(outputs, steps)
+                return replace_fields(outputs, movers)
             if is_record(outputs):
-                names = fields(outputs)
-                _check_count(what, many, len(names))
-                return changed_fields(outputs, {names[at]: step for at, step in steps.items()})
+                names = field_names(outputs)
+                _check_count(what, count, len(names))
+                return replace_fields(outputs, {names[at]: move for at, move in movers.items()})
             if isinstance(outputs, tuple | list):
-                _check_count(what, many, len(outputs))
-                return changed_items(outputs, steps)
-            _check_count(what, many, 1)
-            return steps[0](outputs) if steps else outputs
+                _check_count(what, count, len(outputs))
+                return replace_items(outputs, movers)
+            _check_count(what, count, 1)
+            return movers[0](outputs) if movers else outputs
 
         module.register_forward_hook(leave)
 
@@ -196,20 +197,20 @@ class PrepareModuleInputOutput(ModuleStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one.
 
     Arguments:
-        use_local_input: whether the module is handed its pieces, rather than DTensors.
-        use_local_output: whether it returns its pieces, rather than DTensors.
+        use_local_input: whether the module gets local shards rather than DTensors.
+        use_local_output: whether it returns local shards rather than DTensors.
     """
 
     def __init__(
         self,
         *,
-        input_layouts: Placements = None,
-        desired_input_layouts: Placements = None,
+        input_layouts: PositionalPlacements = None,
+        desired_input_layouts: PositionalPlacements = None,
         input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
         desired_input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
         use_local_input: bool = False,
-        output_layouts: Placements | Mapping[str, Placement | None],
-        desired_output_layouts: Placements | Mapping[str, Placement | None],
+        output_layouts: PositionalPlacements | Mapping[str, Placement | None],
+        desired_output_layouts: PositionalPlacements | Mapping[str, Placement | None],
         use_local_output: bool = True,
     ) -> None:
         self.prepare_module_input = PrepareModuleInput(
@@ -235,49 +236,49 @@ class PrepareModuleInputOutput(ModuleStyle):
         )
 
 
-def _step(
+def _make_mover(
     what: str, mesh: DeviceMesh, given: Placement, wanted: Placement | None, use_local: bool
 ) -> Callable[[Any], Any]:
-    """What happens to one argument or result: made a DTensor, moved, made local again."""
-    pieces = PieceLayouts(mesh, given)
-    leave = leaving(what, wanted, use_local)
+    """Return a function that makes one argument or result a DTensor, moves it and may unwrap it."""
+    shards = ShardLayouts(mesh, given)
+    finish = make_output_move(what, wanted, use_local)
 
-    def change(value: torch.Tensor) -> Any:
+    def move_tensor(value: torch.Tensor) -> Any:
         if isinstance(value, DTensor):
-            check_mesh(value, mesh, what)
-            return leave(value)
-        return leave(wrapped(value, pieces.layout(value), what))
+            check_on_mesh(value, mesh, what)
+            return finish(value)
+        return finish(wrap_shared(value, shards.layout_of(value), what))
 
-    def step(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if value is None:
             return None
-        changed = on_tensors(value, change)
-        if changed is value and not isinstance(value, torch.Tensor):
+        moved = on_tensors(value, move_tensor)
+        if moved is value and not isinstance(value, torch.Tensor):
             raise PlanError(
                 f"{what}: expected a tensor, got {type(value).__name__}; say None for its layout"
             )
-        return changed
+        return moved
 
-    return step
+    return move
 
 
-def _many(given: Placements, argument: str) -> tuple[Placement | None, ...]:
+def _as_tuple(given: PositionalPlacements, argument: str) -> tuple[Placement | None, ...]:
     if given is None:
         return ()
-    many = given if isinstance(given, tuple | list) else (given,)
+    placements = given if isinstance(given, tuple | list) else (given,)
     return tuple(
         None if each is None else as_placement(each, f"{argument}[{at}]")
-        for at, each in enumerate(many)
+        for at, each in enumerate(placements)
     )
 
 
-def _many_or_named(given: Any, argument: str) -> Any:
+def _as_tuple_or_dict(given: Any, argument: str) -> Any:
     if isinstance(given, Mapping):
         return {
             name: None if each is None else as_placement(each, f"{argument}[{name!r}]")
             for name, each in given.items()
         }
-    return _many(given, argument)
+    return _as_tuple(given, argument)
 
 
 def _check_lengths(given: Sequence[Any], wanted: Sequence[Any], argument: str) -> None:

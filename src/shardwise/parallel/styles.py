@@ -1,64 +1,252 @@
-"""The styles of tensor parallelism, with torch's names and arguments."""
+"""Styles of tensor parallelism, with torch's names and arguments.
+
+A style says how one module's parameters are laid out, and which hooks move its inputs and outputs.
+This file has the base classes, what all styles share, and the styles of projections and norms;
+`prepare.py` has the styles that change inputs and outputs only.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
 
-from shardwise.mesh import DeviceMesh
-from shardwise.parallel.containers import on_tensors
-from shardwise.parallel.names import PlanError
-from shardwise.parallel.placing import slots
-from shardwise.parallel.style import WHOLE, ModuleStyle, entrance, leaving, one_placement
-from shardwise.placement import Placement, Replicate, Shard
-from shardwise.tensor import DTensor
+from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.parallel.activations import (
+    Redistributor,
+    ShardLayouts,
+    check_on_mesh,
+    wrap_shared,
+)
+from shardwise.parallel.containers import forward_arguments, on_tensors, replace_first_argument
+from shardwise.parallel.parameters import (
+    TensorSlot,
+    check_ties,
+    distribute_slots,
+    find_slots,
+    layout_for,
+)
+from shardwise.parallel.plan_spec import PlanError, join_names
+from shardwise.placement import Placement, Replicate, Shard, as_placement
+from shardwise.tensor import DTensor, unwrap
+from shardwise.torch_internals import forward_pre_hooks
 
 Pieces = int | Sequence[int] | None
 
 
-def kind_of(module: nn.Module) -> str | None:
-    """What its weight means: (out, in) of a linear map, (in, out), or rows of an embedding."""
+class ParallelStyle(ABC):
+    """How to make a module parallel. A style of your own implements `_apply`."""
+
+    src_data_rank: int | None = 0
+    """The rank whose parameters all ranks get; with None each rank keeps its own."""
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Make the module parallel, in place."""
+
+
+class ModuleStyle(ParallelStyle):
+    """A style in separate steps, so that a whole plan can be checked before anything is changed."""
+
+    def shown(self, path: str) -> str:
+        """Format a module and its style for errors."""
+        return f"{path or 'the module'} ({type(self).__name__})"
+
+    def check(self, path: str, module: nn.Module) -> None:
+        """Raise PlanError, naming both, for a module that the style does not fit."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return placements of parameters and buffers by name; others are left as they are."""
+        return {}
+
+    @abstractmethod
+    def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Register the hooks that move inputs and outputs of the module's forward."""
+
+    def layouts(
+        self, path: str, module: nn.Module, mesh: DeviceMesh
+    ) -> list[tuple[TensorSlot, Layout]]:
+        """Return what `placements` asks for as layouts on a mesh."""
+        wanted = self.placements(module)
+        slots = {slot.path: slot for slot in find_slots(module, path)}
+        found = []
+        for name, placement in wanted.items():
+            slot = slots[join_names(path, name)]
+            found.append((slot, layout_for(slot, mesh, [placement])))
+        return found
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = as_one_axis_mesh(device_mesh)
+        self.check("", module)
+        check_unstyled("", module, self)
+        layouts = self.layouts("", module, mesh)
+        check_ties(layouts)
+        distribute_slots(layouts, self.src_data_rank)
+        self.hooks("", module, mesh)
+        return module
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+# ---- what all styles share
+
+
+def as_one_axis_mesh(device_mesh: Any) -> DeviceMesh:
+    """Return the mesh of a style, or raise PlanError if it does not have exactly one axis."""
+    if device_mesh is None:
+        raise PlanError("device_mesh: expected a DeviceMesh of one axis, got None")
+    mesh = as_mesh(device_mesh)
+    if mesh.ndim != 1:
+        name = (mesh.mesh_dim_names or ("tp",))[-1]
+        raise PlanError(
+            f"device_mesh: expected one axis, got {mesh.axes_shown()}; pass the axis of tensor "
+            f"parallelism, device_mesh[{name!r}], or use shard_module for all axes at once"
+        )
+    return mesh
+
+
+def as_single_placement(given: Any, argument: str) -> Placement | None:
+    """Return the placement that a style's argument gives: itself, in a tuple of one, or None."""
+    if isinstance(given, tuple | list) and len(given) == 1:
+        (given,) = given
+    if given is None:
+        return None
+    return as_placement(given, argument)
+
+
+_REPLICATE = Replicate()
+
+_input_hooks: WeakSet[Callable[..., Any]] = WeakSet()
+"""The hooks by which `check_unstyled` knows a styled module; copies of a module have the same."""
+
+
+def make_input_hook(
+    what: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    given: Placement,
+    wanted: Placement,
+    features: int | None = None,
+) -> Callable[..., Any]:
+    """Return a hook that makes the first tensor a module is called with a DTensor, and moves it.
+
+    Arguments:
+        what: the tensor's name in errors.
+        given: the placement of plain tensors.
+        wanted: the placement that the module needs.
+        features: the global size of the last dim, if the module knows it.
+    """
+    names = forward_arguments(module).named
+    shards = ShardLayouts(mesh, given, features)
+    redistribute = _redistribute_to(what, wanted)
+
+    def move(value: torch.Tensor) -> DTensor:
+        if isinstance(value, DTensor):
+            check_on_mesh(value, mesh, what)
+        else:
+            value = wrap_shared(value, shards.layout_of(value), what)
+        return redistribute(value)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return replace_first_argument(args, kwargs, names, move, what)
+
+    _input_hooks.add(enter)
+    return enter
+
+
+def check_unstyled(path: str, module: nn.Module, style: ModuleStyle) -> None:
+    """Raise PlanError for a module that has a style already: it would localize its result twice."""
+    is_styled = any(hook in _input_hooks for hook in forward_pre_hooks(module))
+    if is_styled and style.placements(module):
+        raise PlanError(
+            f"{path or 'the module'}: a call before this one gave it a style that lays out its "
+            f"parameters, and now it should get {style!r}; parallelize a module once"
+        )
+
+
+def _redistribute_to(what: str, placement: Placement) -> Redistributor:
+    """Return a function that moves DTensors on a mesh of one axis to a placement."""
+
+    def target(layout: Layout) -> Layout:
+        return Layout.from_placements(layout.mesh, layout.shape, [placement])
+
+    return Redistributor(what, target)
+
+
+def make_output_move(
+    what: str, placement: Placement | None, use_local_output: bool
+) -> Callable[[DTensor], Any]:
+    """Return a function that moves a result to a placement, unless None, and may unwrap it."""
+    redistribute = None if placement is None else _redistribute_to(what, placement)
+
+    def leave(output: DTensor) -> Any:
+        if not isinstance(output, DTensor):
+            raise PlanError(
+                f"{what}: expected its forward to return a DTensor, got {type(output).__name__}; "
+                "does a hook of its own change the result?"
+            )
+        if redistribute is not None:
+            output = redistribute(output)
+        return unwrap(output) if use_local_output else output
+
+    return leave
+
+
+# ---- projections
+
+
+def weight_kind(module: nn.Module) -> str | None:
+    """Return what the dims of a module's weight mean; None if the module is no projection.
+
+    "linear": (out, in); "transposed": (in, out); "embedding": (rows, features).
+    """
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # GPT-2's, of transformers
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers', in GPT-2
         return "transposed"
     return None
 
 
-# Which dim of the weight has the outputs, and which the inputs.
+# The dim of the weight that has the outputs, and the one that has the inputs, by `weight_kind`.
 _OUT_DIM: dict[str | None, int] = {"linear": 0, "transposed": 1, "embedding": 1}
 _IN_DIM: dict[str | None, int] = {"linear": 1, "transposed": 0, "embedding": 0}
 
 
-def _features(module: nn.Module) -> int | None:
-    """The size of the last dim of its input, where the weight tells it."""
-    kind = kind_of(module)
+def _input_features(module: nn.Module) -> int | None:
+    """Return the size of the last dim of a projection's input; None for indices."""
+    kind = weight_kind(module)
     weight: Any = module.weight
     return None if kind == "embedding" else int(weight.shape[_IN_DIM[kind]])
 
 
-def _given(**split: Any) -> dict[str, Any]:
-    """What is asked for beside the usual split; refused at once if it cannot be."""
-    asked = {name: each for name, each in split.items() if each not in (None, 1)}
+def _check_shard_options(**options: Any) -> dict[str, Any]:
+    """Return the options of `Shard` that are not its defaults; raise if they are invalid."""
+    asked = {name: each for name, each in options.items() if each not in (None, 1)}
     Shard(0, **asked)
     return asked
 
 
-class Projection(ModuleStyle):
-    """What column- and row-wise parallelism have in common."""
+class ProjectionStyle(ModuleStyle):
+    """The common part of column-wise and row-wise parallelism."""
 
     input_layouts: tuple[Placement | None]
     output_layouts: tuple[Placement | None]
     use_local_output: bool
-    _split: dict[str, Any]
+    _shard_options: dict[str, Any]
 
     def check(self, path: str, module: nn.Module) -> None:
-        if kind_of(module) is None:
+        if weight_kind(module) is None:
             raise PlanError(
                 f"{path or 'the module'}: {type(self).__name__} fits nn.Linear, nn.Embedding and "
                 f"transformers' Conv1D, and this is {type(module).__name__}; name the projections "
@@ -67,47 +255,48 @@ class Projection(ModuleStyle):
 
     @abstractmethod
     def of_kind(self, kind: str | None) -> dict[str, Placement]:
-        """How weight and bias of such a module lie (see `kind_of`)."""
+        """Return the placements of weight and bias of a module of this `weight_kind`."""
 
     @abstractmethod
     def wanted(self, kind: str | None) -> Placement:
-        """How such a module needs its input."""
+        """Return the placement that a module of this `weight_kind` needs for its input."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        # Parameters that a subclass may have added are whole.
-        own: dict[str, Placement] = {slot.path: WHOLE for slot in slots(module)}
-        known = self.of_kind(kind_of(module))
+        # Parameters that a subclass may have added are replicated.
+        own: dict[str, Placement] = {slot.path: _REPLICATE for slot in find_slots(module)}
+        known = self.of_kind(weight_kind(module))
         return own | {name: each for name, each in known.items() if name in own}
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what, wanted = self.shown(path), self.wanted(kind_of(module))
+        what, wanted = self.shown(path), self.wanted(weight_kind(module))
         given = self.input_layouts[0] or wanted
-        enter = entrance(f"input of {what}", module, mesh, given, wanted, _features(module))
-        leave = leaving(f"output of {what}", self.output_layouts[0], self.use_local_output)
+        features = _input_features(module)
+        enter = make_input_hook(f"input of {what}", module, mesh, given, wanted, features)
+        leave = make_output_move(f"output of {what}", self.output_layouts[0], self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(lambda module, args, output: leave(output))
 
     def __repr__(self) -> str:
-        extra = "".join(f", {name}={each}" for name, each in self._split.items())
+        extra = "".join(f", {name}={each}" for name, each in self._shard_options.items())
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts="
             f"{self.output_layouts}, use_local_output={self.use_local_output}{extra})"
         )
 
 
-class ColwiseParallel(Projection):
+class ColwiseParallel(ProjectionStyle):
     """Split the outputs of a Linear or Embedding over the ranks.
 
-    Every rank gets the whole input and makes its columns of the output. Backward, the gradient of
-    the input is summed over the ranks: one all-reduce, shared by modules with the same input.
+    Forward: every rank gets the whole input and computes its columns of the output. Backward: an
+    all-reduce sums the gradient of the input, once for all modules with the same input.
 
     Arguments:
-        input_layouts: how a plain input lies: `Replicate()` by default.
-        output_layouts: how the output should lie: split along its last dim by default.
-        use_local_output: whether to return this rank's piece, rather than a DTensor.
-        pieces: of a fused projection, as of queries, keys and values: how many equal pieces, or
-            pieces of which lengths, the outputs consist of; each is split by itself.
-        unit: what is not to be torn, such as the size of a head; one for all pieces, or for each.
+        input_layouts: the placement of a plain input: `Replicate()` by default.
+        output_layouts: the placement of the output: split along its last dim by default.
+        use_local_output: whether to return the local shard rather than a DTensor.
+        pieces: for a fused projection, as of queries, keys and values: the number of equal pieces
+            that the outputs consist of, or their lengths; each piece is split by itself.
+        unit: the size that is never split, such as that of a head; one for all pieces, or for each.
 
     Example:
         >>> plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -124,32 +313,33 @@ class ColwiseParallel(Projection):
         pieces: Pieces = None,
         unit: int | Sequence[int] = 1,
     ) -> None:
-        self.input_layouts = (one_placement(input_layouts, "input_layouts") or Replicate(),)
-        self.output_layouts = (one_placement(output_layouts, "output_layouts"),)
+        self.input_layouts = (as_single_placement(input_layouts, "input_layouts") or Replicate(),)
+        self.output_layouts = (as_single_placement(output_layouts, "output_layouts"),)
         self.use_local_output = use_local_output
-        self._split = _given(pieces=pieces, unit=unit)
+        self._shard_options = _check_shard_options(pieces=pieces, unit=unit)
 
     def of_kind(self, kind: str | None) -> dict[str, Placement]:
-        weight = Shard(_OUT_DIM[kind], **self._split)
-        return {"weight": weight, "bias": Shard(0, **self._split)}
+        weight = Shard(_OUT_DIM[kind], **self._shard_options)
+        return {"weight": weight, "bias": Shard(0, **self._shard_options)}
 
     def wanted(self, kind: str | None) -> Placement:
-        return WHOLE
+        return _REPLICATE
 
 
-class RowwiseParallel(Projection):
+class RowwiseParallel(ProjectionStyle):
     """Split the inputs of a Linear, or the rows of an Embedding, over the ranks.
 
-    Every rank has its columns of the input and makes a contribution to the output, which an
-    all-reduce sums (a reduce-scatter, if it is to be split). Backward: nothing (an all-gather).
+    Forward: every rank has its columns of the input and computes a contribution to the output,
+    which an all-reduce sums (a reduce-scatter, if the output is to be split). Backward: no
+    communication (an all-gather).
 
     Arguments:
-        input_layouts: how a plain input lies: split along its last dim by default; the indices for
-            an Embedding are whole by default.
-        output_layouts: how the output should lie: `Replicate()` by default.
-        use_local_output: whether to return this rank's piece, rather than a DTensor.
-        unit: what is not to be torn, such as the size of a head; as in the `ColwiseParallel`
-            that makes the input.
+        input_layouts: the placement of a plain input: split along its last dim by default; the
+            indices for an Embedding are replicated by default.
+        output_layouts: the placement of the output: `Replicate()` by default.
+        use_local_output: whether to return the local shard rather than a DTensor.
+        unit: the size that is never split, such as that of a head; the same as in the
+            `ColwiseParallel` that computes the input.
     """
 
     def __init__(
@@ -160,27 +350,33 @@ class RowwiseParallel(Projection):
         use_local_output: bool = True,
         unit: int = 1,
     ) -> None:
-        self.input_layouts = (one_placement(input_layouts, "input_layouts"),)
-        self.output_layouts = (one_placement(output_layouts, "output_layouts") or Replicate(),)
+        self.input_layouts = (as_single_placement(input_layouts, "input_layouts"),)
+        self.output_layouts = (
+            as_single_placement(output_layouts, "output_layouts") or Replicate(),
+        )
         self.use_local_output = use_local_output
-        self._split = _given(unit=unit)
+        self._shard_options = _check_shard_options(unit=unit)
 
     def of_kind(self, kind: str | None) -> dict[str, Placement]:
-        return {"weight": Shard(_IN_DIM[kind], **self._split), "bias": WHOLE}
+        return {"weight": Shard(_IN_DIM[kind], **self._shard_options), "bias": _REPLICATE}
 
     def wanted(self, kind: str | None) -> Placement:
-        return WHOLE if kind == "embedding" else Shard(-1, **self._split)
+        return _REPLICATE if kind == "embedding" else Shard(-1, **self._shard_options)
+
+
+# ---- norms
 
 
 class SequenceParallel(ModuleStyle):
-    """Run a module that works on each position by itself, as norms do, on split sequences.
+    """Run a module that treats each position by itself, as norms do, on a split sequence.
 
-    Its parameters are whole on every rank and get the sum of the ranks' gradients; frozen ones stay
-    frozen. Nothing travels forward, if the input is split along the sequence already.
+    Its parameters are replicated; frozen ones stay frozen. Forward: no communication, if the input
+    is split along the sequence already. Backward: gradients of parameters are summed over the
+    ranks.
 
     Arguments:
         sequence_dim: the dim of the input that is split.
-        use_local_output: whether to return this rank's piece, rather than a DTensor.
+        use_local_output: whether to return the local shard rather than a DTensor.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -188,13 +384,13 @@ class SequenceParallel(ModuleStyle):
         self.use_local_output = use_local_output
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        return {slot.path: WHOLE for slot in slots(module)}
+        return {slot.path: _REPLICATE for slot in find_slots(module)}
 
     def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
         what = self.shown(path)
         (split,) = self.sequence_sharding
-        enter = entrance(f"input of {what}", module, mesh, split, split)
-        leave = leaving(f"output of {what}", None, self.use_local_output)
+        enter = make_input_hook(f"input of {what}", module, mesh, split, split)
+        leave = make_output_move(f"output of {what}", None, self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(
             lambda module, args, output: on_tensors(

@@ -1,8 +1,8 @@
-"""Random numbers of a program: those that one process draws, in number, shape and order.
+"""Random numbers of a program: each rank draws what one process draws, in number, shape and order.
 
-Ranks draw tensors whole (`shardwise.drawing`), so that torch's generator moves on as in one
-process. Here it is made sure that they do, by comparison with what the original draws. torch fills
-tensors in the order in which they lie in memory, which pieces do not know: it is taken over.
+Ranks draw whole tensors (`shardwise.drawing`), so that torch's generator advances as in one
+process. This is checked here against the draws of the original. torch fills a tensor in the order
+of its memory, which a local shard does not have: the order is taken from the original.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from shardwise.export.dynamic_sizes import SymbolSizes, evaluate_size
 from shardwise.export.errors import ExportError
-from shardwise.export.operators import draws
-from shardwise.export.polynomials import Sizes
-from shardwise.export.sizes import number
+from shardwise.export.operators import draws_random
 from shardwise.torch_internals import FakeTensorMode, TorchDispatchMode, current_graph_task, pytree
 
 _aten: Any = torch.ops.aten
@@ -28,14 +27,14 @@ class Draw(NamedTuple):
     operator: str
     shape: tuple[int, ...]
     order: tuple[int, ...] | None
-    """Its dims as they lie in memory, the outermost first; None if there are gaps."""
+    """Its dims by their order in memory, the outermost first; None if it is not dense."""
 
     @property
     def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """What decides which numbers are drawn, and where they lie: sizes, and their order.
+        """The sizes, and their order in memory: two draws with equal ones draw the same numbers.
 
-        Dims of size 1 have no part in it. torch's operators come to have them: since 2.15 attention
-        of three dims is that of four, the first of size 1.
+        Dims of size 1 do not count. torch's operators may add them: since 2.15, attention on
+        tensors of three dims calls that of four, with a first dim of size 1.
         """
         kept = _long_dims(self.shape)
         sizes = tuple(self.shape[dim] for dim in kept)
@@ -44,16 +43,23 @@ class Draw(NamedTuple):
         return sizes, tuple(kept.index(dim) for dim in self.order if dim in kept)
 
 
-class _Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hears of everything that is drawn."""
+def _long_dims(shape: Sequence[int]) -> list[int]:
+    return [dim for dim, size in enumerate(shape) if size != 1]
+
+
+# ---- what is drawn
+
+
+class _DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every draw of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.heard: list[Draw] = []
+        self.draws: list[Draw] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if draws(func, args, kwargs or {}):
+        if draws_random(func, args, kwargs or {}):
             if current_graph_task() != -1:
                 raise ExportError(
                     f"fn: {func} draws random numbers in the backward pass, as in what "
@@ -62,15 +68,12 @@ class _Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             filled: torch.Tensor = pytree.tree_leaves(result)[0]
             if filled.numel():
-                self.heard.append(Draw(str(func), tuple(filled.shape), _order(filled)))
+                self.draws.append(Draw(str(func), tuple(filled.shape), _memory_order(filled)))
         return result
 
 
-def _long_dims(shape: Sequence[int]) -> list[int]:
-    return [dim for dim, size in enumerate(shape) if size != 1]
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims by their order in memory, the outermost first; None if it is not dense."""
     dims = range(tensor.dim())
     if tensor.is_contiguous():
         return tuple(dims)
@@ -79,62 +82,74 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def of_function(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Draw]:
-    """What a function draws; `arguments` are trees of tensors, whose values do not count."""
+def find_draws_of_function(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Draw]:
+    """Return the draws of a function.
+
+    Arguments:
+        arguments: trees of tensors, whose values are not used.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    def as_fake(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
         return made.requires_grad_(tensor.requires_grad)
 
-    listening = _Listening()
-    with mode, listening:
-        function(*pytree.tree_map_only(torch.Tensor, stand_in, list(arguments)))
-    return listening.heard
+    recorder = _DrawRecorder()
+    with mode, recorder:
+        function(*pytree.tree_map_only(torch.Tensor, as_fake, list(arguments)))
+    return recorder.draws
 
 
-def of_graph(module: fx.GraphModule, at: Sizes) -> list[tuple[fx.Node, Draw]]:
-    """What the nodes of a graph draw, at some sizes. They have values without data."""
+def find_draws_of_graph(module: fx.GraphModule, sizes: SymbolSizes) -> list[tuple[fx.Node, Draw]]:
+    """Return the draws of a graph's nodes, which have `meta["val"]`, at the given sizes."""
     with FakeTensorMode():
-        return [(node, draw) for node in _random_nodes(module) for draw in _drawn_by(node, at)]
+        return [(node, draw) for node in _random_nodes(module) for draw in _run(node, sizes)]
 
 
 def _random_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(
             block := getattr(module, str(node.target), None), fx.GraphModule
-        ):  # one within no_grad, which is run where it stands
+        ):  # a block within no_grad, which is run inline
             yield from _random_nodes(block)
-        elif node.op == "call_function" and draws(node.target, node.args, node.kwargs):
+        elif node.op == "call_function" and draws_random(node.target, node.args, node.kwargs):
             yield node
 
 
-def _drawn_by(node: fx.Node, at: Sizes) -> list[Draw]:
-    def value(argument: fx.Node) -> Any:
+def _run(node: fx.Node, sizes: SymbolSizes) -> list[Draw]:
+    """Run a node on fake tensors and return its draws."""
+
+    def as_fake(argument: fx.Node) -> Any:
         found = argument.meta["val"]
         if not isinstance(found, torch.Tensor):
-            return number(found, at) if isinstance(found, torch.SymInt) else found
-        shape, stride = ([number(n, at) for n in each] for each in (found.shape, found.stride()))
+            return evaluate_size(found, sizes) if isinstance(found, torch.SymInt) else found
+        shape, stride = (
+            [evaluate_size(size, sizes) for size in each] for each in (found.shape, found.stride())
+        )
         return torch.empty_strided(shape, stride, dtype=found.dtype, device=found.device)
 
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-    listening = _Listening()
-    with listening:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), as_fake)
+    recorder = _DrawRecorder()
+    with recorder:
         node.target(*args, **kwargs)  # type: ignore[operator]
-    return listening.heard
+    return recorder.draws
 
 
-def settle(module: fx.GraphModule, wanted: Sequence[Draw], subject: str) -> None:
-    """Make a recorded graph draw what is wanted, or refuse.
+# ---- what should be drawn
+
+
+def match_draws(module: fx.GraphModule, wanted: Sequence[Draw], subject: str) -> None:
+    """Make a recorded graph draw as wanted, or raise ExportError.
 
     Arguments:
-        subject: what an error says the wanted ones are of.
+        wanted: the draws of the original.
+        subject: the argument of the user's call that is the original, for errors.
     """
-    found = of_graph(module, {})
+    found = find_draws_of_graph(module, {})
     if [draw.numbers[0] for _, draw in found] != [draw.numbers[0] for draw in wanted]:
-        one, ranks = _shown(wanted), _shown([draw for _, draw in found])
+        one, ranks = _format_draws(wanted), _format_draws([draw for _, draw in found])
         raise ExportError(
             f"{subject}: random numbers must be drawn as in one process, which draws {one}; but "
             f"ranks would draw {ranks}. An operator in it cannot be split so: call eval() on the "
@@ -149,30 +164,30 @@ def settle(module: fx.GraphModule, wanted: Sequence[Draw], subject: str) -> None
             )
 
 
-def _shown(drawn: Sequence[Draw]) -> str:
-    return ", ".join(f"{draw.shape} by {draw.operator}" for draw in drawn) or "nothing"
+def _format_draws(draws: Sequence[Draw]) -> str:
+    return ", ".join(f"{draw.shape} by {draw.operator}" for draw in draws) or "nothing"
 
 
 def _reorder(graph: fx.Graph, node: fx.Node, draw: Draw, want: Draw) -> bool:
-    """Let a node draw in the wanted order in memory; whether it can."""
+    """Make a node draw in the wanted memory order; return whether that was possible."""
     empty = node.args[0] if node.args else None
-    is_own = isinstance(empty, fx.Node) and empty.target is _aten.empty.memory_format
     _, wanted = want.numbers
-    if wanted is None or not is_own:
+    if wanted is None or not isinstance(empty, fx.Node):
         return False
-    assert isinstance(empty, fx.Node)
+    if empty.target is not _aten.empty.memory_format:
+        return False
     size: Any = empty.args[0]
     kept = _long_dims(draw.shape)
     order = [dim for dim in range(len(size)) if dim not in kept] + [kept[at] for at in wanted]
     if node.target is not _aten.bernoulli.p:
         empty.target, empty.args = _aten.empty_permuted.default, (size, order)
         return True
-    # It has no regard for the strides of its argument.
+    # bernoulli ignores the strides of its argument: draw a tensor in the wanted order, and permute.
     empty.args = ([size[dim] for dim in order],)
     with graph.inserting_after(node):
-        turned = graph.call_function(
+        permuted = graph.call_function(
             _aten.permute.default, (node, [order.index(dim) for dim in range(len(order))])
         )
-    turned.meta = {name: each for name, each in node.meta.items() if name != "val"}
-    node.replace_all_uses_with(turned, lambda user: user is not turned)
+    permuted.meta = {name: each for name, each in node.meta.items() if name != "val"}
+    node.replace_all_uses_with(permuted, lambda user: user is not permuted)
     return True

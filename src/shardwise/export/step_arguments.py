@@ -1,4 +1,4 @@
-"""The arguments of a training step: pytrees whose leaves have names, and lie as a plan says."""
+"""The arguments of a training step: pytrees whose leaves have names, and placements by a plan."""
 
 from __future__ import annotations
 
@@ -11,63 +11,74 @@ import torch
 from torch import nn
 
 from shardwise.export.errors import ExportError
-from shardwise.export.plan import NO_AXIS, NO_NAME, Placements, check_fits
+from shardwise.export.placements import (
+    AXIS_REMEDY,
+    NAME_REMEDY,
+    Placements,
+    check_placements_fit,
+)
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.activations import Activations
-from shardwise.parallel.names import PlanError, check_pattern, matches, unmatched
-from shardwise.parallel.specs import placements_of
+from shardwise.parallel.plan_spec import (
+    PlanError,
+    as_placements,
+    check_pattern,
+    check_plan,
+    matches,
+    no_match_error,
+)
 from shardwise.placement import Replicate
 from shardwise.torch_internals import pytree
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """A tensor of the arguments, or something else, which is a constant."""
+class StepLeaf:
+    """A leaf of the arguments: a tensor, or another value, which is a constant of the step."""
 
     name: str
     value: Any
     container: str
-    """The first key on the way to it, of what is in the state; empty elsewhere."""
+    """The first key on the path to it, for a leaf of the state; empty for others."""
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is given to the step, and not a constant of it."""
+        """Whether it is an input of the graph, not a constant."""
         return isinstance(self.value, torch.Tensor)
 
 
 @dataclass(frozen=True)
-class Argument:
-    """One argument of a training step."""
+class StepArgument:
+    """One argument of a training step: its name, leaves and tree structure."""
 
     name: str
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StepLeaf, ...]
     structure: Any
 
-    def flat(self, tree: Any, what: str = "") -> list[Any]:
-        """The leaves of a tree that should be like the example's.
+    def flatten(self, tree: Any, what: str = "") -> list[Any]:
+        """Return the leaves of a tree, or raise ExportError if it is not like the example's.
 
         Arguments:
-            what: what to call it in an error; by default the argument that it is.
+            what: the name of the tree in the error; that of this argument by default.
         """
         leaves, structure = pytree.tree_flatten(tree)
         if structure != self.structure:
             raise ExportError(
                 f"{what or self.name}: expected a tree like the example's, "
-                f"{shown(self.structure)}; got {shown(structure)}"
+                f"{_format_structure(self.structure)}; got {_format_structure(structure)}"
             )
         return leaves
 
 
-def shown(structure: Any) -> str:
-    """A tree on one line."""
+def _format_structure(structure: Any) -> str:
     return " ".join(str(structure).split())
 
 
-def arguments_of(fn: Callable[..., Any], example: Sequence[Any]) -> list[Argument]:
-    """The arguments by the names that `fn` has for them, with their leaves.
+def name_arguments(fn: Callable[..., Any], example: Sequence[Any]) -> list[StepArgument]:
+    """Return the arguments of a step with the names that `fn` has for them, and named leaves.
 
-    Leaves of the first one, the state, are named by their keys in it: `params.layers.0.weight`.
-    Those of others begin with the name of the argument: `batch.tokens`.
+    Leaves of the first argument, the state, are named by their keys in it:
+    `params.layers.0.weight`. Those of other arguments begin with the name of the argument:
+    `batch.tokens`.
     """
     if not isinstance(example, tuple | list) or not example:
         raise ExportError(
@@ -75,13 +86,13 @@ def arguments_of(fn: Callable[..., Any], example: Sequence[Any]) -> list[Argumen
             f"{type(example).__name__}"
         )
     names = _argument_names(fn, example)
-    found: list[Argument] = []
+    found: list[StepArgument] = []
     seen: set[str] = set()
     for at, (name, tree) in enumerate(zip(names, example, strict=True)):
         pairs, structure = pytree.tree_flatten_with_path(tree)
         leaves = []
         for path, value in pairs:
-            keys = [_key(entry) for entry in path]
+            keys = [_format_key(entry) for entry in path]
             full = ".".join(keys if at == 0 else [name, *keys]) or name
             if full in seen:
                 raise ExportError(
@@ -95,8 +106,8 @@ def arguments_of(fn: Callable[..., Any], example: Sequence[Any]) -> list[Argumen
                     "such as dict(model.named_parameters()), which fn uses by "
                     "torch.func.functional_call(model, state, args)"
                 )
-            leaves.append(Leaf(full, value, keys[0] if at == 0 and keys else ""))
-        found.append(Argument(name, tuple(leaves), structure))
+            leaves.append(StepLeaf(full, value, keys[0] if at == 0 and keys else ""))
+        found.append(StepArgument(name, tuple(leaves), structure))
     return found
 
 
@@ -105,7 +116,7 @@ def _argument_names(fn: Callable[..., Any], example: Sequence[Any]) -> list[str]
         bound = inspect.signature(fn).bind(*example)
     except TypeError as error:
         raise ExportError(f"example: expected the arguments of fn; {error}") from None
-    except ValueError:  # something without a signature
+    except ValueError:  # a callable without a signature
         return [f"arg{at}" for at in range(len(example))]
     names: list[str] = []
     for name, value in bound.arguments.items():
@@ -114,7 +125,8 @@ def _argument_names(fn: Callable[..., Any], example: Sequence[Any]) -> list[str]
     return names
 
 
-def _key(entry: Any) -> str:
+def _format_key(entry: Any) -> str:
+    """Return the key, index or name in an entry of a pytree path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -125,15 +137,15 @@ def _key(entry: Any) -> str:
 
 
 def placements_by_leaf(
-    leaves: Sequence[Leaf], mesh: DeviceMesh, plan: Mapping[str, Any]
+    leaves: Sequence[StepLeaf], mesh: DeviceMesh, plan: Mapping[str, Any]
 ) -> dict[str, Placements]:
-    """How tensors lie, by their names.
+    """Return the placements of all tensors of the arguments, by name.
 
-    Later patterns win. What nothing matches is whole; but what is kept of a parameter elsewhere in
-    the state, with its name and shape, as optimizers do, lies as the parameter.
+    If several patterns match, the last one counts. A tensor without a match is replicated, except
+    for tensors of the optimizer state: a tensor elsewhere in the state with the name and shape of a
+    parameter gets the placements of the parameter.
     """
-    if not isinstance(plan, Mapping):
-        raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+    check_plan(plan)
     tensors = [leaf for leaf in leaves if leaf.is_tensor]
     chosen: dict[str, Placements] = {}
     for pattern, wanted in plan.items():
@@ -143,40 +155,45 @@ def placements_by_leaf(
                 f"plan[{pattern!r}]: Activations are for modules, and the plan of a step is for "
                 "tensors of its state and batch only; leave them out"
             )
-        asked = placements_of(wanted, mesh, f"plan[{pattern!r}]", NO_AXIS)
+        asked = as_placements(wanted, mesh, f"plan[{pattern!r}]", AXIS_REMEDY)
         fitting = [leaf for leaf in tensors if matches(pattern, leaf.name)]
         if not fitting:
             names = [leaf.name for leaf in tensors]
             kinds = "tensors of the state or the batch"
-            raise unmatched("plan", pattern, names, kinds, remedy=NO_NAME)
+            raise no_match_error("plan", pattern, names, kinds, remedy=NAME_REMEDY)
         for leaf in fitting:
-            check_fits(leaf.name, leaf.value, asked, mesh)
+            check_placements_fit(leaf.name, leaf.value, asked, mesh)
             chosen[leaf.name] = asked
-    named = [leaf for leaf in tensors if leaf.name in chosen and leaf.container]
-    whole: Placements = [Replicate()] * mesh.ndim
+    parameters = [leaf for leaf in tensors if leaf.name in chosen and leaf.container]
+    replicated: Placements = [Replicate()] * mesh.ndim
     return {
-        leaf.name: chosen.get(leaf.name) or _followed(leaf, named, chosen) or whole
+        leaf.name: chosen.get(leaf.name)
+        or _placements_of_parameter(leaf, parameters, chosen)
+        or replicated
         for leaf in tensors
     }
 
 
-def _followed(
-    leaf: Leaf, named: Sequence[Leaf], chosen: Mapping[str, Placements]
+def _placements_of_parameter(
+    leaf: StepLeaf, parameters: Sequence[StepLeaf], chosen: Mapping[str, Placements]
 ) -> Placements | None:
-    """The placements of the parameter that a leaf of the state belongs to."""
+    """Return the placements of the parameter that a leaf of the state belongs to, if any.
+
+    It belongs to the parameter with the longest name that its own name contains, of the same shape.
+    """
     if not leaf.container:
         return None
     tokens = leaf.name.split(".")
     longest = 0
-    found: list[Leaf] = []
-    for other in named:
+    found: list[StepLeaf] = []
+    for other in parameters:
         within = other.name[len(other.container) + 1 :].split(".")
-        is_kept = (
+        belongs = (
             other.container != leaf.container
             and other.value.shape == leaf.value.shape
             and any(tokens[at : at + len(within)] == within for at in range(1, len(tokens)))
         )
-        if is_kept and len(within) >= longest:
+        if belongs and len(within) >= longest:
             if len(within) > longest:
                 longest, found = len(within), []
             found.append(other)

@@ -1,8 +1,8 @@
-"""Parameters and buffers of a module become DTensors, in place, with their ties."""
+"""Replace the parameters and buffers of a module by DTensors, in place; tied ones stay tied."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +13,15 @@ from shardwise.distribute import distribute_tensor
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 from shardwise.optimizers import note_replaced
-from shardwise.parallel.names import PlanError, all_modules, joined
+from shardwise.parallel.plan_spec import PlanError, all_modules, join_names
 from shardwise.placement import Placement
 from shardwise.tensor import DTensor
 from shardwise.torch_internals import own_buffers, own_parameters
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a module keeps a parameter or buffer."""
+class TensorSlot:
+    """One name of a parameter or buffer: the module that holds it, and its key there."""
 
     path: str
     module: nn.Module
@@ -29,35 +29,35 @@ class Slot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is there now."""
+        """The tensor that the module holds now."""
         found = own_parameters(self.module).get(self.key)
         if found is None:
             found = own_buffers(self.module)[self.key]  # type: ignore[assignment]
         assert found is not None, "only slots that hold something are listed"
         return found
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Replace it."""
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Put another tensor into the module."""
         if own_parameters(self.module).get(self.key) is not None:
             own_parameters(self.module)[self.key] = tensor  # type: ignore[assignment]
         else:
             own_buffers(self.module)[self.key] = tensor
 
 
-def slots(module: nn.Module, prefix: str = "") -> list[Slot]:
-    """Every parameter and buffer by every name it has: a tied one comes several times."""
+def find_slots(module: nn.Module, prefix: str = "") -> list[TensorSlot]:
+    """List every parameter and buffer under every name it has: a tied one has several slots."""
     found = []
     for path, submodule in all_modules(module, prefix):
-        for held in (own_parameters(submodule), own_buffers(submodule)):
-            for key, tensor in held.items():
+        for tensors in (own_parameters(submodule), own_buffers(submodule)):
+            for key, tensor in tensors.items():
                 if tensor is not None:
-                    found.append(Slot(joined(path, key), submodule, key))
+                    found.append(TensorSlot(join_names(path, key), submodule, key))
     return found
 
 
-def check_ties(wanted: Sequence[tuple[Slot, Layout]]) -> None:
-    """Refuse to lay out one tensor in two ways."""
-    seen: dict[int, tuple[Slot, Layout]] = {}
+def check_ties(wanted: Sequence[tuple[TensorSlot, Layout]]) -> None:
+    """Raise PlanError if a plan gives one tensor two layouts, under two of its names."""
+    seen: dict[int, tuple[TensorSlot, Layout]] = {}
     for slot, layout in wanted:
         other, before = seen.setdefault(id(slot.tensor), (slot, layout))
         if before is not layout:
@@ -67,8 +67,8 @@ def check_ties(wanted: Sequence[tuple[Slot, Layout]]) -> None:
             )
 
 
-def layout_for(slot: Slot, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """The layout that a plan wants, with errors that name the parameter."""
+def layout_for(slot: TensorSlot, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """Return the layout that a plan asks for, or raise PlanError if the tensor cannot have it."""
     tensor = slot.tensor
     try:
         layout = Layout.from_placements(mesh, tensor.shape, placements)
@@ -81,11 +81,11 @@ def layout_for(slot: Slot, mesh: DeviceMesh, placements: Sequence[Placement]) ->
         )
     if isinstance(tensor, DTensor) and tensor._layout is not layout:
         before = tensor._layout
-        moved = before.mesh is not mesh
+        changes_mesh = before.mesh is not mesh
         raise PlanError(
-            f"{slot.path}: it is a DTensor {before!r} {f'on {before.mesh!r} ' * moved}already, and "
-            f"the plan wants {layout!r}{f' on {mesh!r}' * moved}; lay a module out once, or "
-            "redistribute the parameter yourself"
+            f"{slot.path}: it is a DTensor {before!r} {f'on {before.mesh!r} ' * changes_mesh}"
+            f"already, and the plan wants {layout!r}{f' on {mesh!r}' * changes_mesh}; lay a module "
+            "out once, or redistribute the parameter yourself"
         )
     if is_lazy(tensor):
         raise PlanError(
@@ -94,24 +94,27 @@ def layout_for(slot: Slot, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     return layout
 
 
-def place(wanted: Sequence[tuple[Slot, Layout]], src_data_rank: int | None) -> None:
-    """Make DTensors of parameters and buffers, in their order; ties are kept.
+def distribute_slots(
+    wanted: Sequence[tuple[TensorSlot, Layout]], src_data_rank: int | None
+) -> None:
+    """Replace parameters and buffers by DTensors, in the given order; tied ones stay tied.
 
-    Every rank of the mesh calls it. What they get is the data of the rank `src_data_rank`.
+    Every rank of the mesh must call this. All ranks get the values of the rank `src_data_rank`;
+    with None each rank takes the shard of its own values.
     """
     made: dict[int, torch.Tensor] = {}
-    kept = [(slot, slot.tensor, layout) for slot, layout in wanted]  # so that no id is used again
+    kept = [(slot, slot.tensor, layout) for slot, layout in wanted]  # alive, so that ids are unique
     for slot, tensor, layout in kept:
         if isinstance(tensor, DTensor):
             continue
         if id(tensor) not in made:
-            made[id(tensor)] = _placed(tensor, layout, src_data_rank)
+            made[id(tensor)] = _distribute(tensor, layout, src_data_rank)
             note_replaced(tensor, slot.path)
-        slot.put(made[id(tensor)])
+        slot.replace(made[id(tensor)])
 
 
-def _placed(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> torch.Tensor:
-    piece = distribute_tensor(
+def _distribute(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> torch.Tensor:
+    distributed = distribute_tensor(
         tensor.detach(),
         layout.mesh,
         layout.placements,
@@ -119,16 +122,11 @@ def _placed(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> 
         shard_order=layout.shard_order,
     )
     if isinstance(tensor, nn.Parameter):
-        result: torch.Tensor = nn.Parameter(piece, tensor.requires_grad)
+        result: torch.Tensor = nn.Parameter(distributed, tensor.requires_grad)
     else:
-        result = piece.requires_grad_(tensor.requires_grad)
-    _keep_attributes(tensor, result)
+        result = distributed.requires_grad_(tensor.requires_grad)
+    # Attributes that users set on a parameter (a learning rate, a flag) are kept.
+    for name, value in vars(tensor).items():
+        if name not in vars(result):
+            setattr(result, name, value)
     return result
-
-
-def _keep_attributes(before: torch.Tensor, after: torch.Tensor) -> None:
-    """What users hang on a parameter (a learning rate, a flag) goes on to the new one."""
-    mine: Mapping[str, object] = vars(before)
-    for name, value in mine.items():
-        if name not in vars(after):
-            setattr(after, name, value)

@@ -1,0 +1,1 @@
+"""Passes over graphs: fewer gathers, fewer nodes, and which nodes share memory."""
