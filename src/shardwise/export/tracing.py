@@ -21,6 +21,7 @@ from shardwise.comm.cause import acting
 from shardwise.copies import as_ordinary, copies_in
 from shardwise.dispatch.moving import input_move, moved
 from shardwise.dispatch.state import state
+from shardwise.dispatch.writes import check_writable
 from shardwise.export.annotations import (
     annotate_layout,
     annotate_tensor,
