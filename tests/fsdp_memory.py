@@ -46,12 +46,12 @@ class Counted:
         self.peak = 0
 
     @property
-    def context(self):
-        return self.model._fsdp_group.context
+    def unit_set(self):
+        return self.model._fsdp_group.schedule.unit_set
 
     @property
     def gathered(self):
-        return sum(unit.gathered_bytes for unit in self.context.units)
+        return sum(unit.gathered_bytes for unit in self.unit_set.units)
 
     def count(self, *ignored):
         self.peak = max(self.peak, self.gathered)
@@ -67,7 +67,7 @@ class Counted:
     def beside_shards(self, before, ranks):
         """What is alive in this process, where so many ranks run, beyond what was before, shards
         and the buffers that are kept for the next step; as a part of all parameters."""
-        arenas = {id(unit.arena): unit.arena for unit in self.context.units}
-        shards = sum(arena.flat.nbytes for arena in arenas.values())
-        kept = shards + self.context.pool.nbytes
+        buffers = {id(unit.flat): unit.flat for unit in self.unit_set.units}
+        shards = sum(flat.nbytes for flat in buffers.values())
+        kept = shards + self.unit_set.pool.nbytes
         return (live_bytes() - before - ranks * kept) / self.whole
