@@ -106,7 +106,7 @@ class RowGather(PendingGather):
         self._release(unit)
 
     def drop(self, unit: Unit) -> None:
-        """Wait for the rows, and give up what they hold of a unit."""
+        """Wait for the rows, and discard those of a unit."""
         try:
             self.pending.wait()
         finally:
@@ -173,7 +173,7 @@ class PostForwardGather(PendingGather):
         unit.gather = None
 
     def drop(self, unit: Unit) -> None:
-        """Wait for the parts, and give them up."""
+        """Wait for the parts, and discard them."""
         self.pending.wait()
         unit.free()
         unit.gather = None

@@ -15,7 +15,6 @@ from shardwise.fsdp.extended_unit import ExtendedUnit
 from shardwise.fsdp.flat_buffer import BufferPool, BufferSize
 from shardwise.fsdp.param import ParamSlot, ShardedParam, accumulation_dtype, promoted_dtype
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.param_sharding import ParamSharding
 from shardwise.fsdp.reduce_scatter import ReducePlan
 from shardwise.fsdp.unit import Unit
 from shardwise.tensor import DTensor, laid_out
@@ -164,12 +163,12 @@ def _check_tied_policies(part: Sequence[SlotTensor], users: Sequence[ParamGroup]
             before = first.get(id(slot.tensor))
             if before is None:
                 continue
-            for what in ("param_dtype", "reduce_dtype"):
-                wanted = [getattr(each.policy, what) for each in (before, slot)]
+            for field in ("param_dtype", "reduce_dtype"):
+                wanted = [getattr(each.policy, field) for each in (before, slot)]
                 if wanted[0] != wanted[1]:
                     raise FSDPError(
                         f"mp_policy: {before.name} is shared by {users[0].name} and {other.name}, "
-                        f"with {what} {wanted[0]} and {wanted[1]}; modules with tied parameters "
+                        f"with {field} {wanted[0]} and {wanted[1]}; modules with tied parameters "
                         "need the same"
                     )
 
@@ -177,10 +176,7 @@ def _check_tied_policies(part: Sequence[SlotTensor], users: Sequence[ParamGroup]
 def _find_reduce_dtype(parameters: Sequence[SlotTensor]) -> torch.dtype | None:
     """Return the dtype in which gradients of one group's parameters of one dtype are reduced: the
     one that all promote to. None if all of them may have any."""
-    found = {
-        accumulation_dtype(tensor.dtype, slot.grad_dtype, slot.policy.reduce_dtype)
-        for slot, tensor in parameters
-    }
+    found = {accumulation_dtype(slot, tensor.dtype) for slot, tensor in parameters}
     known = {dtype for dtype in found if dtype is not None}
     return promoted_dtype(known) if known else None
 
@@ -203,8 +199,8 @@ def _current_tensor(slot: ParamSlot) -> DTensor:
     if isinstance(tensor, DTensor) and tensor._layout is slot.layout:
         slot.restore_grad_dtype()
         return tensor
-    piece = laid_out(tensor.detach(), slot.layout, slot.name)
-    result: Any = nn.Parameter(piece, tensor.requires_grad)
+    shard = laid_out(tensor.detach(), slot.layout, slot.name)
+    result: Any = nn.Parameter(shard, tensor.requires_grad)
     slot.put(result)
     slot.restore_grad_dtype()
     return result  # type: ignore[no-any-return]
@@ -231,28 +227,13 @@ def _make_unit(
     part: list[SlotTensor],
     reduce_dtype: torch.dtype | None,
 ) -> Unit:
-    group, policy = groups[0], part[0][0].policy
-    params = [
-        ShardedParam(
-            slot.name,
-            tensor,
-            ParamSharding.of(tensor._layout, group.info, slot.strides is None),
-            slot.strides,
-            slot.grad_dtype,
-            slot.policy.reduce_dtype,
-        )
-        for slot, tensor in part
-    ]
+    group = groups[0]
+    params = [ShardedParam(slot, tensor, group.info) for slot, tensor in part]
     device = part[0][1].device
     if isinstance(group.offload, CPUOffloadPolicy):
         device = torch.device(group.info.mesh.device_type)
-    extensions = [slot.extension for slot, _ in part if slot.extension is not None]
-    if extensions:
-        modules = [slot.module for slot, _ in part]
-        return ExtendedUnit(
-            number, groups, params, group.info, policy, device, reduce_dtype, extensions, modules
-        )
-    return Unit(number, groups, params, group.info, policy, device, reduce_dtype)
+    kind = Unit if part[0][0].extension is None else ExtendedUnit
+    return kind(number, groups, params, device, reduce_dtype)
 
 
 def _make_flat_buffers(units: Sequence[Unit]) -> None:

@@ -8,14 +8,14 @@ the bytes of all tensors that a rank sends; rows are padded to the longest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm import Pending
 from shardwise.fsdp.all_gather import CHANNEL, RowGather, start_custom_gather
-from shardwise.fsdp.config import AllGather, MixedPrecisionPolicy
+from shardwise.fsdp.config import AllGather
 from shardwise.fsdp.errors import FSDPError, ShardedState, transition
 from shardwise.fsdp.extensions import POST, PRE, RELEASE, GatherExtension, inner_names
 from shardwise.fsdp.flat_buffer import BufferPool, RowBuffer, header_digits
@@ -25,9 +25,6 @@ from shardwise.fsdp.unit import Unit, trace_gather
 from shardwise.mesh import DeviceMesh
 from shardwise.torch_internals import as_local, preserve_version_counter, storage_id
 
-if TYPE_CHECKING:
-    from shardwise.fsdp.param_group import ParamGroup
-
 HEADER_BYTES = 2
 """Bytes at the start of a row that have the unit's number."""
 
@@ -36,16 +33,12 @@ TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class ExtendedParam:
-    """A parameter with a gather extension.
+    """A parameter with a gather extension."""
 
-    Arguments:
-        module: the first module that has the parameter.
-    """
-
-    def __init__(self, param: ShardedParam, extension: GatherExtension, module: nn.Module) -> None:
+    def __init__(self, param: ShardedParam) -> None:
+        assert param.slot.extension is not None, "others are in units without extensions"
         self.param = param
-        self.extension = extension
-        self.module = module
+        self.extension: GatherExtension = param.slot.extension
         self.specs: list[TensorSpecs] = []
         """What each rank sends; only this rank's, if the parameter is not sharded."""
         self.offsets: list[list[int]] = []
@@ -73,34 +66,17 @@ class ExtendedParam:
 
 
 class ExtendedUnit(Unit):
-    """Parameters of a group that have gather extensions, and one dtype.
+    """Parameters of a group that have gather extensions, and one dtype; arguments as of `Unit`."""
 
-    Arguments:
-        extensions: of each parameter.
-        modules: for each parameter the first module that has it.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        groups: list[ParamGroup],
-        params: list[ShardedParam],
-        info: DataParallelMeshInfo,
-        policy: MixedPrecisionPolicy,
-        device: torch.device,
-        reduce_dtype: torch.dtype | None,
-        extensions: Sequence[GatherExtension],
-        modules: Sequence[nn.Module],
-    ) -> None:
-        super().__init__(number, groups, params, info, policy, device, reduce_dtype)
-        self.policy = policy
-        self.extended = list(map(ExtendedParam, params, extensions, modules))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.extended = list(map(ExtendedParam, self.params))
         self.row_length = HEADER_BYTES
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         """The memory of the gathered parameters, by address, with its size in bytes."""
         self._is_made = False
 
-    # ---- what is sent
+    # ---- tensors that are sent
 
     def make_inputs(self) -> tuple[list[list[torch.Tensor]], list[Any]]:
         """Return for each parameter the tensors that this rank sends, and the metadata that it
@@ -115,8 +91,8 @@ class ExtendedUnit(Unit):
                 mesh,
                 param.sharding.gathered_shape,
                 param.strides,
-                each.module,
-                self.policy,
+                param.slot.module,
+                self.params[0].slot.policy,
             )
             tensors.append(sent)
             metadata.append(kept)
@@ -128,7 +104,7 @@ class ExtendedUnit(Unit):
         return self.own_shard(param).to(self.device, non_blocking=True)
 
     def _agree_on_specs(self, own: list[TensorSpecs]) -> None:
-        """The first time, exchange with other ranks what each sends; later, check that it is the
+        """Exchange with other ranks what each sends, the first time; check later that it is the
         same."""
         index = self.info.shard_mesh_rank
         if self.extended[0].specs:
@@ -202,7 +178,7 @@ class ExtendedUnit(Unit):
         Arguments:
             rows: the rows of all ranks.
             sent: the tensors that this rank has sent.
-            metadata: what the extensions have returned beside them.
+            metadata: that the extensions have returned beside these tensors.
         """
         # Tensors that are created in inference mode could never be used in training.
         with torch.inference_mode(False), torch.no_grad():
@@ -248,14 +224,15 @@ class ExtendedUnit(Unit):
         storages = {_address(tensor): tensor.untyped_storage() for tensor in parts}
         if _address(self.flat) in storages:
             raise FSDPError(
-                f"{param.name}: {POST} must not return the memory of the shard, which would be "
-                "given back; return a copy"
+                f"{param.name}: {POST} must not return the memory of the shard, as that would be "
+                "freed; return a copy"
             )
         is_alias = any(_address(tensor) in storages for tensor in outputs)
         if is_alias and each.extension.releases_outputs:
             raise FSDPError(
-                f"{param.name}: {RELEASE} says that what was gathered is not needed any more, but "
-                f"what {POST} has returned lies in its memory; return a copy, or False there"
+                f"{param.name}: {RELEASE} returns True: the gathered tensors may be freed. But the "
+                f"parameter that {POST} returns lies in their memory; return a copy there, or "
+                "False here"
             )
         if is_alias or (is_wrapper and not each.extension.releases_outputs):
             each.outputs = outputs

@@ -335,7 +335,7 @@ def _check_no_custom_comm(group: ParamGroup, setter: str) -> None:
         if comm is not None:
             raise FSDPError(
                 f"{setter}: {group.name} has custom communication ({type(comm).__name__}), which "
-                "allocates for itself"
+                "allocates its own buffers"
             )
 
 

@@ -1,13 +1,14 @@
-"""Parameters of groups: where modules keep them, and what exists of each (shard, gathered, grads).
+"""Parameters of groups: the places in modules that hold them, and the forms that each has.
 
 A `ParamSlot` is a place in a module that holds a parameter. A `ShardedParam` is one parameter in
-all its forms. Tied parameters have several slots and are one `ShardedParam`.
+all its forms: shard, gathered, gradients. A tied parameter has one `ShardedParam` and several
+slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from shardwise.fsdp.config import MixedPrecisionPolicy
 from shardwise.fsdp.extensions import GatherExtension
+from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param_sharding import ParamSharding
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, laid_out, unwrap, wrap
@@ -47,7 +49,7 @@ class GradDtype:
 
     @staticmethod
     def set_on(parameter: Any) -> GradDtype | None:
-        """Return what users have set on a parameter, or None."""
+        """Return the `grad_dtype` that users have set on a parameter, or None."""
         return GradDtype(parameter.grad_dtype) if has_own_grad_dtype(parameter) else None
 
     def put_on(self, parameter: Any) -> None:
@@ -64,79 +66,34 @@ def promoted_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
     return first
 
 
-def accumulation_dtype(
-    param_dtype: torch.dtype, grad_dtype: GradDtype | None, reduce_dtype: torch.dtype | None
-) -> torch.dtype | None:
-    """Return the dtype in which unreduced gradients of a parameter are summed; None means any.
-
-    Arguments:
-        param_dtype: of the parameter.
-        grad_dtype: what users have set for its gradient, if anything.
-        reduce_dtype: of the parameter's mixed-precision policy.
-    """
-    if reduce_dtype is not None and param_dtype.is_floating_point:
-        return reduce_dtype
-    return param_dtype if grad_dtype is None else grad_dtype.dtype
-
-
+@dataclass(slots=True, eq=False)
 class ParamSlot:
-    """A place in a module that holds a parameter of a group: `module._parameters[key]`.
+    """A place in a module that holds a parameter of a group: `module._parameters[key]`."""
 
-    Arguments:
-        name: of the parameter, for messages.
-        layout: of the parameter at rest.
-        strides: of the gathered parameter, if it is not contiguous.
-        extension: the parameter's own gather functions, if any.
-        policy: the mixed precision of this parameter.
-        grad_dtype: what users have set as the dtype of its gradient, if anything.
-    """
+    module: nn.Module
+    key: str
+    name: str
+    """Of the parameter, for messages."""
+    layout: Layout
+    """Of the parameter at rest."""
+    strides: tuple[int, ...] | None
+    """Of the gathered parameter, if it is not contiguous."""
+    extension: GatherExtension | None
+    """The parameter's own gather functions, if any."""
+    policy: MixedPrecisionPolicy
+    """Of this parameter."""
+    grad_dtype: GradDtype | None = None
+    """The `grad_dtype` that users have set on the parameter, if any."""
+    _has_own_setter: bool = field(init=False)
+    """Whether the module's class defines `__setattr__`."""
 
-    __slots__ = (
-        "extension",
-        "grad_dtype",
-        "has_own_setter",
-        "key",
-        "layout",
-        "module",
-        "name",
-        "policy",
-        "strides",
-    )
-
-    def __init__(
-        self,
-        module: nn.Module,
-        key: str,
-        name: str,
-        layout: Layout,
-        strides: tuple[int, ...] | None,
-        extension: GatherExtension | None,
-        policy: MixedPrecisionPolicy,
-        grad_dtype: GradDtype | None = None,
-    ) -> None:
-        self.module = module
-        self.key = key
-        self.name = name
-        self.layout = layout
-        self.strides = strides
-        self.extension = extension
-        self.policy = policy
-        self.grad_dtype = grad_dtype
+    def __post_init__(self) -> None:
         # Some modules, such as torch's LSTM, keep their parameters in a list too.
-        self.has_own_setter = type(module).__setattr__ is not nn.Module.__setattr__
+        self._has_own_setter = type(self.module).__setattr__ is not nn.Module.__setattr__
 
     def for_module(self, module: nn.Module) -> ParamSlot:
         """Return the same slot of a copy of the module."""
-        return ParamSlot(
-            module,
-            self.key,
-            self.name,
-            self.layout,
-            self.strides,
-            self.extension,
-            self.policy,
-            self.grad_dtype,
-        )
+        return replace(self, module=module)
 
     @property
     def tensor(self) -> nn.Parameter:
@@ -156,7 +113,7 @@ class ParamSlot:
 
     def put(self, tensor: Any) -> None:
         """Put a parameter into the slot."""
-        if self.has_own_setter:
+        if self._has_own_setter:
             setattr(self.module, self.key, tensor)
         else:
             own_parameters(self.module)[self.key] = tensor
@@ -182,50 +139,33 @@ def is_claimed(module: nn.Module, key: str) -> bool:
     return key in vars(module).get("_fsdp_keys", ())
 
 
+def accumulation_dtype(slot: ParamSlot, param_dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which unreduced gradients of a parameter are summed; None means any."""
+    if slot.policy.reduce_dtype is not None and param_dtype.is_floating_point:
+        return slot.policy.reduce_dtype
+    return param_dtype if slot.grad_dtype is None else slot.grad_dtype.dtype
+
+
 class ShardedParam:
     """One parameter of a unit: its shard, its gathered form, and gradients not yet reduced.
 
     Arguments:
-        name: for messages.
+        slot: the first slot that holds it.
         sharded: the DTensor that the module has at rest, and that optimizers see.
-        sharding: which rank holds which part.
-        strides: of the gathered parameter, if it is not contiguous.
-        grad_dtype: what users have set as the dtype of its gradient, if anything.
-        reduce_dtype: of its mixed-precision policy.
+        info: the data-parallel ranks.
     """
 
-    __slots__ = (
-        "accumulated",
-        "chunks",
-        "gathered",
-        "grad_dtype",
-        "is_direct",
-        "name",
-        "offset",
-        "reduced",
-        "sharded",
-        "sharding",
-        "strides",
-        "sum_dtype",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        sharded: DTensor,
-        sharding: ParamSharding,
-        strides: tuple[int, ...] | None,
-        grad_dtype: GradDtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, slot: ParamSlot, sharded: DTensor, info: DataParallelMeshInfo) -> None:
+        self.slot = slot
         self.sharded = sharded
-        self.sharding = sharding
-        self.strides = strides or torch.empty(sharding.gathered_shape, device="meta").stride()
+        self.sharding = ParamSharding.of(sharded._layout, info, slot.strides is None)
+        shape = self.sharding.gathered_shape
+        self.strides = slot.strides or torch.empty(shape, device="meta").stride()
+        """Of the gathered parameter."""
         own = sharded.dtype
-        self.grad_dtype = own if grad_dtype is None else grad_dtype.dtype
+        self.grad_dtype = own if slot.grad_dtype is None else slot.grad_dtype.dtype
         """Of the shard's gradient; None means any."""
-        self.sum_dtype = accumulation_dtype(own, grad_dtype, reduce_dtype)
+        self.sum_dtype = accumulation_dtype(slot, own)
         """In which unreduced gradients are accumulated; None means any."""
         self.offset = 0
         """Where the parameter begins in its unit's row."""
@@ -240,6 +180,11 @@ class ShardedParam:
         """Gradients of the gathered parameter that are still to be reduced, in `sum_dtype`."""
         self.reduced: torch.Tensor | None = None
         """Gradients of the shard that are still to be summed over the replicate axis."""
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter, for messages."""
+        return self.slot.name
 
     def apply_grad_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the shard's new gradient after the hooks that users have registered on it."""

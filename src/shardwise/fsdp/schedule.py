@@ -23,7 +23,8 @@ Each group also has a `TrainingState`. Events, in the order of a training step:
     outermost module returns   end_forward                FORWARD -> REST
     output gets a gradient     begin_group_backward       REST -> BACKWARD    IDLE -> PRE_BACKWARD
     unit has all gradients     _on_grads_ready            REST -> BACKWARD
-    inputs have gradients      check_group_backward_done                      PRE_ -> POST_BACKWARD
+    unit or inputs have all    check_group_backward_done                      PRE_ -> POST_BACKWARD
+    gradients
     autograd has finished      _end_backward              BACKWARD -> REST    any -> IDLE
     finalize_backward()        finalize                   REST
     exception in forward       fail_forward               FORWARD -> REST     any -> IDLE
@@ -40,7 +41,7 @@ What each event does to parameters and gradients:
     _on_grads_ready            reduce the unit's gradients, once it is first in the queue
     check_group_backward_done  reshard the units
     _end_backward              start all reductions that are left, wait for them, reshard all
-    finalize                   reduce what earlier backwards have left, reshard
+    finalize                   reduce the gradients that earlier backwards have left, reshard
     fail_forward, recover      drop all gathers, reshard all; recover also drops gradients
 
 Exceptions to the order: an exception in backward is only noticed by the next event, and a module
@@ -373,8 +374,8 @@ class Schedule:
         """Raise `StateError` if a handle of `finalize_backward` is still to be waited for."""
         if self.outstanding is not None:
             raise StateError(
-                f"{action}: the gradients that finalize_backward(async_op=True) has left under way "
-                "must be there first; call wait() of the handle that it has returned"
+                f"{action}: finalize_backward(async_op=True) has left reductions under way; call "
+                "wait() of the handle that it has returned first"
             )
 
     # ---- exceptions

@@ -21,10 +21,8 @@ from torch import nn
 from shardwise import world
 from shardwise.comm import trace
 from shardwise.comm.cause import Cause, acting
-from shardwise.fsdp.config import MixedPrecisionPolicy
 from shardwise.fsdp.errors import ShardedState, transition
 from shardwise.fsdp.flat_buffer import ALIGNMENT, RowBuffer, aligned, header_digits
-from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad
 from shardwise.tensor import wrap
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
@@ -49,7 +47,7 @@ class PendingGather(ABC):
 
     @abstractmethod
     def drop(self, unit: Unit) -> None:
-        """Wait for the gather, and give up what it brings for a unit."""
+        """Wait for the gather, and discard its result for a unit."""
 
 
 class Unit:
@@ -58,8 +56,7 @@ class Unit:
     Arguments:
         number: its position among all units, the same on every rank.
         groups: those that compute with it: one, or several if parameters are tied.
-        params: its parameters, which have the same dtype and device.
-        policy: of these parameters.
+        params: its parameters, which have the same dtype, device and `param_dtype`.
         device: where the gathered parameters are; shards may be kept elsewhere.
         reduce_dtype: in which gradients are reduced, if that is known in advance; gradients that
             may have any dtype may need a wider one.
@@ -70,17 +67,15 @@ class Unit:
         number: int,
         groups: list[ParamGroup],
         params: list[ShardedParam],
-        info: DataParallelMeshInfo,
-        policy: MixedPrecisionPolicy,
         device: torch.device,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.number = number
         self.groups = groups
         self.params = params
-        self.info = info
+        self.info = groups[0].info
         self.device = device
-        own = params[0].sharded.dtype
+        own, policy = params[0].sharded.dtype, params[0].slot.policy
         casts = policy.param_dtype is not None and own.is_floating_point
         self.dtype: torch.dtype = policy.param_dtype if casts else own  # type: ignore[assignment]
         """Of the gathered parameters, and of the rows that are sent."""
