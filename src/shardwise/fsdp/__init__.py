@@ -21,7 +21,6 @@ from shardwise.fsdp.errors import (
     StateError,
     TrainingState,
 )
-from shardwise.fsdp.finalization import GradientReductionHandle
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -30,6 +29,7 @@ from shardwise.fsdp.mesh_info import (
     HSDPMeshInfo,
 )
 from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.fsdp.param_group import GradientReductionHandle
 
 __all__ = [
     "AllGather",

@@ -79,7 +79,7 @@ class UnitSet:
         self.units: list[Unit] = []
         self.pool = BufferPool()
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[Unit, Bucket] = {}
+        self.bucket_of: dict[Unit, Bucket] = {}
 
     def is_current(self) -> bool:
         """Return whether the units have the parameters that the modules have now."""
@@ -96,18 +96,14 @@ class UnitSet:
     def build(self) -> None:
         """Build the units from the parameters that the modules have now."""
         self.units = _build_units(self.groups)
-        self._buckets, self._bucket_of = [], {}
+        self._buckets, self.bucket_of = [], {}
         self.pool.clear()
 
     def make_buckets(self) -> None:
         """Divide the units into buckets, by the present settings of their groups."""
         self._buckets = _make_buckets(self.units, self._buckets)
-        self._bucket_of = {unit: bucket for bucket in self._buckets for unit in bucket.units}
+        self.bucket_of = {unit: bucket for bucket in self._buckets for unit in bucket.units}
         self.pool.expect(size for bucket in self._buckets for size in bucket.buffer_sizes())
-
-    def bucket_of(self, unit: Unit) -> Bucket:
-        """Return the bucket that a unit is in."""
-        return self._bucket_of[unit]
 
 
 # ---- units

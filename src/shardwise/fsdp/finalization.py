@@ -9,37 +9,11 @@ Gradients that are left are then reduced, and parameters resharded, by the setti
 from __future__ import annotations
 
 from shardwise.fsdp.errors import StateError, check_bool
-from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.schedule import AsyncFinalization, Schedule, not_root_error
+from shardwise.fsdp.param_group import GradientReductionHandle, ParamGroup
+from shardwise.fsdp.schedule import Schedule, not_root_error
 from shardwise.torch_internals import current_graph_task
 
 _SETTER = "set_manual_backward_finalization"
-
-
-class GradientReductionHandle:
-    """Reductions of gradients that `finalize_backward(async_op=True)` has left under way."""
-
-    def __init__(self, schedule: Schedule | None = None) -> None:
-        self._schedule = schedule
-        self._finalization = None if schedule is None else schedule.outstanding
-
-    def wait(self) -> None:
-        """Wait until the shards have their gradients. A second call does nothing.
-
-        Raises:
-            StateError: `reset_iter_state` has forgotten them since.
-        """
-        schedule, finalization = self._schedule, self._finalization
-        if schedule is None or finalization is None:
-            return
-        if schedule.outstanding is not finalization:
-            raise StateError(
-                "wait: reset_iter_state, or a change of the parameters, has forgotten the "
-                "gradients of this handle; run the iteration again"
-            )
-        schedule.finish_finalization(finalization.root)
-        schedule.outstanding = None
-        self._schedule = self._finalization = None
 
 
 def set_manual(group: ParamGroup, enabled: bool) -> None:
@@ -73,22 +47,8 @@ def finalize(group: ParamGroup, async_op: bool) -> GradientReductionHandle | Non
         return None
     _check_no_other_root(group, schedule)
     schedule.finalize(group, waits=False)
-    schedule.outstanding = AsyncFinalization(group)
-    return GradientReductionHandle(schedule)
-
-
-def reset_iteration(group: ParamGroup) -> None:
-    """Forget the iteration under way, unless it belongs to another root that has a handle."""
-    schedule = group.schedule
-    if schedule is None:
-        return
-    if schedule.outstanding is not None and schedule.outstanding.root is not group.root:
-        raise StateError(
-            f"reset_iter_state: {group.root.name} shares its schedule with "
-            f"{schedule.outstanding.root.name}, whose gradients are under way; call wait() of the "
-            "handle of its finalize_backward, or reset_iter_state() of that module, first"
-        )
-    schedule.recover()
+    schedule.outstanding = GradientReductionHandle(group)
+    return schedule.outstanding
 
 
 def _check_may_finalize(group: ParamGroup, schedule: Schedule) -> None:

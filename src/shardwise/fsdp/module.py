@@ -16,14 +16,14 @@ from torch import nn
 from shardwise.checks import as_int
 from shardwise.fsdp.config import AllGather, ReduceScatter
 from shardwise.fsdp.errors import FSDPError, check_bool
-from shardwise.fsdp.finalization import (
-    GradientReductionHandle,
-    finalize,
-    reset_iteration,
-    set_manual,
-)
+from shardwise.fsdp.finalization import finalize, set_manual
 from shardwise.fsdp.forward import run_forward
-from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
+from shardwise.fsdp.param_group import (
+    GradientReductionHandle,
+    ParamGroup,
+    check_modules,
+    group_of,
+)
 from shardwise.fsdp.shared_schedule import updated_schedule_of
 
 if TYPE_CHECKING:
@@ -311,7 +311,11 @@ class FSDPModule(_Base):
         The next forward does so by itself if it must. A `GradientReductionHandle` of this root
         becomes invalid; while one of another root with the same schedule is outstanding, it is an
         error."""
-        reset_iteration(self._fsdp_group)
+        schedule = self._fsdp_group.schedule
+        if schedule is not None:
+            if schedule.outstanding is not None:
+                schedule.outstanding.check_owner(self._fsdp_group.root)
+            schedule.recover()
 
 
 # Functions, not methods: a method would hide an attribute of the user's module of the same name.

@@ -228,6 +228,42 @@ class ParamGroup:
                 slot.tensor.grad = gradient.to(slot.tensor.device)
 
 
+class GradientReductionHandle:
+    """Reductions of gradients that `finalize_backward(async_op=True)` has left under way."""
+
+    def __init__(self, root: ParamGroup | None = None) -> None:
+        self._root = root
+        self._schedule = None if root is None else root.schedule
+
+    def wait(self) -> None:
+        """Wait until the shards have their gradients. A second call does nothing.
+
+        Raises:
+            StateError: `reset_iter_state` has forgotten them since.
+        """
+        schedule, root = self._schedule, self._root
+        if schedule is None or root is None:
+            return
+        if schedule.outstanding is not self:
+            raise StateError(
+                "wait: reset_iter_state, or a change of the parameters, has forgotten the "
+                "gradients of this handle; run the iteration again"
+            )
+        schedule.finish_finalization(root)
+        schedule.outstanding = None
+        self._root = self._schedule = None
+
+    def check_owner(self, root: ParamGroup) -> None:
+        """Raise `StateError` unless the gradients belong to this root."""
+        if root is not self._root:
+            assert self._root is not None, "it is outstanding"
+            raise StateError(
+                f"reset_iter_state: {root.name} shares its schedule with {self._root.name}, whose "
+                "gradients are under way; call wait() of the handle of its finalize_backward, or "
+                "reset_iter_state() of that module, first"
+            )
+
+
 # ---- checks of arguments
 
 

@@ -137,8 +137,8 @@ class Prefetcher:
     def is_used_last(self, group: ParamGroup) -> bool:
         """Return whether a group shares the bucket of the unit that the last forward used last."""
         bucket_of = self._unit_set.bucket_of
-        last = bucket_of(self._begin_order.last_used)
-        return all(bucket_of(unit) is last for unit in group.units)
+        last = bucket_of[self._begin_order.last_used]
+        return all(bucket_of[unit] is last for unit in group.units)
 
     # ---- gathers
 
@@ -151,7 +151,7 @@ class Prefetcher:
                 mesh, _ = post_forward_mesh(unit, unit.post_forward_count)
                 PostForwardGather(unit, communicator(mesh, (0,), channel=CHANNEL))
                 continue
-            bucket = self._unit_set.bucket_of(unit)
+            bucket = self._unit_set.bucket_of[unit]
             run = bucket.units_to_gather(unit, self._gathered_in_backward)
             guard = self._forward_guard
             if self._backward_guard is not None:
@@ -184,8 +184,8 @@ class Prefetcher:
         for unit in order.neighbours(group.units[-1 if step > 0 else 0], step):
             if unit.gather is not None:
                 return  # one gather ahead is enough
-            is_done = unit.is_gathered or unit in self._gathered_in_backward
-            if not is_done:
+            is_sharded = unit.state is not _UNSHARDED and not unit.is_alias
+            if is_sharded and unit not in self._gathered_in_backward:
                 if step > 0 or unit.groups[0].settings.unshard_in_backward:
                     self.start([unit])
                 return

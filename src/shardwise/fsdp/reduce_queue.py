@@ -93,7 +93,7 @@ class ReduceQueue:
         if not _is_synchronized(unit):
             return
         if unit in self.used and unit not in self._reduction_of:
-            reduction = self._make_reduction(unit, self._unit_set.bucket_of(unit).units)
+            reduction = self._make_reduction(unit, self._unit_set.bucket_of[unit].units)
             # Other units of the bucket that were not used will not have gradients.
             reduction.waits_for &= self.used.keys()
         else:
@@ -103,7 +103,7 @@ class ReduceQueue:
             self._reduction_of[each] = reduction
 
     def _make_reduction(self, unit: Unit, units: list[Unit]) -> GradReduction:
-        plan = self._unit_set.bucket_of(unit).plan(units)
+        plan = self._unit_set.bucket_of[unit].plan(units)
         return GradReduction(plan, unit.groups[0].settings, self._unit_set.pool)
 
     def put(self, unit: Unit) -> None:
@@ -181,7 +181,7 @@ class ReduceQueue:
         self._guard = guard
         owed = self.find_owed(units)
         bucket_of = self._unit_set.bucket_of
-        for bucket in dict.fromkeys(map(bucket_of, owed)):
+        for bucket in dict.fromkeys(bucket_of[unit] for unit in owed):
             reduction = self._make_reduction(bucket.units[0], bucket.units)
             reduction.waits_for &= set(owed)
             self._waiting.append(reduction)

@@ -53,7 +53,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -64,18 +63,11 @@ from shardwise.fsdp.all_gather import post_forward_mesh
 from shardwise.fsdp.build import UnitSet
 from shardwise.fsdp.divergence import ScheduleGuards
 from shardwise.fsdp.errors import ShardedState, StateError, TrainingState, transition
-from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.param_group import GradientReductionHandle, ParamGroup
 from shardwise.fsdp.prefetch import Prefetcher
 from shardwise.fsdp.reduce_queue import ReduceQueue
 from shardwise.fsdp.unit import Unit
 from shardwise.torch_internals import current_graph_task, engine
-
-
-@dataclass(eq=False)
-class AsyncFinalization:
-    """A `finalize_backward(async_op=True)` whose handle must be waited for."""
-
-    root: ParamGroup
 
 
 class Schedule:
@@ -106,8 +98,8 @@ class Schedule:
         self._outermost: ParamGroup | None = None
         self.is_last_backward = True
         """Whether the end of a backward waits for its reductions."""
-        self.outstanding: AsyncFinalization | None = None
-        """The finalization that users must wait for before they go on."""
+        self.outstanding: GradientReductionHandle | None = None
+        """The handle of `finalize_backward` that users must wait for before they go on."""
         self.post_optim_event: torch.Event | None = None
         """The event that the next forward waits for, if any."""
 
