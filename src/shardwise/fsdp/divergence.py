@@ -61,7 +61,7 @@ class ScheduleGuards:
         self._settings = settings
 
     def begin(self, kind: Hashable) -> ScheduleGuard:
-        """Return the guard of a kind, at the begin of a new sequence."""
+        """Return the guard of a kind, at the start of a new sequence."""
         guard = self._guards.setdefault((kind, self._settings), ScheduleGuard())
         guard.begin()
         return guard

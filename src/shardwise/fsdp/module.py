@@ -213,7 +213,7 @@ class FSDPModule(_Base):
         gradients may not be reduced, even after `set_is_last_backward(True)`.
 
         Call it on the root, the outermost sharded module, before backward. The mode cannot change
-        between the begin of a backward and its finalization.
+        between the start of a backward and its finalization.
         """
         set_manual(self._fsdp_group, enabled)
 

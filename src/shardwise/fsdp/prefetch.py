@@ -66,7 +66,7 @@ class Prefetcher:
         """The units that it was done with, in order."""
         self._forward_guard: ScheduleGuard | None = None
         self._backward_guard: ScheduleGuard | None = None
-        """Set from the begin of a backward to its end."""
+        """Set from the start of a backward to its end."""
         self._gathered_in_backward: set[Unit] = set()
         """Units that were gathered at some time in this backward. When they are resharded depends
         on the gradients that this rank computes. So that all ranks gather alike, they are not
