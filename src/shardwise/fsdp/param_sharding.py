@@ -72,7 +72,7 @@ class ParamSharding:
     """Which part of a parameter each rank along the shard axis holds.
 
     Example:
-        A parameter of shape (5, 3) that two ranks share along dim 0 has `ranges`
+        A parameter of shape (5, 3), split along dim 0 over two ranks, has `ranges`
         (((0, 3),), ((3, 5),)) and `shapes` ((3, 3), (2, 3)).
     """
 
