@@ -121,7 +121,7 @@ RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
         (None, None, lambda: True, "neither fsdp_pre_all_gather nor"),
         (same_before, same_after, lambda: 1, "must return True or False, got 1"),
         (same_before, same_after, True, "must be a function"),
-        (same_before, same_after, lambda shard: True, "lies in its memory"),
+        (same_before, same_after, lambda shard: True, "lies in their memory"),
     ],
 )
 def test_what_is_said_about_the_memory_of_what_was_gathered(before, after, release, expected):

@@ -198,7 +198,7 @@ def test_what_was_gathered_is_released_if_the_parameter_does_not_need_it():
         assert_same(model, plain)
         assert_at_rest(model)
         mean_square(model, mine(batch(12), mesh))
-        return sum(unit.gathered_bytes for unit in model._fsdp_group.context.units)
+        return sum(unit.gathered_bytes for unit in model._fsdp_group.schedule.unit_set.units)
 
     for kept, released in zip(
         on_ranks(lambda mesh: run(mesh, Copied)),

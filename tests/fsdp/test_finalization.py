@@ -135,10 +135,10 @@ def test_backwards_that_reduce_need_not_wait(way, async_op):
         model.set_is_last_backward(True)
         for part in mine(batch(24), mesh).chunk(2):
             (mean_square(model, part) / 2).backward()
-        line = model._fsdp_group.context.line
-        assert line.units_under_way()
+        queue = model._fsdp_group.schedule.reduce_queue
+        assert queue.units_in_flight()
         ended(model, async_op)
-        assert not line.units_under_way()
+        assert not queue.units_in_flight()
         plain = made()
         mean_square(plain, batch(24)).backward()
         assert_same(model, plain)
@@ -203,7 +203,7 @@ def test_memory_is_given_back_by_the_settings_of_the_end():
         model = manual(by_layer, mesh)
         model.set_reshard_after_backward(False)
         mean_square(model, mine(batch(), mesh)).backward()
-        units = model._fsdp_group.context.units
+        units = model._fsdp_group.schedule.unit_set.units
         assert all(unit.gathered_bytes for unit in units)
         model.set_reshard_after_backward(True)
         model.finalize_backward()

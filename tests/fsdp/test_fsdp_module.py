@@ -391,8 +391,8 @@ def test_set_reduce_scatter_max_input_buffers_says_how_many_reductions_may_be_un
         model.set_reduce_scatter_max_input_buffers(count)
         model.set_is_last_backward(False)
         mean_square(model, mine(batch(), mesh)).backward()
-        line = model._fsdp_group.context.line
-        assert len(line._under_way) == min(count + 1, 4)
+        queue = model._fsdp_group.schedule.reduce_queue
+        assert len(queue._in_flight) == min(count + 1, 4)
         model.reset_iter_state()
         model.set_is_last_backward(True)
         mean_square(model, mine(batch(), mesh)).backward()

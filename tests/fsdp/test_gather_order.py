@@ -6,7 +6,7 @@ from support.fsdp_cases import shard_all
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import building, fully_shard, unit
+from shardwise.fsdp import build, fully_shard, unit
 
 
 class Net(nn.Module):
@@ -61,7 +61,7 @@ class Turned(nn.Module):
 
 
 def test_large_gradients_meet_their_own_in_whichever_order_they_come(monkeypatch):
-    monkeypatch.setattr(unit, "DIRECT", 8)  # each travels by itself
+    monkeypatch.setattr(unit, "DIRECT_BYTES", 8)  # each travels by itself
 
     def made():
         torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_large_gradients_meet_their_own_in_whichever_order_they_come(monkeypatch
 
 def test_backward_gathers_a_layer_once_though_the_last_forward_had_another_order(monkeypatch):
     """What it has given back comes next in that order."""
-    monkeypatch.setattr(building, "COALESCED", 0)
+    monkeypatch.setattr(build, "BUCKET_BYTES", 0)
     events = []
 
     def run():

@@ -25,7 +25,7 @@ def test_after_every_step_nothing_is_alive_but_shards_and_a_few_buffers(reshard)
             if mesh.get_rank() == 0:
                 assert counted.beside_shards(before, RANKS) < 0.01
             sw.communicator(mesh).barrier()
-        assert counted.context.pool.nbytes < 4 * BLOCK
+        assert counted.unit_set.pool.nbytes < 4 * BLOCK
 
     on_ranks(run)
 

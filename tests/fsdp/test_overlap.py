@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise import world
 from shardwise.comm import Pending
 from shardwise.comm.threads import ThreadsCommunicator
-from shardwise.fsdp import building, fully_shard, replicate
+from shardwise.fsdp import build, fully_shard, replicate
 
 LAYERS = 8
 FORWARD, BACKWARD = 2, 4
@@ -162,8 +162,8 @@ def timed(prepare, shape, delay, waits_at_once=False):
 @pytest.fixture(autouse=True)
 def every_layer_travels_alone(monkeypatch):
     """However small it is."""
-    monkeypatch.setattr(building, "COALESCED", 0)
-    monkeypatch.setattr(building, "REPLICATED", 1)
+    monkeypatch.setattr(build, "BUCKET_BYTES", 0)
+    monkeypatch.setattr(build, "REPLICATED_UNIT_BYTES", 1)
 
 
 ALL = LAYERS + 2

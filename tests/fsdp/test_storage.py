@@ -19,9 +19,9 @@ from shardwise.fsdp import fully_shard, replicate
 
 def addresses(model):
     return [
-        held.whole.untyped_storage().data_ptr()
-        for unit in model._fsdp_group.context.units
-        for held in unit.held
+        param.gathered.untyped_storage().data_ptr()
+        for unit in model._fsdp_group.schedule.unit_set.units
+        for param in unit.params
     ]
 
 
@@ -46,7 +46,7 @@ def test_kept_memory_has_one_address(reshard):
         same_gradients(model, mesh)
         assert type(model.head.weight).__name__ == "DTensor"  # what modules hold is as ever
         assert addresses(model) == before
-        assert all(unit.gathered_bytes for unit in model._fsdp_group.context.units)
+        assert all(unit.gathered_bytes for unit in model._fsdp_group.schedule.unit_set.units)
         model.set_keep_unsharded_storage(False)
         assert_at_rest(model)
         same_gradients(model, mesh)

@@ -104,7 +104,7 @@ def counted(reshard):
     for _ in range(2):
         model.step()
         found.append(model.beside_shards(before, 1))
-    return found, model.peak / BLOCK, model.context.pool.nbytes / BLOCK
+    return found, model.peak / BLOCK, model.unit_set.pool.nbytes / BLOCK
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from shardwise.fsdp import (
     replicate,
     share_comm_ctx,
 )
-from shardwise.fsdp.states import moved_on
+from shardwise.fsdp.errors import transition
 from shardwise.mesh import init_device_mesh
 
 # ---- unshard and reshard
@@ -112,7 +112,7 @@ def test_modules_that_nobody_calls_together_may_share_a_schedule():
         share_comm_ctx(stages)
         step(stages, mine(batch(), mesh))
         assert_same(model, plain)
-        assert len({id(stage._fsdp_group.context) for stage in stages}) == 1
+        assert len({id(stage._fsdp_group.schedule) for stage in stages}) == 1
         assert_at_rest(model)
 
     on_ranks(run)
@@ -157,7 +157,7 @@ def test_reset_iter_state_ends_what_an_exception_has_left():
 )
 def test_states_that_cannot_follow_are_refused_by_name(before, after):
     with pytest.raises(StateError, match=f"it: .*from {before.name} to {after.name}.*only to"):
-        moved_on(before, after, "it")
+        transition(before, after, "it")
 
 
 def test_the_states_of_a_step():

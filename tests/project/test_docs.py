@@ -16,7 +16,7 @@ import shardwise as sw
 import shardwise.fsdp
 from shardwise import Replicate, Shard
 from shardwise.examples.llama import Config, Llama
-from shardwise.fsdp import building
+from shardwise.fsdp import build
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -226,7 +226,7 @@ def run_the_page(path):
 def test_the_page_on_data_parallelism_is_a_program_that_trains_as_one_process_does(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(building, "COALESCED", 0)  # each group travels by itself, as large ones do
+    monkeypatch.setattr(build, "BUCKET_BYTES", 0)  # each group travels by itself, as large ones do
     torch.manual_seed(0)
     alone = Stack()
     optimizer = torch.optim.AdamW(alone.parameters())

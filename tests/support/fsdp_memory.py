@@ -47,12 +47,12 @@ class Counted:
         self.peak = 0
 
     @property
-    def context(self):
-        return self.model._fsdp_group.context
+    def unit_set(self):
+        return self.model._fsdp_group.schedule.unit_set
 
     @property
     def gathered(self):
-        return sum(unit.gathered_bytes for unit in self.context.units)
+        return sum(unit.gathered_bytes for unit in self.unit_set.units)
 
     def count(self, *ignored):
         self.peak = max(self.peak, self.gathered)
@@ -70,7 +70,7 @@ class Counted:
 
         It is a fraction of all parameters, for a process that runs `ranks` ranks.
         """
-        arenas = {id(unit.arena): unit.arena for unit in self.context.units}
-        shards = sum(arena.flat.nbytes for arena in arenas.values())
-        kept = shards + self.context.pool.nbytes
+        buffers = {id(unit.flat): unit.flat for unit in self.unit_set.units}
+        shards = sum(flat.nbytes for flat in buffers.values())
+        kept = shards + self.unit_set.pool.nbytes
         return (live_bytes() - before - ranks * kept) / self.whole

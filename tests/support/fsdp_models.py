@@ -354,7 +354,9 @@ def check(way, task, variation=PLAIN):
 
 
 def check_memory(model):
-    gathered = {unit.name: unit.gathered_bytes for unit in model._fsdp_group.context.units}
+    gathered = {
+        unit.name: unit.gathered_bytes for unit in model._fsdp_group.schedule.unit_set.units
+    }
     assert not any(gathered.values()), gathered
 
 

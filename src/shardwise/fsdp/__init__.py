@@ -1,14 +1,26 @@
-"""Data parallelism: parameters split over ranks, gathered while they are needed; or whole on each.
+"""Data parallelism: parameters are sharded over ranks and gathered when needed, or replicated.
 
 `fully_shard` and `replicate` change a module in place, with torch's names and arguments. Each rank
-runs the module on its own part of a batch; gradients are averaged. What travels does so while the
-rest computes.
+runs the module on its own part of a batch; gradients are averaged. Communication overlaps with
+computation.
 """
 
 from shardwise.fsdp.api import fully_shard, replicate, share_comm_ctx
-from shardwise.fsdp.custom import AllGather, Comm, ReduceScatter
-from shardwise.fsdp.errors import FSDPError, GatherError, StateError
-from shardwise.fsdp.finalizing import GradientReductionHandle
+from shardwise.fsdp.config import (
+    AllGather,
+    Comm,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+)
+from shardwise.fsdp.errors import (
+    FSDPError,
+    GatherError,
+    ShardedState,
+    StateError,
+    TrainingState,
+)
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -17,8 +29,7 @@ from shardwise.fsdp.mesh_info import (
     HSDPMeshInfo,
 )
 from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
-from shardwise.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.states import ShardedState, TrainingState
+from shardwise.fsdp.param_group import GradientReductionHandle
 
 __all__ = [
     "AllGather",

@@ -1,4 +1,4 @@
-"""fully_shard and replicate: a module becomes data-parallel, in place."""
+"""fully_shard and replicate: make a module data-parallel, in place."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.checks import as_int
 from shardwise.errors import LayoutError
-from shardwise.fsdp.division import Division, is_dense, sharded_layout
+from shardwise.fsdp.config import (
+    CPUOffloadPolicy,
+    GroupSettings,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardwise.fsdp.errors import FSDPError
-from shardwise.fsdp.extension import Extension, extension_of, inner_names, values_of
-from shardwise.fsdp.grad_dtype import GradDtype
-from shardwise.fsdp.group import Group, check_group, check_list
+from shardwise.fsdp.extensions import GatherExtension, extension_of, inner_names, values_of
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -23,10 +26,10 @@ from shardwise.fsdp.mesh_info import (
     shard_info,
 )
 from shardwise.fsdp.module import FSDPModule, swap_class
-from shardwise.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.settings import Settings
-from shardwise.fsdp.sharing import joined
-from shardwise.fsdp.slot import Slot, is_taken
+from shardwise.fsdp.param import GradDtype, ParamSlot, is_claimed
+from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
+from shardwise.fsdp.param_sharding import ParamSharding, is_dense, sharded_layout
+from shardwise.fsdp.shared_schedule import share_schedule
 from shardwise.layout_input import as_dim
 from shardwise.optimizers import note_averaged, note_left_alone, note_replaced
 from shardwise.placement import Placement, Replicate, Shard, as_placement
@@ -55,31 +58,32 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Split the parameters of a module over data-parallel ranks, in place; each rank feeds it its
+    """Shard the parameters of a module over data-parallel ranks, in place. Each rank runs it on its
     own part of a batch, and gradients are averaged over ranks.
 
-    Every rank of the mesh calls it. Parameters become DTensors, with the values that the first rank
-    has. They are gathered for forward and backward; in between, and at rest, a rank holds its
-    piece. Call it on the layers of a model first and then on the model: each call makes a group of
-    what is not in one yet, and a group is gathered while the one before it computes.
+    Every rank of the mesh calls it. Parameters become DTensors, with the values of the first rank.
+    They are gathered for forward and backward; in between, and at rest, a rank holds its shard.
+    Call it on the layers of a model first and then on the model: each call makes a group of the
+    parameters that are in no group yet, and a group is gathered while the one before it computes.
 
     Arguments:
         module: a module, or a list of modules that make one group.
-        mesh: the data-parallel ranks; all by default. With two axes parameters are the same along
-            the first and split over the second (HSDP). For a module that is tensor-parallel on
+        mesh: the data-parallel ranks; all by default. With two axes parameters are replicated along
+            the first and sharded over the second (HSDP). For a module that is tensor-parallel on
             `mesh["tp"]`, pass `mesh["dp"]`.
-        reshard_after_forward: whether to give back parameters after forward and to gather them
-            again in backward. None: yes, but not what backward begins with, the outermost and the
-            last. A number: split them over so many ranks in between, such as those of one machine.
-        shard_placement_fn: called with each parameter; says how it is split: `Shard(dim)`,
-            `Replicate()`, or None for `Shard(0)`. Uneven pieces are fine.
+        reshard_after_forward: whether to free gathered parameters after forward and to gather them
+            again in backward. None: True, except for the groups that backward begins with: the
+            outermost and the last. A number: shard them over that number of ranks in between, such
+            as the ranks of one machine.
+        shard_placement_fn: called with each parameter; returns its placement: `Shard(dim)`,
+            `Replicate()`, or None for `Shard(0)`. The dim need not be divisible.
         mp_policy: dtypes of computation and of reductions.
         offload_policy: where shards are kept.
-        ignored_params: parameters to leave alone.
+        ignored_params: parameters that are not sharded.
         dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too.
 
     Returns:
-        The module, or list, that was given; each is now an `FSDPModule` too.
+        The given module or list; each module is now an `FSDPModule` too.
 
     Example:
         >>> for layer in model.layers:
@@ -93,8 +97,8 @@ def fully_shard(
     _make_group(
         modules,
         info,
-        Settings(reshard_after_forward=reshard),
-        _placement_of(shard_placement_fn),
+        GroupSettings(reshard_after_forward=reshard),
+        _shard_dim_fn(shard_placement_fn),
         mp_policy,
         offload_policy,
         ignored_params,
@@ -112,27 +116,27 @@ def replicate(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Keep the parameters of a module whole on every data-parallel rank, in place; each rank feeds
-    it its own part of a batch, and gradients are averaged over ranks while backward goes on.
+    """Replicate the parameters of a module on every data-parallel rank, in place. Each rank runs it
+    on its own part of a batch, and gradients are averaged over ranks while backward goes on.
 
-    Every rank of the mesh calls it. Parameters become replicated DTensors, with the values that the
-    first rank has.
+    Every rank of the mesh calls it. Parameters become replicated DTensors, with the values of the
+    first rank.
 
     Arguments:
         module: a module, or a list of modules. One call on the whole model is enough.
         mesh: the data-parallel ranks, along one axis; all by default.
         mp_policy: dtypes of computation and of reductions.
         offload_policy: where parameters are kept.
-        ignored_params: parameters to leave alone.
-        dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too: `replicate`
-            only.
+        ignored_params: parameters that are not changed.
+        dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too; only
+            `DataParallelMeshDims(replicate=...)`.
     """
     modules = _checked_modules(module, "replicate")
     info = replicate_info(mesh, dp_mesh_dims, _device_type(modules))
     _make_group(
         modules,
         info,
-        Settings(),
+        GroupSettings(),
         lambda parameter, name: None,
         mp_policy,
         offload_policy,
@@ -143,16 +147,16 @@ def replicate(
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let modules that no common module calls, such as the stages of a pipeline, share a schedule:
-    each is gathered while the one before it computes."""
-    groups: dict[Group, None] = {}
-    check_list(modules)
-    for at, module in enumerate(modules):
-        check_group(module, f"modules[{at}]")
+    """Let modules without a common outer module, such as the stages of a pipeline, share a
+    schedule: each is gathered while the one before it computes."""
+    groups: dict[ParamGroup, None] = {}
+    check_modules(modules)
+    for index, module in enumerate(modules):
+        group_of(module, f"modules[{index}]")
         for each in module.modules():
             if isinstance(each, FSDPModule):
                 groups[each._fsdp_group] = None
-    joined(list(groups))
+    share_schedule(list(groups))
 
 
 # ---- checks
@@ -201,10 +205,10 @@ def _checked_reshard(value: Any, size: int) -> bool | int | None:
     return True if count == size else count
 
 
-def _placement_of(
+def _shard_dim_fn(
     function: PlacementFunction | None,
 ) -> Callable[[nn.Parameter, str], int | None]:
-    """Which dim of a parameter is split, if any."""
+    """Return a function that maps a parameter and its name to the dim to shard, if any."""
     if function is not None and not callable(function):
         raise FSDPError(
             f"shard_placement_fn: expected a function of a parameter, got {function!r}; for one "
@@ -230,7 +234,7 @@ def _placement_of(
 
 
 def _device_type(modules: Sequence[nn.Module]) -> str:
-    """Where a default mesh computes: where the modules are, unless that is nowhere yet."""
+    """Return the device type of the default mesh: that of the parameters, unless all are meta."""
     for module in modules:
         for parameter in module.parameters():
             if not parameter.is_meta:
@@ -244,7 +248,7 @@ def _device_type(modules: Sequence[nn.Module]) -> str:
 def _make_group(
     modules: list[nn.Module],
     info: DataParallelMeshInfo,
-    settings: Settings,
+    settings: GroupSettings,
     dim_of: Callable[[nn.Parameter, str], int | None],
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
@@ -256,31 +260,33 @@ def _make_group(
     if not isinstance(offload_policy, OffloadPolicy):
         raise FSDPError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
     ignored = _checked_ignored(ignored_params)
-    homes = _homes(modules, set(map(id, ignored)))
-    wanted = []
-    found: dict[int, tuple[Any, Extension | None, MixedPrecisionPolicy]] = {}
-    for module, key, name in homes:  # all is checked before anything is changed
+    choices = []
+    known: dict[int, tuple[Any, GatherExtension | None, MixedPrecisionPolicy]] = {}
+    # All parameters are checked before any is changed.
+    for module, key, name in _find_params(modules, set(map(id, ignored))):
         parameter: Any = own_parameters(module)[key]
-        if id(parameter) not in found:
+        if id(parameter) not in known:
             layout = _layout_of(parameter, info, dim_of, name)
             policy = mp_policy.resolved_for(parameter, name)
-            found[id(parameter)] = layout, extension_of(parameter, name), policy
-        wanted.append((module, key, name, parameter, *found[id(parameter)]))
+            known[id(parameter)] = layout, extension_of(parameter, name), policy
+        choices.append((module, key, name, parameter, *known[id(parameter)]))
     slots = []
     made: dict[int, Any] = {}
-    for module, key, name, parameter, layout, extension, policy in wanted:
+    for module, key, name, parameter, layout, extension, policy in choices:
         if id(parameter) not in made:
-            made[id(parameter)] = _sharded(parameter, layout, info, offload_policy, extension, name)
+            made[id(parameter)] = _shard_param(
+                parameter, layout, info, offload_policy, extension, name
+            )
         tensor = made[id(parameter)]
-        strides = getattr(tensor, "_whole_strides", None)
-        slot = Slot(module, key, name, layout, strides, tensor._fsdp_extension, policy)
+        strides = getattr(tensor, "_gathered_strides", None)
+        slot = ParamSlot(module, key, name, layout, strides, tensor._fsdp_extension, policy)
         slot.put(tensor)
         slot.note_grad_dtype()
-        slot.take()
+        slot.claim()
         slots.append(slot)
     note_left_alone(ignored)
-    group = Group(modules, slots, info, mp_policy, offload_policy, settings)
-    group.note_parameters()
+    group = ParamGroup(modules, slots, info, mp_policy, offload_policy, settings)
+    group.register_params()
     for module in modules:
         swap_class(module, group, prefix)
 
@@ -298,8 +304,10 @@ def _checked_ignored(ignored: Any) -> list[nn.Parameter]:
     return found
 
 
-def _homes(modules: Sequence[nn.Module], ignored: set[int]) -> list[tuple[nn.Module, str, str]]:
-    """Where the parameters are that no group has yet, and what they are called."""
+def _find_params(
+    modules: Sequence[nn.Module], ignored: set[int]
+) -> list[tuple[nn.Module, str, str]]:
+    """Return the parameters that are in no group yet: module, key and name of each."""
     inner = [each for module in modules for each in module.modules()]
     taken = {
         (id(slot.module), slot.key)
@@ -307,7 +315,7 @@ def _homes(modules: Sequence[nn.Module], ignored: set[int]) -> list[tuple[nn.Mod
         if isinstance(each, FSDPModule)
         for slot in each._fsdp_group.slots
     }
-    homes = []
+    found = []
     seen = set()
     for module in modules:
         for path, each in module.named_modules():
@@ -318,13 +326,13 @@ def _homes(modules: Sequence[nn.Module], ignored: set[int]) -> list[tuple[nn.Mod
                 if parameter is None or id(parameter) in ignored or (id(each), key) in taken:
                     continue
                 name = f"{path}.{key}" if path else key
-                if is_taken(each, key):
+                if is_claimed(each, key):
                     raise FSDPError(
                         f"{name}: it is in the group of a module around this one already; shard "
                         "inner modules first, and then those around them"
                     )
-                homes.append((each, key, name))
-    return homes
+                found.append((each, key, name))
+    return found
 
 
 def _layout_of(
@@ -337,7 +345,7 @@ def _layout_of(
         raise FSDPError(
             f"{name}: it is lazy and has no shape yet; run a forward first, in one process"
         )
-    twin = _sharded_twin(parameter)
+    twin = _sharded_form(parameter)
     if twin is None:
         return sharded_layout(parameter, info, dim_of(parameter, name), name)
     layout, other = twin._layout, twin._fsdp_info
@@ -349,42 +357,42 @@ def _layout_of(
     return layout
 
 
-def _sharded_twin(parameter: Any) -> Any:
-    """What a parameter has become in another group that has it too, if any."""
+def _sharded_form(parameter: Any) -> Any:
+    """Return the DTensor that a tied parameter has become in another group, if any."""
     if hasattr(parameter, "_fsdp_info"):
         return parameter
     return getattr(parameter, "_fsdp_sharded", None)
 
 
-def _sharded(
+def _shard_param(
     parameter: Any,
     layout: Any,
     info: DataParallelMeshInfo,
     offload: OffloadPolicy,
-    extension: Extension | None,
+    extension: GatherExtension | None,
     name: str,
 ) -> Any:
-    """The parameter as a DTensor, of which this rank holds its piece; of the first rank's data."""
-    twin = _sharded_twin(parameter)
+    """Return the parameter as a DTensor, with the values of the first rank."""
+    twin = _sharded_form(parameter)
     if twin is not None:
         return twin
-    whole = parameter.detach() if extension is None else values_of(parameter, name).detach()
-    whole = unwrap(whole) if isinstance(whole, DTensor) else whole
-    piece = _sent(whole, Division.of(layout, info), info)
-    if not whole.is_meta:
+    values = parameter.detach() if extension is None else values_of(parameter, name).detach()
+    values = unwrap(values) if isinstance(values, DTensor) else values
+    shard = _scatter_from_first(values, ParamSharding.of(layout, info), info)
+    if not values.is_meta:
         on_cpu = isinstance(offload, CPUOffloadPolicy)
-        piece = piece.to("cpu" if on_cpu else info.mesh.device_type)
-    result: Any = nn.Parameter(wrap(piece, layout), parameter.requires_grad)
+        shard = shard.to("cpu" if on_cpu else info.mesh.device_type)
+    result: Any = nn.Parameter(wrap(shard, layout), parameter.requires_grad)
     grad_dtype = GradDtype.set_on(parameter)
     if grad_dtype is not None:
         grad_dtype.put_on(result)
-    for attribute, value in vars(parameter).items():  # what users hang on a parameter
+    for attribute, value in vars(parameter).items():  # attributes that users have set
         if attribute not in vars(result) and attribute not in inner_names(parameter):
             setattr(result, attribute, value)
     for hooks in HOOK_ATTRIBUTES:
         setattr(result, hooks, getattr(parameter, hooks))
-    if not whole.is_contiguous() and is_dense(whole):
-        result._whole_strides = tuple(whole.stride())
+    if not values.is_contiguous() and is_dense(values):
+        result._gathered_strides = tuple(values.stride())
     result._fsdp_info = info
     note_averaged(result, info.mesh.size())
     result._fsdp_extension = extension
@@ -393,19 +401,21 @@ def _sharded(
     return result
 
 
-def _sent(whole: torch.Tensor, division: Division, info: DataParallelMeshInfo) -> torch.Tensor:
-    """This rank's piece of what the first rank has."""
-    like = whole.new_empty(division.shapes[division.index])
-    if whole.is_meta:
-        return like
+def _scatter_from_first(
+    values: torch.Tensor, sharding: ParamSharding, info: DataParallelMeshInfo
+) -> torch.Tensor:
+    """Return this rank's shard of the first rank's values."""
+    shard = values.new_empty(sharding.shapes[sharding.index])
+    if values.is_meta:
+        return shard
     with torch.no_grad():
         if info.shard_mesh_size > 1 and info.replicate_mesh_rank == 0:
-            pieces = None
-            if division.index == 0:
-                pieces = [division.piece(whole, index) for index in range(division.count)]
-            like = info.shard_communicator("").scatter(like, pieces, 0)
+            shards = None
+            if sharding.index == 0:
+                shards = [sharding.shard_of_rank(values, index) for index in range(sharding.count)]
+            shard = info.shard_communicator("").scatter(shard, shards, 0)
         elif info.shard_mesh_size == 1:
-            like = division.piece(whole, 0).clone()
+            shard = sharding.shard_of_rank(values, 0).clone()
         if info.replicate_mesh_size > 1:
-            like = info.replicate_communicator("").broadcast(like, 0)
-    return like
+            shard = info.replicate_communicator("").broadcast(shard, 0)
+    return shard

@@ -1,11 +1,13 @@
-"""Over which axes of a mesh a module is data-parallel: sharded, replicated, or both."""
+"""The mesh axes over which a module is data-parallel: sharded, replicated, or both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwise import world
 from shardwise.comm import Communicator, communicator
+from shardwise.errors import MeshError
 from shardwise.fsdp.errors import FSDPError
 from shardwise.mesh import DeviceMesh, as_mesh
 
@@ -16,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataParallelMeshInfo:
-    """The data-parallel ranks of a module. One of the three kinds below.
+    """The data-parallel ranks of a module; base class of the three kinds below.
 
     Arguments:
-        mesh: these ranks, with one axis or two.
-        shard_mesh_dim: the position of the axis that parameters are split over, if any.
-        replicate_mesh_dim: the position of the axis that parameters are the same along, if any.
+        mesh: the data-parallel ranks, with one axis or two.
+        shard_mesh_dim: the index of the axis that parameters are sharded over, if any.
+        replicate_mesh_dim: the index of the axis that parameters are replicated along, if any.
     """
 
     mesh: DeviceMesh
@@ -30,43 +32,43 @@ class DataParallelMeshInfo:
 
     @property
     def shard_mesh_size(self) -> int:
-        """Over how many ranks parameters are split."""
+        """The number of ranks that parameters are sharded over."""
         return 1 if self.shard_mesh_dim is None else self.mesh.shape[self.shard_mesh_dim]
 
     @property
     def shard_mesh_rank(self) -> int:
-        """Which piece this rank holds."""
+        """The index of the shard that this rank holds."""
         return 0 if self.shard_mesh_dim is None else self.mesh.get_local_rank(self.shard_mesh_dim)
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
-        """The global ranks that hold the pieces, in order."""
+        """The global ranks along the shard axis, in order."""
         return self._ranks(self.shard_mesh_dim)
 
     @property
     def shard_process_group(self) -> ProcessGroup:
-        """The torch process group of those ranks; all of them must ask."""
+        """The torch process group of the shard axis; all its ranks must ask for it."""
         return self.mesh.get_group(self._axis(self.shard_mesh_dim, "shard"))
 
     @property
     def replicate_mesh_size(self) -> int:
-        """How many ranks hold the same piece."""
+        """The number of ranks that hold the same shard."""
         return 1 if self.replicate_mesh_dim is None else self.mesh.shape[self.replicate_mesh_dim]
 
     @property
     def replicate_mesh_rank(self) -> int:
-        """Where this rank stands among those."""
+        """The index of this rank along the replicate axis."""
         axis = self.replicate_mesh_dim
         return 0 if axis is None else self.mesh.get_local_rank(axis)
 
     @property
     def replicate_ranks(self) -> tuple[int, ...]:
-        """The global ranks that hold the same piece as this one, in order."""
+        """The global ranks that hold the same shard as this one, in order."""
         return self._ranks(self.replicate_mesh_dim)
 
     @property
     def replicate_process_group(self) -> ProcessGroup:
-        """The torch process group of those ranks; all of them must ask."""
+        """The torch process group of the replicate axis; all its ranks must ask for it."""
         return self.mesh.get_group(self._axis(self.replicate_mesh_dim, "replicate"))
 
     @property
@@ -75,16 +77,16 @@ class DataParallelMeshInfo:
         return self.mesh.size()
 
     def shard_communicator(self, channel: str) -> Communicator:
-        """How the ranks that hold the pieces talk."""
+        """Return the communicator along the shard axis."""
         return communicator(self.mesh, (self._axis(self.shard_mesh_dim, "shard"),), channel=channel)
 
     def replicate_communicator(self, channel: str) -> Communicator:
-        """How the ranks that hold the same piece talk."""
+        """Return the communicator along the replicate axis."""
         axis = self._axis(self.replicate_mesh_dim, "replicate")
         return communicator(self.mesh, (axis,), channel=channel)
 
     def communicators(self) -> list[Communicator]:
-        """How all of them talk, along one axis after the other."""
+        """Return one communicator for each axis."""
         return [communicator(self.mesh, (axis,), channel="") for axis in range(self.mesh.ndim)]
 
     def _ranks(self, axis: int | None) -> tuple[int, ...]:
@@ -97,15 +99,15 @@ class DataParallelMeshInfo:
 
 
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are split over one axis."""
+    """Parameters are sharded over one axis."""
 
 
 class DDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are the same on all ranks of one axis."""
+    """Parameters are replicated along one axis."""
 
 
 class HSDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are split over one axis and the same along the other."""
+    """Parameters are sharded over one axis and replicated along the other."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ class DataParallelMeshDims:
     """The names of the data-parallel axes of a larger mesh.
 
     Arguments:
-        shard: the axis, or axes to be merged, that parameters are split over.
-        replicate: the axis, or axes to be merged, that they are the same along.
+        shard: the axis, or several axes to merge into one, that parameters are sharded over.
+        replicate: the axis, or several axes to merge, that parameters are replicated along.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -125,7 +127,8 @@ class DataParallelMeshDims:
             raise FSDPError("DataParallelMeshDims: expected shard, replicate or both; got neither")
         for field, names in (("shard", self.shard), ("replicate", self.replicate)):
             several = names if isinstance(names, tuple) else (names,)
-            if names is not None and not (several and all(isinstance(it, str) for it in several)):
+            is_valid = bool(several) and all(isinstance(name, str) for name in several)
+            if names is not None and not is_valid:
                 raise FSDPError(
                     f"DataParallelMeshDims({field}): expected the name of an axis or a tuple of "
                     f"names, got {names!r}"
@@ -135,11 +138,11 @@ class DataParallelMeshDims:
 def shard_info(
     mesh: DeviceMesh | TorchMesh | None, dims: DataParallelMeshDims | None, device_type: str
 ) -> DataParallelMeshInfo:
-    """How `fully_shard` lies on a mesh: one axis splits; of two the first replicates.
+    """Return the data-parallel axes of `fully_shard`: one axis shards; of two the first replicates.
 
     Arguments:
         mesh: by default all ranks.
-        dims: which axes of it are data-parallel; by default all.
+        dims: the data-parallel axes of the mesh; by default all.
         device_type: of the default mesh.
     """
     mesh = _checked(mesh, device_type, "fully_shard")
@@ -159,7 +162,7 @@ def shard_info(
 def replicate_info(
     mesh: DeviceMesh | TorchMesh | None, dims: DataParallelMeshDims | None, device_type: str
 ) -> DataParallelMeshInfo:
-    """How `replicate` lies on a mesh of one axis, by default all ranks; or on axes with names."""
+    """Return the data-parallel axis of `replicate`; arguments as in `shard_info`."""
     mesh = _checked(mesh, device_type, "replicate")
     _check_dims(dims)
     if dims is not None:
@@ -176,6 +179,15 @@ def replicate_info(
     return DDPMeshInfo(mesh, replicate_mesh_dim=0)
 
 
+def process_group_or_communicator(info: DataParallelMeshInfo) -> Any:
+    """Return what a custom collective communicates through: simulated ranks have no process
+    group."""
+    try:
+        return info.shard_process_group
+    except MeshError:
+        return info.shard_communicator("")
+
+
 def _check_dims(dims: DataParallelMeshDims | None) -> None:
     if dims is not None and not isinstance(dims, DataParallelMeshDims):
         raise FSDPError(f"dp_mesh_dims: expected DataParallelMeshDims(...), got {dims!r}")
@@ -184,7 +196,7 @@ def _check_dims(dims: DataParallelMeshDims | None) -> None:
 def _named_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
     shard, replicate = _merged(mesh, dims.shard), _merged(mesh, dims.replicate)
     if replicate is None:
-        assert shard is not None, "one of the two is there"
+        assert shard is not None, "DataParallelMeshDims has checked that one is given"
         return FSDPMeshInfo(mesh[shard], shard_mesh_dim=0)
     if shard is None:
         return DDPMeshInfo(mesh[replicate], replicate_mesh_dim=0)
@@ -192,7 +204,7 @@ def _named_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
 
 
 def _merged(mesh: DeviceMesh, names: str | tuple[str, ...] | None) -> str | None:
-    """The name of one axis that stands for these."""
+    """Return the name of one axis, merged from those that are named."""
     if names is None or isinstance(names, str):
         return names
     if len(names) == 1:
@@ -204,8 +216,6 @@ def _merged(mesh: DeviceMesh, names: str | tuple[str, ...] | None) -> str | None
 
 def _checked(mesh: DeviceMesh | TorchMesh | None, device_type: str, function: str) -> DeviceMesh:
     if mesh is None:
-        from shardwise import world
-
         return DeviceMesh(device_type, range(world.current().size), mesh_dim_names=("dp",))
     mesh = as_mesh(mesh)
     if not mesh.is_abstract and mesh.get_coordinate() is None:

@@ -1,307 +1,340 @@
-"""Units: the parameters of a group that have one dtype. They are gathered into one piece of memory.
+"""Units: parameters of a group that are gathered together.
 
-At rest a unit's shards are consecutive in a flat buffer (`shardwise.fsdp.arena`): a *row*, of the
-same length on every rank. Gathering gives the rows of all ranks, from which the gathered parameters
-are filled by one fused copy. These live as long as the unit, so that what autograd has saved of
-them is there again when they are filled for backward; in between only their memory is given back.
+The parameters of a unit have one dtype and are gathered into one piece of memory. At rest their
+shards are consecutive in a flat buffer, as a *row* that has the same length on every rank. A gather
+brings the rows of all ranks, from which one fused copy fills the gathered parameters. The gathered
+parameters live as long as the unit, so that tensors which autograd has saved in forward are valid
+again when they are filled for backward; in between only their memory is freed.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from shardwise.fsdp.grad_dtype import promoted
-from shardwise.fsdp.held import Held, gradient_of, set_gradient
-from shardwise.fsdp.mesh_info import DataParallelMeshInfo
-from shardwise.fsdp.policies import MixedPrecisionPolicy
-from shardwise.fsdp.states import ShardedState, moved_on
+from shardwise import world
+from shardwise.comm import trace
+from shardwise.comm.cause import Cause, acting
+from shardwise.fsdp.errors import ShardedState, transition
+from shardwise.fsdp.flat_buffer import ALIGNMENT, RowBuffer, aligned, header_digits
+from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad
 from shardwise.tensor import wrap
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
 
 if TYPE_CHECKING:
-    from shardwise.fsdp.arena import Arena
-    from shardwise.fsdp.building import Bucket
-    from shardwise.fsdp.gathering import Gather
-    from shardwise.fsdp.group import Group
-    from shardwise.fsdp.pool import Rows
+    from shardwise.fsdp.param_group import ParamGroup
 
-ALIGNED = 16
-"""Parameters begin at multiples of so many elements, as fast kernels like it."""
-DIRECT = 1 << 17
-"""Pieces of so many bytes travel by themselves: to copy them costs more than a message."""
-HEADER = ALIGNED
-"""Elements at the start of a row that say whose it is."""
+DIRECT_BYTES = 1 << 17
+"""Shards of this number of bytes are sent in place: copying them costs more than a message."""
+HEADER = ALIGNMENT
+"""Elements at the start of a row, of which the first two are the unit's number."""
 
 _requires_grad: Callable[[torch.Tensor], bool] = TensorBase.requires_grad.__get__
 
 
+class PendingGather(ABC):
+    """A gather under way, for one unit or several."""
+
+    @abstractmethod
+    def fill(self, unit: Unit) -> None:
+        """Wait for the gather, and fill the gathered parameters of a unit."""
+
+    @abstractmethod
+    def drop(self, unit: Unit) -> None:
+        """Wait for the gather, and discard its result for a unit."""
+
+
 class Unit:
-    """Parameters that are gathered at once.
+    """Parameters that are gathered together.
 
     Arguments:
         number: its position among all units, the same on every rank.
         groups: those that compute with it: one, or several if parameters are tied.
-        held: its parameters; their dtype and device are all the same.
-        policy: of these parameters.
-        reduce_dtype: what gradients are reduced in at least, if that is known; those that may have
-            any dtype may need a wider one.
+        params: its parameters, which have the same dtype, device and `param_dtype`.
+        device: where the gathered parameters are; shards may be kept elsewhere.
+        reduce_dtype: in which gradients are reduced, if that is known in advance; gradients that
+            may have any dtype may need a wider one.
     """
 
     def __init__(
         self,
         number: int,
-        groups: list[Group],
-        held: list[Held],
-        info: DataParallelMeshInfo,
-        policy: MixedPrecisionPolicy,
+        groups: list[ParamGroup],
+        params: list[ShardedParam],
         device: torch.device,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.number = number
         self.groups = groups
-        self.held = held
-        self.info = info
+        self.params = params
+        self.info = groups[0].info
         self.device = device
-        """Where it computes; shards may be kept elsewhere."""
-        own = held[0].sharded.dtype
+        own, policy = params[0].sharded.dtype, params[0].slot.policy
         casts = policy.param_dtype is not None and own.is_floating_point
         self.dtype: torch.dtype = policy.param_dtype if casts else own  # type: ignore[assignment]
-        """Of the gathered parameters, and of what travels."""
+        """Of the gathered parameters, and of the rows that are sent."""
         self.reduce_dtype = reduce_dtype
-        self.follows_gradients = any(each.sum_dtype is None for each in held)
-        """Whether in which dtype it is reduced depends on the gradients that come."""
-        self.direct = [each for each in held if self._is_direct(each)]
-        for each in self.direct:
+        self.follows_grad_dtypes = any(each.sum_dtype is None for each in params)
+        """Whether the dtype of its reductions depends on the gradients."""
+        self.direct_params = [each for each in params if self._is_direct(each)]
+        for each in self.direct_params:
             each.is_direct = True
         self.length = HEADER
-        for each in sorted(held, key=lambda each: each.is_direct):
+        for each in sorted(params, key=lambda each: each.is_direct):
             each.offset = self.length
-            self.length += aligned(each.division.size)
-        self.flat_length = self.direct[0].offset if self.direct else self.length
-        """Of a row without what travels by itself."""
-        self.arena: Arena
+            self.length += aligned(each.sharding.size)
+        self.buffered_length = self.direct_params[0].offset if self.direct_params else self.length
+        """Of a row without the direct parameters, which come last."""
+        self.flat: torch.Tensor
+        """The flat buffer, which other units may share."""
         self.offset: int
-        """Where its row begins in the arena."""
+        """Where its row begins in the flat buffer."""
         self.state = ShardedState.SHARDED
-        self.holders: set[Group] = set()
+        self.is_alias = False
+        """Whether the gathered parameters are views of the shards, which are entire."""
+        self.holders: set[ParamGroup] = set()
         """The groups that need it gathered now."""
-        self.gather: Gather | None = None
-        """What it will be filled from, if that is under way."""
-        self.kept: torch.Tensor | None = None
-        """Its piece in SHARDED_POST_FORWARD."""
-        self.kept_count = 0
-        """Of how many equal pieces that is one, whatever settings say meanwhile."""
+        self.gather: PendingGather | None = None
+        """The gather under way that will fill it, if any."""
+        self.post_forward_shard: torch.Tensor | None = None
+        """Its part of the gathered memory in SHARDED_POST_FORWARD."""
+        self.post_forward_count = 0
+        """Of how many equal parts that is one; the settings may have changed since."""
         self.versions: list[int] = []
         """Of the shards when they were gathered."""
-        self.got: set[int] = set()
-        """The parameters whose gradients this backward has brought."""
+        self.params_with_grad: set[int] = set()
+        """Indices of the parameters whose gradients this backward has accumulated."""
         self.trainable: list[int] = []
-        self.watched: set[int] = set()
-        self.on_ready: Callable[[Unit], None]
-        self.bucket: Bucket
-        """Those that it travels with."""
+        """Indices of the parameters that require gradients."""
+        self.hooked: set[int] = set()
+        """Indices of the gathered parameters that have a gradient hook."""
+        self.on_grads_ready: Callable[[Unit], None]
+        """Called once all trainable parameters have their gradients."""
 
-    def _is_direct(self, held: Held) -> bool:
-        shape = held.division.whole_shape
+    def _is_direct(self, param: ShardedParam) -> bool:
+        sharding = param.sharding
         return (
-            held.division.is_chunked
-            and held.division.count > 1
-            and held.division.size * self.dtype.itemsize >= DIRECT
-            and self.dtype is held.sharded.dtype
-            and self.device == held.sharded.device
-            and held.strides == torch.empty(shape, device="meta").stride()
+            sharding.is_chunked
+            and sharding.count > 1
+            and sharding.size * self.dtype.itemsize >= DIRECT_BYTES
+            and self.dtype is param.sharded.dtype
+            and self.device == param.sharded.device
+            and param.strides == torch.empty(sharding.gathered_shape, device="meta").stride()
         )
 
     @property
     def name(self) -> str:
-        """As messages have it."""
+        """The names of its groups."""
         return " and ".join(group.name for group in self.groups)
 
-    def described(self) -> str:
-        """Its name and those of its parameters."""
-        names = [each.name for each in self.held]
+    def describe(self) -> str:
+        """Return its name and those of its parameters."""
+        names = [each.name for each in self.params]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return f"{self.name} ({shown})"
 
     # ---- memory
 
-    def make_wholes(self) -> None:
-        """Make the gathered parameters, without memory; or let them be the shards, if those are
-        whole already."""
+    def place_shards(self, flat: torch.Tensor, offset: int) -> None:
+        """Move the shards into a flat buffer, where they become a row; within `as_local()`."""
+        self.flat, self.offset = flat, offset
+        row = flat[offset : offset + self.length]
+        row[:2] = torch.tensor(header_digits(self.number))
+        for each in self.params:
+            own = each.sharding.own_shard(row, each.offset)
+            own.copy_(each.sharded)
+            TensorBase.data.__set__(each.sharded, own)
+
+    def has_shards_in_place(self) -> bool:
+        """Return whether all shards are still in the flat buffer; within `as_local()`."""
+        itemsize = self.flat.itemsize
+        start = self.flat.data_ptr() + self.offset * itemsize
+        for each in self.params:
+            address = each.sharded.data_ptr()  # 0 if it is empty
+            if address and address != start + each.offset * itemsize:
+                return False
+        return True
+
+    def make_gathered_params(self) -> None:
+        """Create the gathered parameters, without memory, or as views of the shards if these are
+        entire."""
         self.is_alias = (
             self.info.shard_mesh_size == 1
-            and self.dtype is self.held[0].sharded.dtype
-            and self.device == self.arena.flat.device
+            and self.dtype is self.params[0].sharded.dtype
+            and self.device == self.flat.device
         )
-        self._places: dict[Hashable, list[torch.Tensor]] = {}
+        self._targets: dict[Hashable, list[torch.Tensor]] = {}
         if self.is_alias:
-            row = self.arena.flat.detach()[self.offset : self.offset + self.length]
-            for each in self.held:
-                self._make_whole(each, each.division.own(row, each.offset))
+            row = self.flat.detach()[self.offset : self.offset + self.length]
+            for each in self.params:
+                self._set_gathered(each, each.sharding.own_shard(row, each.offset))
             return
-        sizes = [aligned(torch.Size(each.division.whole_shape).numel()) for each in self.held]
-        # Split over as many ranks as may be, it must have equal pieces.
+        sizes = [aligned(torch.Size(each.sharding.gathered_shape).numel()) for each in self.params]
+        # After forward it may be split into equal parts, for any divisor of the shard ranks.
         total = -(-sum(sizes) // self.info.shard_mesh_size) * self.info.shard_mesh_size
         self.memory = torch.empty(total, dtype=self.dtype, device=self.device)
         self.nbytes = total * self.dtype.itemsize
-        bare = self.memory.data  # its copies do not count as changes of what autograd has saved
+        # Filling `.data` does not count as a change of the tensors that autograd has saved.
+        data = self.memory.data
         start = 0
-        self._bare: list[tuple[Held, torch.Tensor]] = []
-        for each, size in zip(self.held, sizes, strict=True):
-            shape, strides = each.division.whole_shape, each.strides
-            self._make_whole(each, self.memory.as_strided(shape, strides, start))
-            place = bare.as_strided(shape, strides, start)
-            self._bare.append((each, place))
+        self._data_views: list[tuple[ShardedParam, torch.Tensor]] = []
+        for each, size in zip(self.params, sizes, strict=True):
+            shape, strides = each.sharding.gathered_shape, each.strides
+            self._set_gathered(each, self.memory.as_strided(shape, strides, start))
+            view = data.as_strided(shape, strides, start)
+            self._data_views.append((each, view))
             if each.is_direct:
-                each.chunks = each.division.chunks(place)
+                each.chunks = each.sharding.chunks(view)
             start += size
         self.free()
 
-    def _make_whole(self, held: Held, memory: torch.Tensor) -> None:
-        if held.division.whole_layout is not None:
-            memory = wrap(memory.view_as(memory), held.division.whole_layout)
-        whole: Any = nn.Parameter(memory, requires_grad=False)
-        held.whole = whole
-        if held.sum_dtype is not self.dtype:
-            whole.grad_dtype = None  # else a backward that makes wider ones would be rounded
-        for name, value in vars(held.sharded).items():  # what users hang on a parameter
-            if name not in ("_layout", PARAMETER_FLAG, "_whole_strides"):
-                setattr(held.whole, name, value)
+    def _set_gathered(self, param: ShardedParam, memory: torch.Tensor) -> None:
+        if param.sharding.gathered_layout is not None:
+            memory = wrap(memory.view_as(memory), param.sharding.gathered_layout)
+        gathered: Any = nn.Parameter(memory, requires_grad=False)
+        param.gathered = gathered
+        if param.sum_dtype is not self.dtype:
+            gathered.grad_dtype = None  # else autograd would round gradients of a wider dtype
+        for name, value in vars(param.sharded).items():  # attributes that users have set
+            if name not in ("_layout", PARAMETER_FLAG, "_gathered_strides"):
+                setattr(gathered, name, value)
 
     def allocate(self) -> None:
-        """Get the memory of the gathered parameters, unless it was kept: resized to the size that
-        it has, it would move."""
+        """Allocate the memory of the gathered parameters, unless it was kept: a resize to the same
+        size would move it."""
         storage = self.memory.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Give it back, unless users want to keep it."""
-        if not self.keeps_memory:
+        """Free the memory of the gathered parameters, unless users want to keep it."""
+        if not self.keeps_storage:
             self.memory.untyped_storage().resize_(0)
 
     @property
-    def keeps_memory(self) -> bool:
-        """Whether the memory of the gathered parameters stays where it is."""
+    def keeps_storage(self) -> bool:
+        """Whether the memory of the gathered parameters stays allocated."""
         return any(group.settings.keep_unsharded_storage for group in self.groups)
 
-    def stop_keeping_memory(self) -> None:
-        """Give back what was kept and holds nothing."""
+    def free_kept_storage(self) -> None:
+        """Free memory that was kept and is not in use."""
         is_in_use = self.gather is not None or self.state is ShardedState.UNSHARDED
         if not is_in_use and not self.is_alias:
             self.free()
 
     @property
-    def is_whole(self) -> bool:
+    def is_gathered(self) -> bool:
         """Whether the gathered parameters have their values."""
         return self.is_alias or self.state is ShardedState.UNSHARDED
 
     @property
     def gathered_bytes(self) -> int:
-        """The memory that it takes beyond its shards."""
+        """The memory that it uses beyond its shards."""
         if self.is_alias:
             return 0
-        kept = 0 if self.kept is None else self.kept.untyped_storage().nbytes()
-        return self.memory.untyped_storage().nbytes() + kept
+        kept = self.post_forward_shard
+        kept_bytes = 0 if kept is None else kept.untyped_storage().nbytes()
+        return self.memory.untyped_storage().nbytes() + kept_bytes
 
-    def holds(self, address: int) -> bool:
-        """Whether a tensor's memory, given by its storage's address, is that of its gathered
-        parameters, and will be given back."""
+    def owns_storage(self, address: int) -> bool:
+        """Return whether a storage, given by its address, is the memory of the gathered parameters,
+        which will be freed."""
         return not self.is_alias and storage_id(self.memory.untyped_storage()) == address
 
-    # ---- gathered, and not
+    # ---- sharded and gathered
 
-    def fill(self, rows: Rows, start: int, skips_own: bool, is_direct: bool = False) -> None:
-        """Make the gathered parameters from the rows of all ranks.
+    def own_shard(self, param: ShardedParam) -> torch.Tensor:
+        """Return this rank's shard of a parameter as a plain tensor."""
+        return param.sharding.own_shard(self.flat.detach(), self.offset + param.offset)
+
+    def fill(self, rows: RowBuffer, start: int, skips_own: bool, is_direct: bool = False) -> None:
+        """Fill the gathered parameters from the rows of all ranks.
 
         Arguments:
-            rows: may hold those of other units too.
-            start: where those of this one begin.
-            skips_own: whether this rank's own row is not among them.
-            is_direct: whether the direct ones have come where they belong, but for their own.
+            rows: may have the rows of other units too.
+            start: where this unit begins in each row.
+            skips_own: whether this rank's own row is missing: its part is read from the shards.
+            is_direct: whether the direct parameters are filled already, except for the own part.
         """
         key = self.number, start, skips_own, is_direct
         with torch.no_grad():
             if not is_direct:
                 self.allocate()
-            places = self._places.get(key)
-            if places is None:
-                places = self._places[key] = self._places_of(skips_own, is_direct)
-            pieces = rows.views(
-                key, lambda rows: self._pieces_of(rows, start, skips_own, is_direct)
+            targets = self._targets.get(key)
+            if targets is None:
+                targets = self._targets[key] = self._make_targets(skips_own, is_direct)
+            sources = rows.views(
+                key, lambda matrix: self._make_sources(matrix, start, skips_own, is_direct)
             )
-            torch._foreach_copy_(places, pieces)
-        self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
+            torch._foreach_copy_(targets, sources)
+        self.state = transition(self.state, ShardedState.UNSHARDED, self.name)
 
-    def _places_of(self, skips_own: bool, is_direct: bool) -> list[torch.Tensor]:
+    def _make_targets(self, skips_own: bool, is_direct: bool) -> list[torch.Tensor]:
         result: list[torch.Tensor] = []
-        for each, place in self._bare:
+        for each, view in self._data_views:
             if is_direct and each.is_direct:
-                result.append(each.chunks[each.division.index])
+                result.append(each.chunks[each.sharding.index])
             else:
-                result += each.division.of_whole(place, skips_own)
+                result += each.sharding.pieces_of_gathered(view, skips_own)
         return result
 
-    def _pieces_of(
-        self, rows: torch.Tensor, start: int, skips_own: bool, is_direct: bool
+    def _make_sources(
+        self, matrix: torch.Tensor, start: int, skips_own: bool, is_direct: bool
     ) -> list[torch.Tensor]:
         result: list[torch.Tensor] = []
-        for each in self.held:
+        for each in self.params:
             if is_direct and each.is_direct:
-                result.append(self.own(each))
+                result.append(self.own_shard(each))
                 continue
             own = None
             if skips_own:
                 first = self.offset + each.offset
-                own = self.arena.flat.detach()[first : first + each.division.size]
-            result += each.division.of_rows(rows, start + each.offset, own)
+                own = self.flat.detach()[first : first + each.sharding.size]
+            result += each.sharding.pieces_of_rows(matrix, start + each.offset, own)
         return result
 
-    def own(self, held: Held) -> torch.Tensor:
-        """What this rank holds of a parameter, as a plain tensor."""
-        return held.division.own(self.arena.flat.detach(), self.offset + held.offset)
+    def reshard_post_forward(self, index: int, count: int) -> None:
+        """Free the gathered memory except for one of `count` equal parts, which is kept."""
+        with torch.no_grad():
+            self.post_forward_shard = self.memory.view(count, -1)[index].clone()
+        self.post_forward_count = count
+        self.free()
+        self.state = transition(self.state, ShardedState.SHARDED_POST_FORWARD, self.name)
 
-    def refill(self, whole: torch.Tensor) -> None:
-        """Make the gathered parameters from what `keep` has split."""
+    def refill(self, memory: torch.Tensor) -> None:
+        """Fill the gathered parameters from all parts that `reshard_post_forward` has made."""
         with torch.no_grad():
             self.allocate()
-            self.memory.data.copy_(whole)
-        self.kept = None
-        self.state = moved_on(self.state, ShardedState.UNSHARDED, self.name)
-
-    def note_versions(self) -> None:
-        """The shards are being gathered as they are now."""
-        with as_local():
-            self.versions = [version_of(each.sharded) for each in self.held]
-
-    def is_stale(self) -> bool:
-        """Whether its shards were changed since they were gathered, if they are."""
-        if self.state is ShardedState.SHARDED and self.gather is None:
-            return False
-        with as_local():
-            return self.versions != [version_of(each.sharded) for each in self.held]
-
-    def keep(self, index: int, count: int) -> None:
-        """Give back all but one of `count` equal pieces of the gathered parameters' memory."""
-        with torch.no_grad():
-            self.kept = self.memory.view(count, -1)[index].clone()
-        self.kept_count = count
-        self.free()
-        self.state = moved_on(self.state, ShardedState.SHARDED_POST_FORWARD, self.name)
+            self.memory.data.copy_(memory)
+        self.post_forward_shard = None
+        self.state = transition(self.state, ShardedState.UNSHARDED, self.name)
 
     def reshard(self) -> None:
-        """Give back the memory of the gathered parameters."""
+        """Free the memory of the gathered parameters."""
         self.holders.clear()
         if self.state is not ShardedState.SHARDED:
             if not self.is_alias:
                 self.free()
-            self.kept = None
-            self.state = moved_on(self.state, ShardedState.SHARDED, self.name)
+            self.post_forward_shard = None
+            self.state = transition(self.state, ShardedState.SHARDED, self.name)
+
+    def note_versions(self) -> None:
+        """Remember the versions of the shards that are being gathered."""
+        with as_local():
+            self.versions = [version_of(each.sharded) for each in self.params]
+
+    def is_stale(self) -> bool:
+        """Return whether the shards were changed since they were gathered."""
+        if self.state is ShardedState.SHARDED and self.gather is None:
+            return False
+        with as_local():
+            return self.versions != [version_of(each.sharded) for each in self.params]
 
     # ---- gradients
 
@@ -309,52 +342,56 @@ class Unit:
         """Let the gathered parameters require gradients exactly where the shards do."""
         trainable = []
         with as_local():
-            for index, each in enumerate(self.held):
+            for index, each in enumerate(self.params):
                 wanted = _requires_grad(each.sharded)
-                if wanted is not _requires_grad(each.whole):
-                    each.whole.requires_grad_(wanted)
+                if wanted is not _requires_grad(each.gathered):
+                    each.gathered.requires_grad_(wanted)
                 if wanted:
                     trainable.append(index)
-                    if index not in self.watched:
-                        self._watch(index)
+                    if index not in self.hooked:
+                        self._hook(index)
         self.trainable = trainable
 
-    def _watch(self, index: int) -> None:
-        self.watched.add(index)
-        unit = ref(self)  # a hook that held the unit would be a cycle through C++
+    def _hook(self, index: int) -> None:
+        self.hooked.add(index)
+        unit = ref(self)  # a strong reference would be a cycle through C++, which is never freed
 
-        def ready(_: torch.Tensor) -> None:
+        def note_grad(_: torch.Tensor) -> None:
             found = unit()
             if found is not None:
-                found.got.add(index)
-                if len(found.got) == len(found.trainable):
-                    found.on_ready(found)
+                found.params_with_grad.add(index)
+                if len(found.params_with_grad) == len(found.trainable):
+                    found.on_grads_ready(found)
 
-        whole: Any = self.held[index].whole
-        whole.register_post_accumulate_grad_hook(ready)
+        gathered: Any = self.params[index].gathered
+        gathered.register_post_accumulate_grad_hook(note_grad)
 
-    def keep_gradients(self) -> None:
-        """Accumulate what is not reduced now in the dtype in which it will be."""
-        self.got.clear()
+    def accumulate_grads(self) -> None:
+        """Add gradients that are not reduced now to those of earlier backwards, in the dtype in
+        which they will be reduced."""
+        self.params_with_grad.clear()
         with torch.no_grad(), as_local():
             for index in self.trainable:
-                each = self.held[index]
+                each = self.params[index]
                 if each.sum_dtype is None or each.sum_dtype is self.dtype:
                     continue  # autograd accumulates it
-                gradient = gradient_of(each.whole)
+                gradient = get_grad(each.gathered)
                 if gradient is not None:
-                    each.accumulated = _added(each.accumulated, gradient, each.sum_dtype)
-                    set_gradient(each.whole, None)
+                    if each.accumulated is None:
+                        each.accumulated = gradient.to(each.sum_dtype)
+                    else:
+                        each.accumulated.add_(gradient)
+                    set_grad(each.gathered, None)
 
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """The gradients of the trainable ones, which are then forgotten here."""
-        self.got.clear()
+    def take_grads(self) -> list[torch.Tensor | None]:
+        """Return the gradients of the trainable parameters, and remove them here."""
+        self.params_with_grad.clear()
         result = []
         with torch.no_grad(), as_local():
             for index in self.trainable:
-                each = self.held[index]
-                gradient = gradient_of(each.whole)
-                set_gradient(each.whole, None)
+                each = self.params[index]
+                gradient = get_grad(each.gathered)
+                set_grad(each.gathered, None)
                 if each.accumulated is not None:
                     if gradient is None:
                         gradient = each.accumulated
@@ -367,39 +404,58 @@ class Unit:
         return result
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether it holds some that are not reduced."""
+    def has_grads(self) -> bool:
+        """Whether it has gradients that are not reduced."""
         with as_local():
             return any(
-                each.accumulated is not None or gradient_of(each.whole) is not None
-                for each in self.held
+                each.accumulated is not None or get_grad(each.gathered) is not None
+                for each in self.params
             )
 
-    def dtype_for(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
-        """In which dtype to reduce gradients of the trainable ones. All ranks must come to the
-        same: those without a gradient take it to have the dtype of the gathered parameter."""
+    def forget_grads(self) -> None:
+        """Drop all gradients that no shard has got."""
+        self.take_grads()
+        for each in self.params:
+            each.reduced = None
+
+    def reduce_dtype_for(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
+        """Return the dtype in which to reduce gradients of the trainable parameters. All ranks must
+        find the same one: a rank without a gradient assumes the dtype of the gathered parameter."""
         found = set() if self.reduce_dtype is None else {self.reduce_dtype}
         for index, gradient in zip(self.trainable, gradients, strict=True):
-            each = self.held[index]
+            each = self.params[index]
             if each.sum_dtype is None:
                 found.add(self.dtype if gradient is None else gradient.dtype)
             if each.reduced is not None:
                 found.add(each.reduced.dtype)
-        return promoted(found or {self.dtype})
-
-    def forget_gradients(self) -> None:
-        """Drop what was not reduced."""
-        self.take_gradients()
-        for each in self.held:
-            each.reduced = None
+        return promoted_dtype(found or {self.dtype})
 
 
-def aligned(count: int) -> int:
-    """As many elements, or some more."""
-    return -(-count // ALIGNED) * ALIGNED
+# ---- causes of collectives, for listeners and for the errors of simulated ranks
+
+_not_traced = nullcontext()
 
 
-def _added(total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if total is None:
-        return gradient.to(dtype)
-    return total.add_(gradient)
+def trace_gather(units: Sequence[Unit]) -> AbstractContextManager[None]:
+    """Attribute the collectives within to the gathering of these units' parameters."""
+    if not _is_traced():
+        return _not_traced
+    schedule = units[0].groups[0].schedule
+    is_backward = schedule is not None and schedule.in_backward
+    return _trace("unshard", units, "backward" if is_backward else "forward")
+
+
+def trace_reduction(units: Sequence[Unit]) -> AbstractContextManager[None]:
+    """Attribute the collectives within to the reduction of these units' gradients."""
+    if not _is_traced():
+        return _not_traced
+    return _trace("reduce_gradients", units, "backward")
+
+
+def _is_traced() -> bool:
+    return bool(trace.listeners) or world.current().is_simulated
+
+
+def _trace(operator: str, units: Sequence[Unit], direction: str) -> acting:
+    names = dict.fromkeys(group.name for unit in units for group in unit.groups)
+    return acting(Cause(operator, ", ".join(names), direction))

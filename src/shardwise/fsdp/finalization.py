@@ -1,0 +1,94 @@
+"""Manual finalization: users say when the backward of a root is over, and may wait for it later.
+
+A root is the outermost sharded module of a model. By default its iteration ends with autograd's
+backward: all gradients are reduced, and the shards have them. With manual finalization, a backward
+that has several parts, such as that of a pipeline stage, ends when `finalize_backward` is called.
+Gradients that are left are then reduced, and parameters resharded, by the settings of that time.
+"""
+
+from __future__ import annotations
+
+from shardwise.fsdp.errors import StateError, check_bool
+from shardwise.fsdp.param_group import GradientReductionHandle, ParamGroup
+from shardwise.fsdp.schedule import Schedule, not_root_error
+from shardwise.torch_internals import current_graph_task
+
+_SETTER = "set_manual_backward_finalization"
+
+
+def set_manual(group: ParamGroup, enabled: bool) -> None:
+    """Choose whether users end the backwards of a root."""
+    check_bool("enabled", enabled)
+    if group.outer is not None:
+        if enabled or not group.is_manual:
+            raise not_root_error(_SETTER, group)
+        group.is_manual = False  # it was set before a module around it was sharded
+        return
+    if enabled != group.is_manual and current_graph_task() != -1:
+        raise StateError(f"{_SETTER}: the mode cannot change during a backward; call it before")
+    if group.iteration_is_manual is not None and enabled != group.iteration_is_manual:
+        raise StateError(
+            f"{_SETTER}: the mode cannot change after a backward of {group.name} has begun; end it "
+            "first: by finalize_backward(), by a backward with set_is_last_backward(True), or by "
+            "reset_iter_state()"
+        )
+    group.is_manual = enabled
+
+
+def finalize(group: ParamGroup, async_op: bool) -> GradientReductionHandle | None:
+    """End the backwards of a root; with `async_op`, return a handle to wait for the gradients."""
+    check_bool("async_op", async_op)
+    schedule = group.schedule
+    if schedule is None:  # no forward has run yet
+        return GradientReductionHandle() if async_op else None
+    _check_may_finalize(group, schedule)
+    if not async_op:
+        schedule.finalize(group, waits=True)
+        return None
+    _check_no_other_root(group, schedule)
+    schedule.finalize(group, waits=False)
+    schedule.outstanding = GradientReductionHandle(group)
+    return schedule.outstanding
+
+
+def _check_may_finalize(group: ParamGroup, schedule: Schedule) -> None:
+    schedule.check_no_outstanding("finalize_backward")
+    if group.outer is not None:
+        raise not_root_error("finalize_backward", group)
+    is_manual = group.iteration_is_manual
+    if not (group.is_manual if is_manual is None else is_manual):
+        raise StateError(
+            f"finalize_backward: the backward of {group.name} ends by itself; call {_SETTER}(True) "
+            "before forward"
+        )
+    if schedule.in_backward:
+        raise StateError(
+            "finalize_backward: a backward is under way; call it afterwards, or after an exception "
+            "reset_iter_state()"
+        )
+    units = [unit for other in schedule.groups if other.root is group for unit in other.units]
+    partial = schedule.reduce_queue.units_in_flight(is_partial=True)
+    for unit in schedule.reduce_queue.find_owed(units):
+        if unit.info.replicate_mesh_size > 1 and not unit.groups[0].settings.all_reduce:
+            partial.add(unit)
+    for unit in units:
+        if unit in partial or any(param.reduced is not None for param in unit.params):
+            raise StateError(
+                f"finalize_backward: the gradients of {unit.describe()} are not summed over the "
+                "replicate axis, which manual finalization must do; call "
+                "set_requires_all_reduce(True) before, and reset_iter_state() if some were reduced "
+                "without"
+            )
+
+
+def _check_no_other_root(group: ParamGroup, schedule: Schedule) -> None:
+    """Raise `StateError` if another root of the schedule has work under way: reductions that are
+    left in flight would mix with it."""
+    for unit in {*schedule.reduce_queue.units_in_flight(), *schedule.reduce_queue.used}:
+        for other in unit.groups:
+            if other.root is not group:
+                raise StateError(
+                    f"finalize_backward(async_op=True): {other.root.name} shares the schedule of "
+                    f"{group.name} and has work under way; end its backward first, or use "
+                    "async_op=False"
+                )

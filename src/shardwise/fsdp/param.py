@@ -1,0 +1,206 @@
+"""Parameters of groups: the places in modules that hold them, and the forms that each has.
+
+A `ParamSlot` is a place in a module that holds a parameter. A `ShardedParam` is one parameter in
+all its forms: shard, gathered, gradients. A tied parameter has one `ShardedParam` and several
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.fsdp.config import MixedPrecisionPolicy
+from shardwise.fsdp.extensions import GatherExtension
+from shardwise.fsdp.mesh_info import DataParallelMeshInfo
+from shardwise.fsdp.param_sharding import ParamSharding
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor, laid_out, unwrap, wrap
+from shardwise.torch_internals import (
+    TensorBase,
+    backward_hooks_of,
+    has_own_grad_dtype,
+    own_parameters,
+    post_accumulate_hooks_of,
+)
+
+_grad_hooks: Callable[[torch.Tensor], dict[int, Callable[[Any], Any]] | None] = backward_hooks_of
+_post_accumulate_hooks: Callable[
+    [torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None
+] = post_accumulate_hooks_of
+# The accessors of torch.Tensor itself, which do not go through a DTensor's dispatch.
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = TensorBase.grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = TensorBase.grad.__set__
+
+
+@dataclass(frozen=True)
+class GradDtype:
+    """A `Tensor.grad_dtype` that users have set; else it follows the dtype of the parameter.
+
+    Arguments:
+        dtype: None allows any dtype.
+    """
+
+    dtype: torch.dtype | None
+
+    @staticmethod
+    def set_on(parameter: Any) -> GradDtype | None:
+        """Return the `grad_dtype` that users have set on a parameter, or None."""
+        return GradDtype(parameter.grad_dtype) if has_own_grad_dtype(parameter) else None
+
+    def put_on(self, parameter: Any) -> None:
+        """Set it on a parameter, unless the parameter has it."""
+        if GradDtype.set_on(parameter) != self:
+            parameter.grad_dtype = self.dtype
+
+
+def promoted_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
+    """Return the dtype that all of `dtypes` promote to."""
+    first, *others = dtypes
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
+
+
+@dataclass(slots=True, eq=False)
+class ParamSlot:
+    """A place in a module that holds a parameter of a group: `module._parameters[key]`."""
+
+    module: nn.Module
+    key: str
+    name: str
+    """Of the parameter, for messages."""
+    layout: Layout
+    """Of the parameter at rest."""
+    strides: tuple[int, ...] | None
+    """Of the gathered parameter, if it is not contiguous."""
+    extension: GatherExtension | None
+    """The parameter's own gather functions, if any."""
+    policy: MixedPrecisionPolicy
+    """Of this parameter."""
+    grad_dtype: GradDtype | None = None
+    """The `grad_dtype` that users have set on the parameter, if any."""
+    _has_own_setter: bool = field(init=False)
+    """Whether the module's class defines `__setattr__`."""
+
+    def __post_init__(self) -> None:
+        # Some modules, such as torch's LSTM, keep their parameters in a list too.
+        self._has_own_setter = type(self.module).__setattr__ is not nn.Module.__setattr__
+
+    def for_module(self, module: nn.Module) -> ParamSlot:
+        """Return the same slot of a copy of the module."""
+        return replace(self, module=module)
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """The parameter in the slot now."""
+        found = own_parameters(self.module)[self.key]
+        assert found is not None, "only slots that hold a parameter are listed"
+        return found
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the slot holds a parameter; users may have removed it."""
+        return self.module._parameters.get(self.key) is not None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the slot now."""
+        return own_parameters(self.module).get(self.key) is tensor
+
+    def put(self, tensor: Any) -> None:
+        """Put a parameter into the slot."""
+        if self._has_own_setter:
+            setattr(self.module, self.key, tensor)
+        else:
+            own_parameters(self.module)[self.key] = tensor
+
+    def claim(self) -> None:
+        """Record on the module that the slot belongs to a group."""
+        vars(self.module).setdefault("_fsdp_keys", set()).add(self.key)
+
+    def note_grad_dtype(self) -> None:
+        """Remember the `grad_dtype` that users have set on the present parameter. A parameter that
+        replaces it, after a conversion or from a state dict, inherits it."""
+        if self.is_filled:
+            self.grad_dtype = GradDtype.set_on(self.tensor) or self.grad_dtype
+
+    def restore_grad_dtype(self) -> None:
+        """Set the remembered `grad_dtype` on the present parameter."""
+        if self.grad_dtype is not None and self.is_filled:
+            self.grad_dtype.put_on(self.tensor)
+
+
+def is_claimed(module: nn.Module, key: str) -> bool:
+    """Return whether a parameter of a module belongs to a group."""
+    return key in vars(module).get("_fsdp_keys", ())
+
+
+def accumulation_dtype(slot: ParamSlot, param_dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which unreduced gradients of a parameter are summed; None means any."""
+    if slot.policy.reduce_dtype is not None and param_dtype.is_floating_point:
+        return slot.policy.reduce_dtype
+    return param_dtype if slot.grad_dtype is None else slot.grad_dtype.dtype
+
+
+class ShardedParam:
+    """One parameter of a unit: its shard, its gathered form, and gradients not yet reduced.
+
+    Arguments:
+        slot: the first slot that holds it.
+        sharded: the DTensor that the module has at rest, and that optimizers see.
+        info: the data-parallel ranks.
+    """
+
+    def __init__(self, slot: ParamSlot, sharded: DTensor, info: DataParallelMeshInfo) -> None:
+        self.slot = slot
+        self.sharded = sharded
+        self.sharding = ParamSharding.of(sharded._layout, info, slot.strides is None)
+        shape = self.sharding.gathered_shape
+        self.strides = slot.strides or torch.empty(shape, device="meta").stride()
+        """Of the gathered parameter."""
+        own = sharded.dtype
+        self.grad_dtype = own if slot.grad_dtype is None else slot.grad_dtype.dtype
+        """Of the shard's gradient; None means any."""
+        self.sum_dtype = accumulation_dtype(slot, own)
+        """In which unreduced gradients are accumulated; None means any."""
+        self.offset = 0
+        """Where the parameter begins in its unit's row."""
+        self.is_direct = False
+        """Whether it is large and therefore sent and received in its own memory, without a copy
+        through a row buffer."""
+        self.chunks: list[torch.Tensor]
+        """Of a direct one: the views of the gathered parameter that the ranks' shards fill."""
+        self.gathered: torch.Tensor
+        """The parameter that the module computes with."""
+        self.accumulated: torch.Tensor | None = None
+        """Gradients of the gathered parameter that are still to be reduced, in `sum_dtype`."""
+        self.reduced: torch.Tensor | None = None
+        """Gradients of the shard that are still to be summed over the replicate axis."""
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter, for messages."""
+        return self.slot.name
+
+    def apply_grad_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the shard's new gradient after the hooks that users have registered on it."""
+        hooks = _grad_hooks(self.sharded)
+        if not hooks:
+            return gradient
+        found: Any = wrap(gradient, self.sharded._layout)
+        for hook in list(hooks.values()):
+            changed = hook(found)
+            if changed is not None:
+                found = laid_out(changed.detach(), self.sharded._layout, f"hook of {self.name}")
+        return unwrap(found)
+
+    def call_post_accumulate_hooks(self) -> None:
+        """Call the hooks that users have registered to run once the shard has its gradient."""
+        hooks = _post_accumulate_hooks(self.sharded)
+        if hooks:
+            for hook in list(hooks.values()):
+                hook(self.sharded)
