@@ -1,5 +1,7 @@
 """What torch's FSDP2 refuses and ours does: tied, mixed, odd and uneven parameters."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,9 @@ from support.fsdp_cases import (
 )
 from torch import nn
 
-from shardwise import Replicate, Shard
+from shardwise import DTensor, Replicate, Shard, init_device_mesh, simulate
 from shardwise.fsdp import CPUOffloadPolicy, fully_shard, replicate
+from shardwise.parallel import shard_module
 
 # ---- tied weights
 
@@ -288,3 +291,45 @@ def test_gradient_divide_factors(factor):
         assert_same(model, plain)
 
     on_ranks(run)
+
+
+# ---- nothing to gather
+
+
+def test_modules_without_parameters_pass_gradients_to_their_input():
+    def run(mesh):
+        model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.ReLU(), nn.Tanh()))
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):  # the second step goes in the order of the first
+            x = torch.linspace(-1, 1, 6).requires_grad_()
+            alone = x.detach().clone().requires_grad_()
+            model(x).sum().backward()
+            torch.tanh(torch.relu(torch.tanh(alone))).sum().backward()
+            torch.testing.assert_close(x.grad, alone.grad)
+
+    on_ranks(run, 2)
+
+
+def test_a_unit_whose_parameters_are_empty_on_a_rank_trains_as_one():
+    """A row split over two tensor-parallel ranks: the second has none, and shards that."""
+
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        torch.manual_seed(0)
+        alone = nn.Linear(5, 1, bias=False).double()
+        model = nn.Sequential(copy.deepcopy(alone))
+        shard_module(model, mesh["tp"], {"0.weight": {"tp": Shard(0)}})
+        fully_shard(model, mesh=mesh["dp"])
+        x = torch.arange(20.0).double().reshape(4, 5)
+        rows = x[2 * mesh["dp"].get_local_rank() :][:2]
+        for _ in range(2):
+            local = model(rows)
+            whole = local.full_tensor() if isinstance(local, DTensor) else local
+            whole.square().mean().backward()
+            alone(x).square().mean().backward()
+            torch.testing.assert_close(model[0].weight.grad.full_tensor(), alone.weight.grad)
+            for each in (model, alone):
+                each.zero_grad()
+
+    simulate(run, 4)

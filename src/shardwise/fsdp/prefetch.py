@@ -39,9 +39,9 @@ class UseOrder:
         return UseOrder([*used, *others], len(used))
 
     @property
-    def last_used(self) -> Unit:
-        """The unit that was used last."""
-        return self._units[self._used_count - 1]
+    def last_used(self) -> Unit | None:
+        """The unit that was used last; None if no module has parameters."""
+        return self._units[self._used_count - 1] if self._used_count else None
 
     def neighbours(self, unit: Unit, step: int) -> Iterator[Unit]:
         """Return the units after one (`step` 1) or before it (`step` -1), the nearest first."""
@@ -136,9 +136,8 @@ class Prefetcher:
 
     def is_used_last(self, group: ParamGroup) -> bool:
         """Return whether a group shares the bucket of the unit that the last forward used last."""
-        bucket_of = self._unit_set.bucket_of
-        last = bucket_of[self._begin_order.last_used]
-        return all(bucket_of[unit] is last for unit in group.units)
+        bucket_of, last = self._unit_set.bucket_of, self._begin_order.last_used
+        return last is not None and all(bucket_of[each] is bucket_of[last] for each in group.units)
 
     # ---- gathers
 

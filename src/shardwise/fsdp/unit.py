@@ -272,7 +272,8 @@ class Unit:
             sources = rows.views(
                 key, lambda matrix: self._make_sources(matrix, start, skips_own, is_direct)
             )
-            torch._foreach_copy_(targets, sources)
+            if targets:  # none if all parameters are empty on this rank
+                torch._foreach_copy_(targets, sources)
         self.state = transition(self.state, ShardedState.UNSHARDED, self.name)
 
     def _make_targets(self, skips_own: bool, is_direct: bool) -> list[torch.Tensor]:
