@@ -83,6 +83,11 @@ def ensure_state(tensor: torch.Tensor) -> TensorState:
     return found
 
 
+def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor without its state, for a tensor that replaces it."""
+    return {name: value for name, value in vars(tensor).items() if name != ATTRIBUTE}
+
+
 class _LeafMoves(threading.local):
     """The moved versions of leaves of the autograd graph, until a backward has passed through.
 

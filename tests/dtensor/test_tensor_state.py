@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.tensor_state import TensorState, ensure_state, state_of
+from shardwise.tensor_state import TensorState, ensure_state, state_of, user_attributes
 
 
 def test_ordinary_tensors_have_no_state() -> None:
@@ -54,3 +54,10 @@ def test_copies_and_pickles_of_a_plain_tensor_have_no_state() -> None:
 def test_a_new_state_has_no_notes() -> None:
     state = TensorState()
     assert not any(getattr(state, field) for field in TensorState.__slots__)
+
+
+def test_a_tensor_that_replaces_another_takes_over_attributes_but_no_state() -> None:
+    x = torch.ones(2)
+    x.learning_rate = 0.1
+    ensure_state(x).is_gradient = True
+    assert user_attributes(x) == {"learning_rate": 0.1}

@@ -34,6 +34,7 @@ from shardwise.layout_input import as_dim
 from shardwise.optimizers import note_averaged, note_left_alone, note_replaced
 from shardwise.placement import Placement, Replicate, Shard, as_placement
 from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.tensor_state import user_attributes
 from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
 
 if TYPE_CHECKING:
@@ -386,7 +387,7 @@ def _shard_param(
     grad_dtype = GradDtype.set_on(parameter)
     if grad_dtype is not None:
         grad_dtype.put_on(result)
-    for attribute, value in vars(parameter).items():  # attributes that users have set
+    for attribute, value in user_attributes(parameter).items():
         if attribute not in vars(result) and attribute not in inner_names(parameter):
             setattr(result, attribute, value)
     for hooks in HOOK_ATTRIBUTES:

@@ -25,6 +25,7 @@ from shardwise.fsdp.errors import ShardedState, transition
 from shardwise.fsdp.flat_buffer import ALIGNMENT, RowBuffer, aligned, header_digits
 from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad
 from shardwise.tensor import wrap
+from shardwise.tensor_state import user_attributes
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class Unit:
         param.gathered = gathered
         if param.sum_dtype is not self.dtype:
             gathered.grad_dtype = None  # else autograd would round gradients of a wider dtype
-        for name, value in vars(param.sharded).items():  # attributes that users have set
+        for name, value in user_attributes(param.sharded).items():
             if name not in ("_layout", PARAMETER_FLAG, "_gathered_strides"):
                 setattr(gathered, name, value)
 

@@ -16,6 +16,7 @@ from shardwise.optimizers import note_replaced
 from shardwise.parallel.plan_spec import PlanError, all_modules, join_names
 from shardwise.placement import Placement
 from shardwise.tensor import DTensor
+from shardwise.tensor_state import user_attributes
 from shardwise.torch_internals import own_buffers, own_parameters
 
 
@@ -126,7 +127,7 @@ def _distribute(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None)
     else:
         result = distributed.requires_grad_(tensor.requires_grad)
     # Attributes that users set on a parameter (a learning rate, a flag) are kept.
-    for name, value in vars(tensor).items():
+    for name, value in user_attributes(tensor).items():
         if name not in vars(result):
             setattr(result, name, value)
     return result
