@@ -1,7 +1,7 @@
-"""How ranks talk: one interface, and an engine for each kind of rank.
+"""Collectives: one interface (`interface`), and an engine for each kind of rank.
 
-`interface` says what there is. `c10d` is for real ranks (torch.distributed), `threads` for
-simulated ones, `abstract` for none at all, `alone` for groups of one.
+`c10d` serves real ranks (torch.distributed), `simulated` the threads of `sw.simulate`, `offline`
+abstract meshes and groups of one rank.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 from shardwise import lineage, world
 from shardwise.checks import as_int
-from shardwise.comm.abstract import AbstractCommunicator
-from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.cause import Cause
-from shardwise.comm.groups import process_world
+from shardwise.comm.buffers import is_large
 from shardwise.comm.interface import Communicator
+from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator
 from shardwise.comm.pending import Pending
-from shardwise.comm.trace import Event, listen
+from shardwise.comm.process_groups import process_world
+from shardwise.comm.trace import Cause, Event, listen
 from shardwise.errors import MeshError
 from shardwise.mesh import Axis, DeviceMesh, as_mesh
 
@@ -31,6 +30,7 @@ __all__ = [
     "Pending",
     "carries_values",
     "communicator",
+    "is_large",
     "listen",
 ]
 

@@ -24,8 +24,16 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.arguments import Shape, shown
-from shardwise.comm.buffers import as_bytes, empty_like, flat, owned, split
+from shardwise.comm.buffers import (
+    Shape,
+    as_bytes,
+    empty_like,
+    format_tuple,
+    is_large,
+    owned,
+    pack,
+    unpack,
+)
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import BOOL_OPS, UNSIGNED, reduce_contributions
@@ -38,9 +46,6 @@ from shardwise.torch_internals import (
 )
 
 T = TypeVar("T")
-
-LARGE = 1 << 20
-"""From so many bytes on, copying to pack them for one all-to-all costs more than its messages."""
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -84,13 +89,13 @@ class C10dCommunicator(Communicator):
         group = living(self._group_reference)
         if self.has_ended:
             raise CollectiveError(
-                f"the mesh that ranks {shown(self.ranks)} talked over was aborted; make it again, "
-                "on all of its ranks, and ask sw.communicator for a new one"
+                f"the mesh that ranks {format_tuple(self.ranks)} talked over was aborted; make it "
+                "again, on all of its ranks, and ask sw.communicator for a new one"
             )
         if group is None:
             raise CollectiveError(
-                f"the process group of ranks {shown(self.ranks)} was destroyed; if the default "
-                "group still exists or does so again, ask sw.communicator for a new one"
+                f"the process group of ranks {format_tuple(self.ranks)} was destroyed; if the "
+                "default group still exists or does so again, ask sw.communicator for a new one"
             )
         return group
 
@@ -135,7 +140,7 @@ class C10dCommunicator(Communicator):
         if x.device.type != "cpu" and len(set(sizes)) == 1 and native:
             return self._start_native_reduce_scatter(pieces, op)
         own = pieces[self.index]
-        if x.numel() * x.itemsize < LARGE:
+        if not is_large(x.numel() * x.itemsize):
             received = self._start_all_to_all(pieces, [tuple(own.shape)] * self.size)
             return received.then(lambda contributions: reduce_contributions(contributions, op))
         contributions = [
@@ -148,7 +153,7 @@ class C10dCommunicator(Communicator):
         self, pieces: list[torch.Tensor], op: str
     ) -> Pending[torch.Tensor]:
         """For devices whose backend has a reduce-scatter worth the name, such as NCCL."""
-        packed = flat(pieces)
+        packed = pack(pieces)
         result = empty_like(pieces[self.index])
         out = result.view(-1)
         options = dist.ReduceScatterOptions()
@@ -172,7 +177,7 @@ class C10dCommunicator(Communicator):
         def join(pieces: list[torch.Tensor]) -> torch.Tensor:
             if joined_outside:  # the buffer is the result
                 whole = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
-                return flat(pieces).view(whole)
+                return pack(pieces).view(whole)
             return torch.cat(pieces, dim)
 
         return self._start_gathered(x, shapes).then(join)
@@ -180,8 +185,8 @@ class C10dCommunicator(Communicator):
     def _start_all_gather_into(
         self, x: torch.Tensor, rows: torch.Tensor, skip_own: bool
     ) -> Pending[torch.Tensor]:
-        own = flat([x])
-        if x.device.type == "cpu" and rows.numel() * rows.itemsize >= LARGE:
+        own = pack([x])
+        if x.device.type == "cpu" and is_large(rows.numel() * rows.itemsize):
             if not skip_own:
                 rows[self.index].copy_(own)
             started = self._start_exchange_with_all([own] * self.size, list(rows.detach()))
@@ -195,19 +200,19 @@ class C10dCommunicator(Communicator):
         """Everybody's `x`, as consecutive pieces of one new buffer."""
         shapes = shapes or [tuple(x.shape)] * self.size
         whole = sum(torch.Size(shape).numel() for shape in shapes) * x.itemsize
-        if x.device.type == "cpu" and whole >= LARGE:
+        if x.device.type == "cpu" and is_large(whole):
             return self._start_all_to_all_of_large([x.detach()] * self.size, shapes)
         if len(set(shapes)) > 1:
             return self._start_all_to_all([x.detach()] * self.size, shapes)
-        mine = flat([x])
+        mine = pack([x])
         received = mine.new_empty(mine.numel() * self.size)
         work = start_all_gather(self._group, as_bytes(received), as_bytes(mine))
-        return self._pending("all_gather", work, lambda: split(received, shapes), mine)
+        return self._pending("all_gather", work, lambda: unpack(received, shapes), mine)
 
     def _start_all_to_all(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
-        packed = flat(pieces)
+        packed = pack(pieces)
         sent = [piece.numel() * piece.itemsize for piece in pieces]
         counts = [torch.Size(shape).numel() for shape in shapes]
         received = packed.new_empty(sum(counts))
@@ -217,14 +222,14 @@ class C10dCommunicator(Communicator):
             [count * packed.itemsize for count in counts],
             sent,
         )
-        return self._pending("all_to_all", work, lambda: split(received, shapes), packed)
+        return self._pending("all_to_all", work, lambda: unpack(received, shapes), packed)
 
     def _start_all_to_all_of_large(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
         """The same by messages, which saves packing. All ranks must choose it, or none."""
         buffer = pieces[0].new_empty(sum(torch.Size(shape).numel() for shape in shapes))
-        received = split(buffer, shapes)
+        received = unpack(buffer, shapes)
         received[self.index].copy_(pieces[self.index].detach())
         return self._start_exchange_with_all(pieces, received).then(lambda _: received)
 
@@ -280,7 +285,7 @@ class C10dCommunicator(Communicator):
                     unpacked.append((out, buffer))
                 calls.append((True, as_bytes(buffer), source))
             if destination in sends and sends[destination].numel():
-                packed = flat([sends[destination]])
+                packed = pack([sends[destination]])
                 calls.append((False, as_bytes(packed), destination))
 
         def finish() -> None:
@@ -307,7 +312,7 @@ class C10dCommunicator(Communicator):
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
         if x.numel() == 0:  # both sides know
             return Pending.done(None)
-        packed = flat([x])
+        packed = pack([x])
         work = self._group.send([as_bytes(packed)], destination, 0)
         return self._pending_message("send", [work], lambda: None, packed)
 
@@ -346,7 +351,7 @@ class C10dCommunicator(Communicator):
             except RuntimeError as error:
                 over = f" over {'.'.join(self.axes)}" if self.axes else ""
                 raise CollectiveError(
-                    f"{kind}{over} of ranks {shown(self.ranks)} failed: {error}\n"
+                    f"{kind}{over} of ranks {format_tuple(self.ranks)} failed: {error}\n"
                     "A peer has probably ended or waits elsewhere: look at the output of the others"
                 ) from error
             return finish()

@@ -15,7 +15,7 @@ import torch
 
 import shardwise.rules  # noqa: F401 (fills the table)
 from shardwise.comm import trace as _trace
-from shardwise.comm.cause import is_running, running
+from shardwise.comm.trace import is_running, running
 from shardwise.copies import ViewCopy, as_ordinary, copies_in, link
 from shardwise.copies import linked as _linked
 from shardwise.dispatch import gradients, refused, values  # noqa: F401 (register themselves)

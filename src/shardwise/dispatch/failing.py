@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import carries_values, communicator
-from shardwise.comm.cause import running
+from shardwise.comm.trace import running
 from shardwise.rules.spec import Here
 from shardwise.tensor import DTensor, tensors_in
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.dispatch.entry import Entry, Path, get, replaced_at
 from shardwise.dispatch.reduced import reduced
-from shardwise.rules.choose import estimate
+from shardwise.redistribute.cost import communicates
 from shardwise.tensor import DTensor
 
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Entry]
@@ -71,7 +71,7 @@ class FlowEntry(Entry):
 
     def _is_worse_than(self, other: Entry) -> bool:
         """Whether the other call leaves less to be reduced, and communicates nothing either."""
-        if any(estimate(how.source, how.target) for _, how in other.moves):
+        if any(communicates(how.source, how.target) for _, how in other.moves):
             return False
         return _pending(other) < _pending(self)
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise.copies import linked, outdate_gradients
 from shardwise.dispatch.moving import check_gradient
 from shardwise.errors import LayoutError
-from shardwise.redistribute.moves import relabelled
+from shardwise.redistribute.autograd import relabelled
 from shardwise.redistribute.plan import dual
 from shardwise.rules.collectives import used
 from shardwise.rules.registry import handler

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from shardwise.dispatch.failing import failing_together, refusing_together
 from shardwise.dispatch.fallback import WholeEntry
 from shardwise.dispatch.flowing import FlowEntry, flowing_paths
 from shardwise.dispatch.moving import InputMove, input_move
+from shardwise.dispatch.state import state
 from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.redistribute.cost import when_costs_change
 from shardwise.rules.choose import Choice, choose
 from shardwise.rules.registry import Known, RuleError, name_of
 from shardwise.rules.spec import Spec
@@ -84,6 +87,8 @@ def _by_rule(
         check_target(name, args[0])
     keeps = layouts[0] if inplace else None
     choice = choose(spec, layouts, mesh, keeps=keeps)
+    if choice is not None and choice.depends_on_dtype and known is not None and not known.by_dtype:
+        return PerDtypeEntry(name, paths, spec, partial(plan, func, replace(known, by_dtype=True)))
     if choice is None:
         assert known is not None and known.outplace is not None, "only a fixed result can fail"
         return computed_aside(name, known.outplace, keeps)
@@ -123,8 +128,36 @@ def _by_rule(
     flowing = flowing_paths(
         layouts, choice.inputs, [paths[at] for at in order], [tensors[at] for at in order]
     )
-    again = functools.partial(plan, func, known)
+    again = partial(plan, func, known)
     return FlowEntry(made, flowing, again) if flowing else made
+
+
+class PerDtypeEntry(Entry):
+    """A call whose cheapest strategy depends on dtypes: one entry for each combination."""
+
+    __slots__ = ("entries", "plan")
+
+    def __init__(
+        self, name: str, paths: list[Path], spec: Spec, plan: Callable[[Args, Kwargs], Entry]
+    ) -> None:
+        super().__init__(
+            name, plan, paths, [], (), plain=False, inplace=False, fresh=True, severed=False
+        )
+        self.views, self.keys = spec.is_view, spec.keys
+        self.plan = plan
+        self.entries: dict[tuple[torch.dtype, ...], Entry] = {}
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the entry for the dtypes of these arguments."""
+        dtypes = tuple([get(args, kwargs, path).dtype for path in self.tensors])
+        entry = self.entries.get(dtypes)
+        if entry is None:
+            entry = self.entries[dtypes] = self.plan(args, kwargs)
+        if isinstance(entry, FlowEntry):
+            result = entry.with_sums_made(args, kwargs)
+            if result is not None:
+                return result
+        return entry(args, kwargs)
 
 
 def _on_copies(func: Any) -> Callable[..., Any]:
@@ -245,3 +278,10 @@ def _short_name(func: Any) -> str:
     if isinstance(func, OpOverload):
         return str(schema_of(func).name.rpartition("::")[2])
     return getattr(func, "__name__", "")
+
+
+def _forget_calls() -> None:
+    state.entries.clear()  # of the calling thread
+
+
+when_costs_change(_forget_calls)

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 
-from shardwise.comm.cause import current
+from shardwise.comm.trace import current
 from shardwise.export.errors import ExportError
 from shardwise.export.notes import MODULE, node_of, note, say
 from shardwise.layout import Layout

@@ -20,7 +20,7 @@ from torch.export.graph_signature import (
 
 from shardwise import world
 from shardwise.comm import Cause
-from shardwise.comm.cause import acting
+from shardwise.comm.trace import acting
 from shardwise.export import cleaning, draws, notes, sizes
 from shardwise.export.activations import apart
 from shardwise.export.boundaries import Boundaries, Boundary

@@ -13,9 +13,9 @@ import torch
 
 from shardwise import world
 from shardwise.comm import trace
-from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.arguments import Shape
+from shardwise.comm.buffers import Shape
 from shardwise.comm.interface import Communicator
+from shardwise.comm.offline import AloneCommunicator
 from shardwise.comm.pending import Pending
 from shardwise.export.errors import ExportError
 from shardwise.export.groups import group_name, registered

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardwise import world
 from shardwise.comm import Cause
-from shardwise.comm.cause import acting
+from shardwise.comm.trace import acting
 from shardwise.export import cleaning, draws, notes
 from shardwise.export.errors import ExportError
 from shardwise.export.leaves import Argument, Leaf, arguments_of, placements_by_leaf

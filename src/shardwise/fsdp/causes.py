@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardwise import world
 from shardwise.comm import trace
-from shardwise.comm.cause import Cause, acting
+from shardwise.comm.trace import Cause, acting
 
 if TYPE_CHECKING:
     from shardwise.fsdp.unit import Unit

@@ -18,7 +18,7 @@ from shardwise.local_shards import check_shard, found_layout
 from shardwise.mesh import DeviceMesh
 from shardwise.parallel.names import PlanError
 from shardwise.placement import Placement, Shard
-from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
+from shardwise.redistribute.autograd import Pair, apply_pair, check_linear, make_pair
 from shardwise.tensor import DTensor, wrap
 from shardwise.torch_internals import TensorBase, as_local
 

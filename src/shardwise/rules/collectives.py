@@ -20,7 +20,7 @@ import torch
 from shardwise.comm import Pending, communicator
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.moves import apply_pair, make_pair, redistribute_local
+from shardwise.redistribute.autograd import apply_pair, make_pair, redistribute_local
 
 
 def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.c10d import LARGE
-from shardwise.comm.cause import running
-from shardwise.redistribute.swap import Swap
+from shardwise.comm import is_large
+from shardwise.comm.trace import running
+from shardwise.redistribute.transfer import Swap
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import Group
 from shardwise.sharded.held import Held
@@ -67,7 +67,7 @@ class Move:
         with running(self.reason):
             # Few messages start faster than an all-to-all, long ones need no packing: the same
             # on all ranks.
-            if way.is_sparse or way.count * like.itemsize >= LARGE * len(group.ranks):
+            if way.is_sparse or is_large(way.count * like.itemsize // len(group.ranks)):
                 swap.into(parts, places).wait()
             else:
                 for box, part in swap.of_boxes(parts, like).wait():

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.box import Box
-from shardwise.redistribute.overlap import Transfer
+from shardwise.redistribute.transfer import Transfer
 from shardwise.sharded.boxes import Corners
 from shardwise.sharded.held import Held
 

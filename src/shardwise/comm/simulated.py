@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.arguments import Shape, dtype_and_shape
-from shardwise.comm.buffers import copied
+from shardwise.comm.buffers import Shape, contiguous_copy, format_dtype_and_shape
 from shardwise.comm.interface import Communicator
-from shardwise.comm.meeting import Call, Combine, Group, MeetingPlace, user_line
+from shardwise.comm.offline import AloneCommunicator
 from shardwise.comm.pending import Pending
+from shardwise.comm.rank_scheduler import Call, Combine, Group, MeetingPlace, user_line
 from shardwise.comm.reduction import reduce_contributions
 from shardwise.errors import MismatchError
 from shardwise.world import Way, World
@@ -52,7 +51,7 @@ class ThreadsCommunicator(Communicator):
     ) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             total = reduce_contributions(inputs, op)
-            return [copied(piece) for piece in total.split_with_sizes(sizes, dim)]
+            return [contiguous_copy(piece) for piece in total.split_with_sizes(sizes, dim)]
 
         agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "dim": dim, "sizes": sizes, "op": op}
         return self._meet("reduce_scatter", agreed, [x], x.detach(), combine)
@@ -82,14 +81,14 @@ class ThreadsCommunicator(Communicator):
                             f"which expects {expected[sender]}"
                         )
             columns = zip(*(sent for sent, _ in inputs), strict=True)
-            return [[copied(piece) for piece in column] for column in columns]
+            return [[contiguous_copy(piece) for piece in column] for column in columns]
 
         payload = ([piece.detach() for piece in pieces], shapes)
         return self._meet("all_to_all", {"dtype": pieces[0].dtype}, pieces, payload, combine)
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [copied(inputs[source]) for _ in inputs]
+            return [contiguous_copy(inputs[source]) for _ in inputs]
 
         agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "source": source}
         return self._meet("broadcast", agreed, [x], x.detach(), combine)
@@ -109,7 +108,7 @@ class ThreadsCommunicator(Communicator):
                         f"{tuple(sent[receiver].shape)} to rank {self.ranks[receiver]}, "
                         f"which expects {shape}"
                     )
-            return [copied(piece) for piece in sent]
+            return [contiguous_copy(piece) for piece in sent]
 
         agreed = {"dtype": like.dtype, "source": source}
         payload = (tuple(like.shape), pieces)
@@ -120,7 +119,7 @@ class ThreadsCommunicator(Communicator):
     ) -> Pending[list[torch.Tensor] | None]:
         def combine(inputs: list[torch.Tensor]) -> list[list[torch.Tensor] | None]:
             results: list[list[torch.Tensor] | None] = [None] * self.size
-            results[destination] = [copied(x) for x in inputs]
+            results[destination] = [contiguous_copy(x) for x in inputs]
             return results
 
         agreed = {"dtype": x.dtype, "shapes": shapes, "destination": destination}
@@ -191,7 +190,9 @@ class ThreadsCommunicator(Communicator):
         agreed = {"from": members[0], "to": members[1], "shape": tuple(x.shape), "dtype": x.dtype}
         call = Call(self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line())
         place = self._group, (source, destination)
-        meeting = self._place.join(place, members, call, lambda given: [None, copied(given[0])])
+        meeting = self._place.join(
+            place, members, call, lambda given: [None, contiguous_copy(given[0])]
+        )
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
 
@@ -223,7 +224,7 @@ class ThreadsWorld(World):
 
 
 def _described(x: torch.Tensor | None) -> str:
-    return "nothing" if x is None else dtype_and_shape(x)
+    return "nothing" if x is None else format_dtype_and_shape(x)
 
 
 def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.arguments import listed
-from shardwise.comm.cause import Cause, current
+from shardwise.comm.buffers import format_list
+from shardwise.comm.trace import Cause, current
 from shardwise.errors import CollectiveError, MismatchError
 from shardwise.torch_internals import version_of
 from shardwise.world import Way
@@ -381,4 +381,4 @@ def _is_inside(module: dict[str, Any]) -> bool:
 
 
 def _ranks_shown(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_list(ranks)}"

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardwise.comm.alone import AloneCommunicator, AloneWorld
-from shardwise.comm.arguments import shown
+from shardwise.comm.buffers import format_tuple
 from shardwise.comm.c10d import C10dCommunicator, living
 from shardwise.comm.interface import Communicator
+from shardwise.comm.offline import AloneCommunicator, AloneWorld
 from shardwise.errors import CollectiveError, MeshError
 from shardwise.mesh import DeviceMesh
 from shardwise.torch_internals import (
@@ -128,9 +128,10 @@ class LeftWorld(World):
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> NoReturn:
         """There is none."""
-        raise MeshError(f"ranks {shown(ranks)} cannot talk: {self.describe()}")
+        raise MeshError(f"ranks {format_tuple(ranks)} cannot talk: {self.describe()}")
 
 
+_IS_AVAILABLE = dist.is_available()
 _worlds: WeakKeyDictionary[dist.ProcessGroup, C10dWorld] = WeakKeyDictionary()
 _alone = AloneWorld()
 _making = threading.Lock()
@@ -143,10 +144,11 @@ _left: LeftWorld | None = None
 def process_world(start: bool) -> World:
     """The world of this process; joins the ranks that torchrun started if it may."""
     global _latest, _left
-    if not dist.is_available():
+    if not _IS_AVAILABLE:
         return _alone
     default = world_of_torch.default_pg
-    if default is not None and _latest[0]() is default:  # asked for several times per collective
+    # A quick answer, as this is called several times per collective.
+    if default is not None and _latest[0]() is default:
         return _latest[1]()  # type: ignore[no-any-return]
     if not dist.is_initialized():
         if _left is not None:
@@ -190,7 +192,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
     how many groups of just these ranks there were on this channel, which all members know.
     """
     if rank not in ranks:
-        raise MeshError(f"group: expected ranks that include this one, got {shown(ranks)}")
+        raise MeshError(f"group: expected ranks that include this one, got {format_tuple(ranks)}")
     default = default_group()
     backend, store = world_of_torch.pg_map[default]
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
@@ -208,7 +210,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
         )
     except RuntimeError as error:
         raise CollectiveError(
-            f"the ranks {shown(ranks)} could not make a process group: {error}\nA peer has "
+            f"the ranks {format_tuple(ranks)} could not make a process group: {error}\nA peer has "
             "probably ended or waits elsewhere: look at the output of the others"
         ) from error
     finally:
