@@ -48,7 +48,7 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
         (step,) = plan.moves
         if step.kind in _MAKES_NEW:
             return _RUN[step.kind](step, local)
-        if step.kind == "slice" and not step.target.is_cut:
+        if step.kind == "slice" and step.source is plan.source and not step.target.is_cut:
             kept = _kept_part(step, local, place)
             return Pending.done(kept.clone(memory_format=torch.contiguous_format))
     running = _Running(plan, local)
