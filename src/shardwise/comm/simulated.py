@@ -1,4 +1,4 @@
-"""The engine of `simulate`: ranks are threads; the last to come computes a collective."""
+"""The engine of `simulate`: ranks are threads, and the last one to join computes a collective."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from shardwise.comm.buffers import Shape, contiguous_copy, format_dtype_and_shap
 from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator
 from shardwise.comm.pending import Pending
-from shardwise.comm.rank_scheduler import Call, Combine, Group, MeetingPlace, user_line
+from shardwise.comm.rank_scheduler import (
+    CollectiveCall,
+    Combine,
+    MeetingPlace,
+    RankGroup,
+    user_line,
+)
 from shardwise.comm.reduction import reduce_contributions
 from shardwise.errors import MismatchError
 from shardwise.world import Way, World
 
 
 class ThreadsCommunicator(Communicator):
-    """Collectives between threads that take turns in a `MeetingPlace`."""
+    """Collectives between threads that take turns under a `MeetingPlace`."""
 
     def __init__(
         self,
@@ -30,7 +36,7 @@ class ThreadsCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, index, axes)
         self._place = place
-        self._group = Group(ranks, channel, place.generation(ranks[index], (ranks, channel)))
+        self._group = RankGroup(ranks, channel, place.generation(ranks[index], (ranks, channel)))
 
     @property
     def is_usable(self) -> bool:
@@ -173,7 +179,7 @@ class ThreadsCommunicator(Communicator):
         payload: Any,
         combine: Combine,
     ) -> Pending[Any]:
-        call = Call(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
+        call = CollectiveCall(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
         meeting = self._place.join((self._group, None), self.ranks, call, combine)
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
@@ -185,10 +191,12 @@ class ThreadsCommunicator(Communicator):
         tensors: Sequence[torch.Tensor],
         payload: torch.Tensor | None,
     ) -> Pending[Any]:
-        """Of two ranks. As on gloo, the sender cannot go on before the receiver comes."""
+        """Start a send or a receive. As on gloo, the sender waits until the receiver comes."""
         members = (self.ranks[source], self.ranks[destination])
         agreed = {"from": members[0], "to": members[1], "shape": tuple(x.shape), "dtype": x.dtype}
-        call = Call(self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line())
+        call = CollectiveCall(
+            self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line()
+        )
         place = self._group, (source, destination)
         meeting = self._place.join(
             place, members, call, lambda given: [None, contiguous_copy(given[0])]
@@ -206,20 +214,20 @@ class ThreadsWorld(World):
         self._place = place
 
     def describe(self) -> str:
-        """What kind of ranks these are."""
+        """Say what kind of ranks these are."""
         return f"sw.simulate runs {self.size} ranks here, as threads"
 
     def communicator(
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> Communicator:
-        """The way these ranks talk."""
+        """Return the communicator of these ranks."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         index = ranks.index(self.rank)
         return ThreadsCommunicator(self._place, ranks, index, axes, channel)
 
     def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:
-        """Leave all meetings of these ranks, the coming ones too."""
+        """Fail all meetings of these ranks, now and later."""
         self._place.leave_groups(self.rank, ways)
 
 

@@ -119,13 +119,15 @@ def choose(
             continue
         moved = sum(a is not b for a, b in zip(layouts, made.inputs, strict=True))
         pending = sum(len(each.partial) for each in made.outputs)
-        rank = (made.seconds(itemsizes), pending, moved)
+        rank = (round(made.seconds(itemsizes), 12), pending, moved)  # equal up to rounding errors
         found.append(made)
         if best_rank is None or rank < best_rank:
             best, best_rank = made, rank
             if rank == _FREE:
                 return best
-    if best is not None and any(_may_beat(best, other) for other in found):
+    if best is None or best_rank is None or not best_rank[0]:
+        return best
+    if any(_may_beat(best, other) for other in found):
         return replace(best, depends_on_dtype=True)
     return best
 
