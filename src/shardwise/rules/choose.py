@@ -337,7 +337,7 @@ def _choice(
                     beside.append(axis)
         _check_pending(layout, pending)
         pieces = cuts.of_inputs(dims, layout.shape)
-        targets.append(laid(layout, order, tuple(pending), pieces))
+        targets.append(_relaid(layout, order, tuple(pending), pieces))
         used.append(tuple(beside))
     outputs = tuple(
         _output(spec, mesh, out, splits, ways, cuts.of_output(number, out.dims, out.shape))
@@ -376,7 +376,7 @@ def _check_pending(layout: Layout, wanted: Sequence[tuple[int, str]]) -> None:
             raise _TornError
 
 
-def laid(
+def _relaid(
     layout: Layout,
     order: tuple[tuple[int, ...], ...],
     pending: tuple[tuple[int, str], ...],

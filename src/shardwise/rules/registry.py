@@ -114,7 +114,7 @@ def functions(name: str) -> list[Any]:
     return []
 
 
-def _given(name: Any, what: str) -> tuple[str, list[Any]]:
+def _find_functions(name: Any, what: str) -> tuple[str, list[Any]]:
     """Return the display name and the functions for a name, or for a function itself."""
     if isinstance(name, Aten):
         return name.name, [name]
@@ -143,7 +143,7 @@ def rule(
 
     def register(made: RuleType) -> RuleType:
         for name in names:
-            text, given = _given(name, "rule")
+            text, given = _find_functions(name, "rule")
             for function in given:
                 known = Known(text, made, ignores_numbers=ignores_numbers, by_dtype=by_dtype)
                 enter(function, known)
@@ -171,7 +171,7 @@ def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def register(made: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            text, given = _given(name, "handler")
+            text, given = _find_functions(name, "handler")
             for function in given:
                 enter(function, Known(text, handler=made))
         return made
