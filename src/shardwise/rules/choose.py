@@ -111,15 +111,15 @@ def choose(
     found: list[Choice] = []
     best: Choice | None = None
     best_rank: tuple[float, int, int] | None = None
-    for axes in islice(product(*options), _MOST_CHOICES):
-        made = _made(spec, layouts, mesh, axes, price)
+    for combination in islice(product(*options), _MOST_CHOICES):
+        made = _build_if_possible(spec, layouts, mesh, combination, price)
         if made is None:
             continue
         if keeps is not None and not (made.inputs[0] is keeps and made.outputs[0] is keeps):
             continue
         moved = sum(a is not b for a, b in zip(layouts, made.inputs, strict=True))
         pending = sum(len(each.partial) for each in made.outputs)
-        rank = (round(made.seconds(itemsizes), 12), pending, moved)  # equal up to rounding errors
+        rank = (round(made.seconds(itemsizes), 12), pending, moved)
         found.append(made)
         if best_rank is None or rank < best_rank:
             best, best_rank = made, rank
@@ -153,10 +153,12 @@ def _may_beat(best: Choice, other: Choice) -> bool:
         rate = mine.per_byte - theirs.per_byte
         gain += mine.before - theirs.before + rate * (_MOST_BYTES if rate > 0 else 1)
         is_equal = is_equal and mine == theirs
-    return gain >= 0 and not is_equal
+    return gain > -_ROUNDING and not is_equal
 
 
 _MOST_BYTES = 16
+_ROUNDING = 1e-12
+"""Times that differ by less are equal, but for rounding errors."""
 
 
 def _options(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[AxisStrategy]:
@@ -170,18 +172,18 @@ def _options(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[AxisS
                 found = _splits_of(spec, factor, layout, dim)
             else:
                 found = _exchanges(spec, dims, layout, axis)
-            for way in found:
-                if way not in seen:
-                    seen[way] = None
-                    yield way
+            for option in found:
+                if option not in seen:
+                    seen[option] = None
+                    yield option
         for pending, op in layout.partial:
             if pending != axis or op not in ("sum", "avg"):
                 continue
             for flow in spec.linear:
-                way = AxisStrategy(flow=tuple(flow), op=op)
-                if position in flow and way not in seen:
-                    seen[way] = None
-                    yield way
+                option = AxisStrategy(flow=tuple(flow), op=op)
+                if position in flow and option not in seen:
+                    seen[option] = None
+                    yield option
     if spec.together and carries_values(layouts[0].mesh):
         yield from _co_splits(spec, seen)
     yield WHOLE
@@ -190,10 +192,10 @@ def _options(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[AxisS
 def _co_splits(spec: Spec, found: Collection[AxisStrategy]) -> Iterator[AxisStrategy]:
     """Yield splits of two factors at once, both of which inputs split along this axis."""
     for factor, also in spec.together:
-        if any(way.factor == also for way in found):
-            for way in found:
-                if way.factor == factor:
-                    yield way._replace(also=also)
+        if any(option.factor == also for option in found):
+            for option in found:
+                if option.factor == factor:
+                    yield option._replace(also=also)
 
 
 def _splits_of(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[AxisStrategy]:
@@ -227,17 +229,17 @@ def _may_split(spec: Spec, factor: str) -> bool:
     return factor in spec.reduces or any(factor in out.dims for out in spec.outputs)
 
 
-def _made(
+def _build_if_possible(
     spec: Spec,
     layouts: Sequence[Layout],
     mesh: DeviceMesh,
-    ways: tuple[AxisStrategy, ...],
+    options: tuple[AxisStrategy, ...],
     price: Sequence[Price],
 ) -> Choice | None:
     """Return the strategy that these strategies of all axes make; None if they do not fit."""
     splits: dict[str, tuple[int, ...]] = {}
-    for axis, way in enumerate(ways):
-        for each in way.factors:
+    for axis, option in enumerate(options):
+        for each in option.factors:
             splits[each] = (*splits.get(each, ()), axis)
     for factor, axes in splits.items():
         if len(axes) > 1:
@@ -245,7 +247,7 @@ def _made(
     if spec.allows is not None and splits and not spec.allows(splits, mesh):
         return None
     try:
-        return _choice(spec, layouts, mesh, ways, splits, price)
+        return _build(spec, layouts, mesh, options, splits, price)
     except _TornError:
         return None
 
@@ -263,7 +265,7 @@ class _Cuts:
         spec: Spec,
         mesh: DeviceMesh,
         splits: Mapping[str, tuple[int, ...]],
-        ways: Sequence[AxisStrategy],
+        options: Sequence[AxisStrategy],
     ) -> None:
         self.spec = spec
         self.counts = {
@@ -271,10 +273,11 @@ class _Cuts:
         }
         self.given: dict[str, tuple[Cut, int]] = {}
         """The pieces that the inputs have, and the size of their dim; only of segmented dims."""
-        for way in sorted(ways, key=lambda way: way.cut is None):  # segmented dims first
-            if way.factor is not None and way.size is not None:
-                cut = way.cut or ((way.size, 1),)
-                self.given.setdefault(way.factor, (cut, way.size))
+        # Segmented dims first: their pieces count.
+        for option in sorted(options, key=lambda option: option.cut is None):
+            if option.factor is not None and option.size is not None:
+                cut = option.cut or ((option.size, 1),)
+                self.given.setdefault(option.factor, (cut, option.size))
 
     def of_inputs(self, dims: Dims, shape: Sequence[int]) -> tuple[Cut | None, ...] | None:
         """Return the pieces of each dim of an input; None if no input is segmented."""
@@ -309,29 +312,29 @@ class _Cuts:
         return made
 
 
-def _choice(
+def _build(
     spec: Spec,
     layouts: Sequence[Layout],
     mesh: DeviceMesh,
-    ways: tuple[AxisStrategy, ...],
+    options: tuple[AxisStrategy, ...],
     splits: dict[str, tuple[int, ...]],
     price: Sequence[Price],
 ) -> Choice:
     """Return the layouts and costs of a strategy; raise `_TornError` if it is impossible."""
-    cuts = _Cuts(spec, mesh, splits, ways)
+    cuts = _Cuts(spec, mesh, splits, options)
     targets, used = [], []
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
         order = tuple(splits.get(each, ()) if each is not None else () for each in dims)
         pending: list[tuple[int, str]] = []
         beside: list[int] = []
-        for axis, way in enumerate(ways):
-            if way.flow is not None:
-                if position in way.flow:
-                    pending.append((axis, way.op))
+        for axis, option in enumerate(options):
+            if option.flow is not None:
+                if position in option.flow:
+                    pending.append((axis, option.op))
                 elif mesh.shape[axis] > 1:
                     beside.append(axis)
-            elif way.factor is not None and not any(each in dims for each in way.factors):
-                if position in spec.additive and spec.reduces.get(way.factor) == "sum":
+            elif option.factor is not None and not any(each in dims for each in option.factors):
+                if position in spec.additive and spec.reduces.get(option.factor) == "sum":
                     pending.append((axis, "sum"))
                 elif mesh.shape[axis] > 1:
                     beside.append(axis)
@@ -340,7 +343,7 @@ def _choice(
         targets.append(_relaid(layout, order, tuple(pending), pieces))
         used.append(tuple(beside))
     outputs = tuple(
-        _output(spec, mesh, out, splits, ways, cuts.of_output(number, out.dims, out.shape))
+        _output(spec, mesh, out, splits, options, cuts.of_output(number, out.dims, out.shape))
         for number, out in enumerate(spec.outputs)
     )
     here = Here(mesh, splits, tuple(targets), outputs)
@@ -407,16 +410,16 @@ def _output(
     mesh: DeviceMesh,
     out: Out,
     splits: dict[str, tuple[int, ...]],
-    ways: tuple[AxisStrategy, ...],
+    options: tuple[AxisStrategy, ...],
     cuts: Mapping[int, Cut | None],
 ) -> Layout:
     order = {dim: splits[name] for dim, name in enumerate(out.dims) if name in splits}
     pending: dict[int | str, str] = {}
-    for axis, way in enumerate(ways):
-        if way.flow is not None:
-            pending[axis] = way.op
-        elif way.factor is not None and way.factor not in out.dims:
-            op = spec.reduces.get(way.factor, "whole")
+    for axis, option in enumerate(options):
+        if option.flow is not None:
+            pending[axis] = option.op
+        elif option.factor is not None and option.factor not in out.dims:
+            op = spec.reduces.get(option.factor, "whole")
             if op != "whole":
                 pending[axis] = op
     return Layout(mesh, out.shape, order, pending, cuts)
