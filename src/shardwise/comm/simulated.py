@@ -24,7 +24,7 @@ from shardwise.world import Way, World
 
 
 class ThreadsCommunicator(Communicator):
-    """Collectives between threads that take turns under a `MeetingPlace`."""
+    """Collectives between threads that take turns under a `RankScheduler`."""
 
     def __init__(
         self,

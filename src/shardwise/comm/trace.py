@@ -2,7 +2,8 @@
 
 Every collective passes `tell`, which hands an `Event` to each listener: who, what, over which axes,
 how many bytes, when, and its `Cause`. The code that runs operators, modules and backward nodes sets
-the cause with `acting`, `running` and `in_module`. Nothing is built while nobody listens.
+the cause with `trace_scope`, `operator_scope` and `module_scope`. Nothing is built while nobody
+listens.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def current() -> Cause:
 
 
 def is_running(function: Any) -> bool:
-    """Return whether this torch function is the innermost one that `running` was told of."""
+    """Return whether this torch function is the innermost one that `operator_scope` was told of."""
     return _current.function is function
 
 

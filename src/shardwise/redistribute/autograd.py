@@ -1,17 +1,19 @@
 """Differentiable moves: a redistribution, and the move that carries its gradient back.
 
-The gradient of a tensor has the layout of the tensor, with pending sums made whole (`dual`). So
+The gradient of a tensor has the layout of the tensor, with pending sums made whole
+(`gradient_layout`). So
 
-| forward                          | backward                     |
-|----------------------------------|------------------------------|
-| Partial -> Replicate             | nothing                      |
-| Partial -> Shard                 | all-gather                   |
-| Shard -> Replicate               | slice                        |
-| Shard -> Replicate, used beside a shard | reduce-scatter        |
-| Replicate -> Shard               | all-gather                   |
-| Replicate or Shard -> Partial    | nothing, slice               |
-| Shard -> Shard                   | the transposed exchange      |
-| Replicate, used beside a shard   | all-reduce; if it was gathered, reduce-scatter (`apply_use`) |
+| forward                                 | backward                                    |
+|-----------------------------------------|---------------------------------------------|
+| Partial -> Replicate                    | nothing                                     |
+| Partial -> Shard                        | all-gather                                  |
+| Shard -> Replicate                      | slice                                       |
+| Shard -> Replicate, used beside a shard | reduce-scatter                              |
+| Replicate -> Shard                      | all-gather                                  |
+| Replicate or Shard -> Partial           | nothing, slice                              |
+| Shard -> Shard                          | the transposed exchange                     |
+| Replicate, used beside a shard          | all-reduce                                  |
+| the same, of a gathered tensor          | reduce-scatter (`apply_gathered_use`)       |
 
 "Used beside a shard" means that an operator combines the whole tensor with a shard of another, so
 each rank's gradient is only a contribution: it is pending a sum on those axes.
@@ -150,8 +152,8 @@ def apply_pair(
     else:
         result = _apply(local, pair, started)
     if pair.is_gather:
-        # For `apply_use`. Held by the result, not by its node: the node would keep the pieces of
-        # every gather in a checkpointed region until the backward.
+        # For `apply_gathered_use`. Held by the result, not by its node: the node would keep the
+        # pieces of every gather in a checkpointed region until the backward.
         result._gathered_from = local
     return result  # type: ignore[no-any-return]
 
@@ -333,7 +335,7 @@ def make_pair(
 
 
 cached_pair = functools.lru_cache(4096)(make_pair)
-"""`make_pair`, with costs that tell decisions of different costs apart."""
+"""`make_move_pair`, with costs that tell decisions of different costs apart."""
 
 
 def _average_divisor(layout: Layout) -> int:

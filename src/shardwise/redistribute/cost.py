@@ -274,7 +274,7 @@ def estimate_reduction(layout: Layout, price: Sequence[Price]) -> Price:
 
 
 def worst_price(price: Sequence[Price]) -> Price:
-    """Return the highest prices among all axes, for communication over axes that nobody knows."""
+    """Return the highest prices among all axes, for communication whose axes are not known."""
     return Price(max(each.before for each in price), max(each.per_byte for each in price))
 
 

@@ -1,13 +1,13 @@
 """Differentiable collectives for lowerings, on local tensors.
 
-| forward               | backward                               |
-|-----------------------|----------------------------------------|
-| `total`: all-reduce   | nothing                                |
-| `known_total`: nothing | nothing                               |
-| `used`: nothing       | all-reduce                             |
-| `total_used`: all-reduce | all-reduce                          |
-| `stacked`: all-gather | slice, or reduce-scatter if it is used beside shards |
-| `extreme`: all-reduce (max, min) | none: it is not differentiable |
+| forward                             | backward                                    |
+|-------------------------------------|---------------------------------------------|
+| `all_reduce_sum`: all-reduce        | nothing                                     |
+| `as_all_reduced`: nothing           | nothing                                     |
+| `sum_grads_over`: nothing           | all-reduce                                  |
+| `all_reduce_both_ways`: all-reduce  | all-reduce                                  |
+| `all_gather_stack`: all-gather      | slice, or reduce-scatter (used beside shards) |
+| `all_reduce_extreme`: all-reduce    | none: max and min are not differentiable    |
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.T
 def known_total(
     local: torch.Tensor, result: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
 ) -> torch.Tensor:
-    """Return `result`, which is the known total of `local`, as if `total` had computed it.
+    """Return `result`, which is the known total of `local`, as if `all_reduce_sum` had computed it.
 
-    Forward: nothing. Backward: nothing; second gradients communicate as those of `total` do.
+    Forward: nothing. Backward: nothing; second gradients communicate as those of `all_reduce_sum`
+    do.
     """
     pair = make_pair(*_summed(local, mesh, axes))
     return apply_pair(local, pair, Pending.done(result.clone()))
