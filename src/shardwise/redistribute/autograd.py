@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -64,7 +65,8 @@ class Move:
     peak_bytes: int | None = None
     _plans: dict[Any, Plan] = field(default_factory=dict, init=False, compare=False)
     _group: list[Any] = field(default_factory=lambda: [None] * 3, init=False, compare=False)
-    """The world and dtype it last ran in, and the communicator, if it is one all-reduce."""
+    """If it is one all-reduce: the world and the dtype it last ran in, and the communicator. Weak
+    references, as a cached move may outlive its ranks."""
 
     @cached_property
     def is_nothing(self) -> bool:
@@ -73,18 +75,19 @@ class Move:
 
     def run(self, local: torch.Tensor) -> torch.Tensor:
         """Run it on this rank's piece, and wait."""
-        last_world, dtype, group = self._group
+        last_world, dtype, last_group = self._group
         # Only for the dtype of the plan: ranks with listeners follow the plan, and must do the
         # same.
-        is_known = dtype is local.dtype and last_world is world.current() and group.is_usable
-        if is_known and not trace.listeners:
-            return group.all_reduce(local)  # type: ignore[no-any-return]
+        if dtype is local.dtype and not trace.listeners and last_world() is world.current():
+            group = last_group()
+            if group is not None and group.is_usable:
+                return group.all_reduce(local)  # type: ignore[no-any-return]
         result = self.start(local).wait()
         plan = self._plans.get(local.dtype)
         if plan is not None and self.dtype is None and self.factor == 1 and _is_sum(plan):
             (step,) = plan.moves
             group = communicator(step.source.mesh, step.axes)
-            self._group[:] = world.current(), local.dtype, group
+            self._group[:] = ref(world.current()), local.dtype, ref(group)
         return result
 
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
