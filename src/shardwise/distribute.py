@@ -19,7 +19,7 @@ from shardwise.local_types import LocalTypes
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.optimizers import note_replaced
 from shardwise.placement import Partial, Placement, Replicate
-from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.autograd import redistribute_local
 from shardwise.tensor import DTensor, wrap
 from shardwise.torch_internals import own_buffers, own_parameters, pytree
 

@@ -17,7 +17,7 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.placement import Placement, Replicate
-from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.autograd import redistribute_local
 from shardwise.tensor import DTensor, wrap
 from shardwise.torch_internals import as_local
 

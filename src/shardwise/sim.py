@@ -13,8 +13,8 @@ import torch
 
 from shardwise import world
 from shardwise.checks import as_int
-from shardwise.comm.meeting import MeetingPlace, Stopped
-from shardwise.comm.threads import ThreadsWorld
+from shardwise.comm.rank_scheduler import MeetingPlace, Stopped
+from shardwise.comm.simulated import ThreadsWorld
 from shardwise.errors import LaunchError, MismatchError, RankError
 
 T = TypeVar("T")

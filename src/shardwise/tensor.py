@@ -14,6 +14,7 @@ import torch
 
 from shardwise import stored
 from shardwise.box import Box
+from shardwise.comm import Pending
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout_input import short_dtype
@@ -26,9 +27,9 @@ from shardwise.local_shards import (
 )
 from shardwise.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.placement import Placement, Replicate
-from shardwise.redistribute.moves import redistribute_local, relabelled
-from shardwise.redistribute.plan import dual
 from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
+from shardwise.redistribute.autograd import redistribute_local, relabelled
+from shardwise.redistribute.plan import dual, placed
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
     TensorBase,
@@ -40,8 +41,6 @@ from shardwise.torch_internals import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-
-    from shardwise.comm import Pending
 
 _grad_of: Any = TensorBase.grad.__get__
 _dtype_of: Any = TensorBase.dtype.__get__
@@ -211,11 +210,16 @@ class DTensor(torch.Tensor):
                 "second argument: x.redistribute(placements=[...])"
             )
         mesh = source.mesh if device_mesh is None else as_mesh(device_mesh)
-        target = Layout.from_placements(
-            mesh, source.shape, _placements(mesh, placements), shard_order
-        )
+        wanted = _placements(mesh, placements)
+        if mesh is source.mesh and shard_order is None:
+            target = placed(source, wanted)
+        else:
+            target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
-        result: Any = redistribute_local(
+        if target is source and forward_dtype is None and backward_dtype is None:
+            result = wrap(local, source)
+            return Pending.done(result) if async_op else result
+        moved: Any = redistribute_local(
             local,
             source,
             target,
@@ -224,9 +228,9 @@ class DTensor(torch.Tensor):
             async_op=async_op,
         )
         if async_op:
-            pending: Pending[torch.Tensor] = result
+            pending: Pending[torch.Tensor] = moved
             return pending.then(lambda moved: _as_new(moved, local, target))
-        return _as_new(result, local, target)
+        return _as_new(moved, local, target)
 
     # ---- the layout
 

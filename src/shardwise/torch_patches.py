@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from shardwise import optimizers
 from shardwise.comm import trace
-from shardwise.comm.cause import in_module
+from shardwise.comm.trace import in_module
 from shardwise.copies import as_ordinary, copies_in
 from shardwise.dispatch.autograd import apply_to_dtensors
 from shardwise.errors import DispatchError

@@ -13,8 +13,7 @@ from support.collectives import CASES, DTYPES, OPS, WHERES, Where, run_case, siz
 from support.collectives_in_place import IN_PLACE_CASES, IN_PLACE_RUNS
 
 import shardwise as sw
-from shardwise.comm.abstract import AbstractCommunicator
-from shardwise.comm.alone import AloneCommunicator
+from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator
 
 # torch warns that it knows complex32 only in part; moves need no more.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -26,7 +26,7 @@ from shardwise import (
     simulate,
     world,
 )
-from shardwise.comm.alone import AloneWorld
+from shardwise.comm.offline import AloneWorld
 
 T = TypeVar("T")
 

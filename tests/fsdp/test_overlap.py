@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import world
 from shardwise.comm import Pending
-from shardwise.comm.threads import ThreadsCommunicator
+from shardwise.comm.simulated import ThreadsCommunicator
 from shardwise.fsdp import build, fully_shard, replicate
 
 LAYERS = 8

@@ -31,11 +31,10 @@ from support.redistributions import (
 
 import shardwise as sw
 from shardwise import AxisCost, Box, Costs, DeviceMesh, Layout, Partial, Plan, Replicate, Shard
-from shardwise.redistribute import bound, search, step
+from shardwise.redistribute import candidates, cost, step
 from shardwise.redistribute import plan as planning
 from shardwise.redistribute.candidates import paths
-from shardwise.redistribute.overlap import receives, sends
-from shardwise.redistribute.owners import Ownership, Roles
+from shardwise.redistribute.transfer import Ownership, Roles, receives, sends
 
 MESHES = ((4,), (2, 2), (2, 3), (2, 4), (2, 2, 2))
 EVEN = ((48,), (48, 24), (48, 24, 12))
@@ -117,7 +116,7 @@ def test_the_lower_bound_is_that_of_counting_elements(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
     for src, dst in pairs(abstract(mesh_shape), shape, 300):
-        assert bound.lower_bound(src, dst) == least_messages(src, dst), f"{src} -> {dst}"
+        assert cost.lower_bound(src, dst) == least_messages(src, dst), f"{src} -> {dst}"
 
 
 # ---- bytes: moves with pending reductions
@@ -152,7 +151,7 @@ def test_a_move_with_pending_reductions_is_within_a_tenth_of_the_bound_unless_lo
 ) -> None:
     for src, dst in pairs(abstract(mesh_shape), shape, 1200):
         made = plan(src, dst)
-        if not bound.is_mean(src, dst):
+        if not cost.is_mean_bound(src, dst):
             assert made.bytes_received == made.lower_bound, made
         elif not is_lopsided(src, dst):
             assert made.lower_bound * 0.999 <= made.mean_bytes <= made.lower_bound * 1.1, made
@@ -168,7 +167,7 @@ def test_where_a_plan_moves_more_than_the_bound_its_busiest_rank_gets_less_for_i
     """One candidate always meets the bound; it is left only for the sake of the busiest rank."""
     for src, dst in pairs(abstract(mesh_shape), shape, 600):
         made = plan(src, dst)
-        if not bound.is_mean(src, dst) or not made.lower_bound:
+        if not cost.is_mean_bound(src, dst) or not made.lower_bound:
             continue
         figures = [
             (sum(each.mean_received for each in path) * 4, sum(each.received for each in path) * 4)
@@ -255,20 +254,22 @@ def random_costs(seed: int) -> Costs:
 def cheapest_by_exhaustion(src: Layout, dst: Layout, ending: tuple[int, ...], costs: Costs) -> Any:
     """Bellman-Ford over all states: relax every hop until nothing gets cheaper."""
     kept = Layout(src.mesh, src.shape, src.shard_order, step.without(src, ending))
-    spent = {search.State(src.shard_order, ending): 0.0}
-    hops: dict[search.State, list[search.Hop]] = {}
+    spent = {candidates.State(src.shard_order, ending): 0.0}
+    hops: dict[candidates.State, list[candidates.Hop]] = {}
     changed = True
     while changed:
         changed = False
         for state in list(spent):
             if state not in hops:
-                hops[state] = list(search.hops(kept, state))
+                hops[state] = list(candidates.hops(kept, state))
             for hop in hops[state]:
-                total = spent[state] + search.seconds(hop, search.prices(src, costs, 4))
+                total = spent[state] + candidates.seconds(
+                    hop, candidates.hop_prices(src.mesh, costs, 4)
+                )
                 if total < spent.get(hop.target, math.inf) - 1e-15:
                     spent[hop.target] = total
                     changed = True
-    return spent.get(search.State(dst.shard_order, ()))
+    return spent.get(candidates.State(dst.shard_order, ()))
 
 
 @pytest.mark.parametrize(
@@ -286,22 +287,26 @@ def test_the_search_finds_the_cheapest_chain_there_is(
     for number, (src, dst) in enumerate(found):
         costs = random_costs(number)
         ending = tuple(sorted(pending_axes(src) - pending_axes(dst)))
-        chain = search.cheapest_chain(src, dst, ending, costs, itemsize=4)
+        chain = candidates.cheapest_chain(src, dst, ending, costs, itemsize=4)
         least = cheapest_by_exhaustion(src, dst, ending, costs)
         assert chain is not None, f"{src} -> {dst}"
-        total = sum(search.seconds(hop, search.prices(src, costs, 4)) for hop in chain)
+        total = sum(
+            candidates.seconds(hop, candidates.hop_prices(src.mesh, costs, 4)) for hop in chain
+        )
         assert total == pytest.approx(least, abs=1e-12), f"{src} -> {dst}"
-        steps = search.as_steps(src, chain, "sum")
+        steps = candidates.as_steps(src, chain, "sum")
         assert (steps[-1].target if steps else src) is dst
 
 
 def test_a_limit_ends_the_search_where_nothing_is_cheaper() -> None:
     src, dst = parsed(abstract((2, 2)), "[8@x, 4]", "[8, 4@x]")
-    chain = search.cheapest_chain(src, dst, (), BYTES_ONLY, 4)
+    chain = candidates.cheapest_chain(src, dst, (), BYTES_ONLY, 4)
     assert chain is not None
-    cost = sum(search.seconds(hop, search.prices(src, BYTES_ONLY, 4)) for hop in chain)
-    assert search.cheapest_chain(src, dst, (), BYTES_ONLY, 4, limit=cost) is None
-    assert search.cheapest_chain(src, dst, (), BYTES_ONLY, 4, limit=cost * 1.01) == chain
+    cost = sum(
+        candidates.seconds(hop, candidates.hop_prices(src.mesh, BYTES_ONLY, 4)) for hop in chain
+    )
+    assert candidates.cheapest_chain(src, dst, (), BYTES_ONLY, 4, limit=cost) is None
+    assert candidates.cheapest_chain(src, dst, (), BYTES_ONLY, 4, limit=cost * 1.01) == chain
 
 
 def test_hops_claim_what_their_steps_claim_for_even_shapes() -> None:
@@ -309,9 +314,9 @@ def test_hops_claim_what_their_steps_claim_for_even_shapes() -> None:
         if not pending_axes(dst) <= pending_axes(src):
             continue
         ending = tuple(sorted(pending_axes(src) - pending_axes(dst)))
-        chain = search.cheapest_chain(src, dst, ending, random_costs(1), 4) or []
+        chain = candidates.cheapest_chain(src, dst, ending, random_costs(1), 4) or []
         claims = [hop.received for hop in chain]
-        assert claims == [each.received for each in search.as_steps(src, chain, "sum")]
+        assert claims == [each.received for each in candidates.as_steps(src, chain, "sum")]
 
 
 def test_small_tensors_take_few_messages_and_large_ones_few_bytes() -> None:

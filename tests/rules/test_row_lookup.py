@@ -19,7 +19,7 @@ from shardwise import (
     world,
 )
 from shardwise.comm import Event, listen
-from shardwise.rules import choose
+from shardwise.redistribute import cost
 
 S0, S1, WHOLE, SUM = Shard(0), Shard(1), Replicate(), Partial()
 ROWS = torch.randn(50, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,8 @@ INDICES = torch.tensor([[49, 0, 49], [1, 1, 49], [20, 49, 1], [30, 30, 30]])
 @pytest.fixture
 def no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that bytes alone decide, as they do for large tensors."""
-    monkeypatch.setattr(choose, "_SECONDS_PER_COLLECTIVE", 1e-12)
+    bytes_only = sw.Costs(default=sw.AxisCost(0.0, 1e-9), start=1e-12)
+    monkeypatch.setattr(cost, "LOOPBACK", bytes_only)
 
 
 def heard(call: Any) -> tuple[Any, list[Event]]:

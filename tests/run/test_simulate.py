@@ -18,7 +18,7 @@ import torch
 
 import shardwise as sw
 from shardwise import sim, world
-from shardwise.comm.meeting import user_line
+from shardwise.comm.rank_scheduler import user_line
 from shardwise.mesh import init_device_mesh  # unlike sw's, it does not communicate
 
 HERE = Path(__file__).name
@@ -712,7 +712,7 @@ def test_gather_objects_waits_for_everybody_to_tell_its_length() -> None:
 
 
 def test_the_line_shown_is_outside_of_the_package_wherever_it_was_loaded_from() -> None:
-    inside: dict[str, Any] = {"__name__": "shardwise.comm.threads", "user_line": user_line}
+    inside: dict[str, Any] = {"__name__": "shardwise.comm.simulated", "user_line": user_line}
     exec(compile("def call(): return user_line()", "/a/symlink/threads.py", "exec"), inside)
     assert inside["call"]().startswith(f"{__file__}:{line()} in test_the_line_shown")
 

@@ -1,7 +1,7 @@
-"""How ranks talk: one interface, and an engine for each kind of rank.
+"""Collectives: one interface (`interface`), and an engine for each kind of rank.
 
-`interface` says what there is. `c10d` is for real ranks (torch.distributed), `threads` for
-simulated ones, `abstract` for none at all, `alone` for groups of one.
+`c10d` serves real ranks (torch.distributed), `simulated` the threads of `sw.simulate`, `offline`
+abstract meshes and groups of one rank.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 from shardwise import lineage, world
 from shardwise.checks import as_int
-from shardwise.comm.abstract import AbstractCommunicator
-from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.cause import Cause
-from shardwise.comm.groups import process_world
+from shardwise.comm.buffers import is_large
 from shardwise.comm.interface import Communicator
+from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator
 from shardwise.comm.pending import Pending
-from shardwise.comm.trace import Event, listen
+from shardwise.comm.process_groups import process_world
+from shardwise.comm.trace import Cause, Event, listen
 from shardwise.errors import MeshError
 from shardwise.mesh import Axis, DeviceMesh, as_mesh
 
@@ -31,6 +30,7 @@ __all__ = [
     "Pending",
     "carries_values",
     "communicator",
+    "is_large",
     "listen",
 ]
 
@@ -44,24 +44,23 @@ def communicator(
     rank: int | None = None,
     channel: str = "",
 ) -> Communicator:
-    """The collectives of the calling rank along one axis of a mesh, or several merged.
+    """Return the collectives of the calling rank along one axis of a mesh, or several merged.
 
-    The first call on real ranks makes their process group, so all of its members must make it.
+    The first call on real ranks makes their process group, so all of its members must call it.
 
     Arguments:
-        mesh: where the ranks stand.
+        mesh: the mesh of the ranks.
         axes: by name or position, the first varying slowest; all by default.
-        rank: on an abstract mesh, the rank to look with the eyes of (default 0).
-        channel: any name: another way between the same ranks, whose collectives have an order of
-            their own. All ranks of a group must call the same ones in the same order only within
-            a channel.
+        rank: on an abstract mesh, the rank to act as (default 0).
+        channel: any name. Collectives on different channels are independent of each other: the
+            ranks of a group must call the same ones in the same order only within a channel.
 
     Example:
         >>> communicator(mesh, "tp").all_reduce(x)
         >>> communicator(mesh, ("dp", "tp")).all_gather(x, dim=1)
     """
     if type(axes) is tuple and type(mesh) is DeviceMesh and rank is None and not mesh.is_abstract:
-        # as every move asks for it
+        # a quick answer, as every move asks for it
         found = world.current().communicators.get((mesh, axes, channel))
         if found is not None and found.is_usable:
             return found
@@ -77,34 +76,35 @@ def communicator(
         return _abstract(mesh, positions, 0 if rank is None else rank)
     if rank is not None:
         raise MeshError(f"rank: expected None, as {mesh!r} has real ranks; got {rank!r}")
-    here = world.current()
+    own_world = world.current()
     key = mesh, positions, channel
-    found = here.communicators.get(key)
+    found = own_world.communicators.get(key)
     if found is None or not found.is_usable:
-        with here.lock:
-            found = here.communicators.get(key)
+        with own_world.lock:
+            found = own_world.communicators.get(key)
             if found is None or not found.is_usable:
-                found = _made(here, mesh, positions, channel)
-                here.communicators[key] = found
+                found = _made(own_world, mesh, positions, channel)
+                own_world.communicators[key] = found
     return found
 
 
 def carries_values(mesh: DeviceMesh) -> bool:
-    """Whether tensors on a mesh have values, on which it may depend what is sent: not on an
-    abstract mesh, nor where collectives are only written down."""
+    """Return whether tensors on a mesh have values, which may decide what is sent. They have none
+    on
+    an abstract mesh, and where collectives are only recorded."""
     return not mesh.is_abstract and mesh.device_type != "meta" and world.current().carries_values
 
 
 def _made(
-    here: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
+    own_world: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
 ) -> Communicator:
     lineage.check_not_aborted(mesh)
     ranks = mesh.ranks_along(positions)
-    if max(ranks) >= here.size:  # the mesh was made in another world
+    if max(ranks) >= own_world.size:  # the mesh was made in another world
         raise MeshError(
-            f"mesh: expected ranks 0 to {here.size - 1}, got {mesh!r}; {here.describe()}"
+            f"mesh: expected ranks 0 to {own_world.size - 1}, got {mesh!r}; {own_world.describe()}"
         )
-    return here.communicator(ranks, tuple(map(mesh.axis_name, positions)), channel)
+    return own_world.communicator(ranks, tuple(map(mesh.axis_name, positions)), channel)
 
 
 def _abstract(mesh: DeviceMesh, positions: tuple[int, ...], rank: int) -> Communicator:

@@ -1,14 +1,14 @@
 """The engine of real ranks: collectives on torch.distributed process groups.
 
 Moves carry bytes, so every dtype goes through as it is. Reductions are computed by the backend
-where it does so exactly, and on the ranks otherwise. Measured facts about gloo in torch 2.13 that
-shape this file:
+where it does so exactly, and on the ranks otherwise. Facts about gloo, measured with torch 2.13,
+that shape this file:
 
 - its reduce-scatter is an all-reduce inside (6.0 bytes on the wire per byte of input on 4 ranks,
   where 3.0 are enough); an all-to-all and a local sum move half of that and take less time;
 - its all-gather and scatter refuse pieces of unequal size, its all-to-all takes them;
 - it sums bf16 and fp16 with a rounding at every step; here they are summed in float32;
-- its max and min of floats lose NaN; here they are those of integers in the same order.
+- its max and min of floats lose NaN; here floats are mapped to integers of the same order.
 
 Every call of the backend is made when the collective starts, so that the order of calls is the
 order of the program on every rank, however the results are waited for. Only `gather_objects` makes
@@ -24,8 +24,16 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.arguments import Shape, shown
-from shardwise.comm.buffers import as_bytes, empty_like, flat, owned, split
+from shardwise.comm.buffers import (
+    Shape,
+    as_bytes,
+    empty_like,
+    format_tuple,
+    is_large,
+    owned,
+    pack,
+    unpack,
+)
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import BOOL_OPS, UNSIGNED, reduce_contributions
@@ -39,9 +47,6 @@ from shardwise.torch_internals import (
 
 T = TypeVar("T")
 
-LARGE = 1 << 20
-"""From so many bytes on, copying to pack them for one all-to-all costs more than its messages."""
-
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # and a division, as not every backend has AVG
@@ -49,7 +54,7 @@ _REDUCE_OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-# What gloo must be given instead, so that nothing is lost: int16 sums wrap alike in int32.
+# The dtypes that gloo reduces without loss in their place: int16 sums wrap alike in int32.
 _WIDER = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
@@ -71,26 +76,26 @@ class C10dCommunicator(Communicator):
         self._group_reference = ref(group)
         self._exchanges = 0
         self._messages: dict[int, tuple[list[Any], tuple[torch.Tensor, ...]]] = {}
-        """Those under way. A backend forgets a message that nobody holds, even before it is sent;
-        gloo does not say when it is, so one that is never waited for stays here."""
+        """Messages that were started. A backend drops a message that nobody references, even before
+        it is sent; gloo does not tell when it was sent, so one that is never waited for stays."""
 
     @property
     def is_usable(self) -> bool:
         """Whether its process group still exists, and its mesh was not aborted."""
-        return not self.has_ended and living(self._group_reference) is not None
+        return not self.has_ended and living_group(self._group_reference) is not None
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        group = living(self._group_reference)
+        group = living_group(self._group_reference)
         if self.has_ended:
             raise CollectiveError(
-                f"the mesh that ranks {shown(self.ranks)} talked over was aborted; make it again, "
-                "on all of its ranks, and ask sw.communicator for a new one"
+                f"the mesh that ranks {format_tuple(self.ranks)} talked over was aborted; make it "
+                "again, on all of its ranks, and ask sw.communicator for a new one"
             )
         if group is None:
             raise CollectiveError(
-                f"the process group of ranks {shown(self.ranks)} was destroyed; if the default "
-                "group still exists or does so again, ask sw.communicator for a new one"
+                f"the process group of ranks {format_tuple(self.ranks)} was destroyed; if the "
+                "default group still exists or does so again, ask sw.communicator for a new one"
             )
         return group
 
@@ -135,7 +140,7 @@ class C10dCommunicator(Communicator):
         if x.device.type != "cpu" and len(set(sizes)) == 1 and native:
             return self._start_native_reduce_scatter(pieces, op)
         own = pieces[self.index]
-        if x.numel() * x.itemsize < LARGE:
+        if not is_large(x.numel() * x.itemsize):
             received = self._start_all_to_all(pieces, [tuple(own.shape)] * self.size)
             return received.then(lambda contributions: reduce_contributions(contributions, op))
         contributions = [
@@ -147,8 +152,8 @@ class C10dCommunicator(Communicator):
     def _start_native_reduce_scatter(
         self, pieces: list[torch.Tensor], op: str
     ) -> Pending[torch.Tensor]:
-        """For devices whose backend has a reduce-scatter worth the name, such as NCCL."""
-        packed = flat(pieces)
+        """Start the reduce-scatter of a backend that has an efficient one, such as NCCL."""
+        packed = pack(pieces)
         result = empty_like(pieces[self.index])
         out = result.view(-1)
         options = dist.ReduceScatterOptions()
@@ -172,7 +177,7 @@ class C10dCommunicator(Communicator):
         def join(pieces: list[torch.Tensor]) -> torch.Tensor:
             if joined_outside:  # the buffer is the result
                 whole = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
-                return flat(pieces).view(whole)
+                return pack(pieces).view(whole)
             return torch.cat(pieces, dim)
 
         return self._start_gathered(x, shapes).then(join)
@@ -180,8 +185,8 @@ class C10dCommunicator(Communicator):
     def _start_all_gather_into(
         self, x: torch.Tensor, rows: torch.Tensor, skip_own: bool
     ) -> Pending[torch.Tensor]:
-        own = flat([x])
-        if x.device.type == "cpu" and rows.numel() * rows.itemsize >= LARGE:
+        own = pack([x])
+        if x.device.type == "cpu" and is_large(rows.numel() * rows.itemsize):
             if not skip_own:
                 rows[self.index].copy_(own)
             started = self._start_exchange_with_all([own] * self.size, list(rows.detach()))
@@ -192,22 +197,22 @@ class C10dCommunicator(Communicator):
     def _start_gathered(
         self, x: torch.Tensor, shapes: list[Shape] | None = None
     ) -> Pending[list[torch.Tensor]]:
-        """Everybody's `x`, as consecutive pieces of one new buffer."""
+        """Gather all ranks' `x` as consecutive pieces of one new buffer."""
         shapes = shapes or [tuple(x.shape)] * self.size
         whole = sum(torch.Size(shape).numel() for shape in shapes) * x.itemsize
-        if x.device.type == "cpu" and whole >= LARGE:
+        if x.device.type == "cpu" and is_large(whole):
             return self._start_all_to_all_of_large([x.detach()] * self.size, shapes)
         if len(set(shapes)) > 1:
             return self._start_all_to_all([x.detach()] * self.size, shapes)
-        mine = flat([x])
+        mine = pack([x])
         received = mine.new_empty(mine.numel() * self.size)
         work = start_all_gather(self._group, as_bytes(received), as_bytes(mine))
-        return self._pending("all_gather", work, lambda: split(received, shapes), mine)
+        return self._pending("all_gather", work, lambda: unpack(received, shapes), mine)
 
     def _start_all_to_all(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
-        packed = flat(pieces)
+        packed = pack(pieces)
         sent = [piece.numel() * piece.itemsize for piece in pieces]
         counts = [torch.Size(shape).numel() for shape in shapes]
         received = packed.new_empty(sum(counts))
@@ -217,21 +222,21 @@ class C10dCommunicator(Communicator):
             [count * packed.itemsize for count in counts],
             sent,
         )
-        return self._pending("all_to_all", work, lambda: split(received, shapes), packed)
+        return self._pending("all_to_all", work, lambda: unpack(received, shapes), packed)
 
     def _start_all_to_all_of_large(
         self, pieces: list[torch.Tensor], shapes: list[Shape]
     ) -> Pending[list[torch.Tensor]]:
-        """The same by messages, which saves packing. All ranks must choose it, or none."""
+        """Start an all-to-all by messages, without packing. All ranks must do so, or none."""
         buffer = pieces[0].new_empty(sum(torch.Size(shape).numel() for shape in shapes))
-        received = split(buffer, shapes)
+        received = unpack(buffer, shapes)
         received[self.index].copy_(pieces[self.index].detach())
         return self._start_exchange_with_all(pieces, received).then(lambda _: received)
 
     def _start_exchange_with_all(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> Pending[None]:
-        """An exchange with every other rank; what is listed for this one stays as it is."""
+        """Start an exchange with every other rank; the entries of this rank are not touched."""
         others = [peer for peer in range(self.size) if peer != self.index]
         return self._start_exchange(
             {peer: sent[peer] for peer in others}, {peer: received[peer] for peer in others}
@@ -270,8 +275,8 @@ class C10dCommunicator(Communicator):
         self._exchanges += 1  # the same on all ranks: keeps the messages of two exchanges apart
         unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []
         calls: list[tuple[bool, torch.Tensor, int]] = []
-        """Whether to receive, what, and from or to whom."""
-        for shift in range(1, self.size):  # each rank starts with another peer
+        """Whether to receive (or send), the data, and the peer."""
+        for shift in range(1, self.size):  # so that each rank starts with another peer
             source, destination = (self.index - shift) % self.size, (self.index + shift) % self.size
             if source in receives and receives[source].numel():
                 out = receives[source].detach()
@@ -280,7 +285,7 @@ class C10dCommunicator(Communicator):
                     unpacked.append((out, buffer))
                 calls.append((True, as_bytes(buffer), source))
             if destination in sends and sends[destination].numel():
-                packed = flat([sends[destination]])
+                packed = pack([sends[destination]])
                 calls.append((False, as_bytes(packed), destination))
 
         def finish() -> None:
@@ -291,7 +296,7 @@ class C10dCommunicator(Communicator):
         return self._pending_message("exchange", self._messages_of(calls), finish, *buffers)
 
     def _messages_of(self, calls: list[tuple[bool, torch.Tensor, int]]) -> list[Any]:
-        """Send and receive, all at once."""
+        """Start all sends and receives at once."""
         group, tag = self._group, self._exchanges
         if all(data.device.type == "cpu" for _, data, _ in calls):
             return [
@@ -305,9 +310,9 @@ class C10dCommunicator(Communicator):
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _start_send(self, x: torch.Tensor, destination: int) -> Pending[None]:
-        if x.numel() == 0:  # both sides know
+        if x.numel() == 0:  # the receiver knows it too
             return Pending.done(None)
-        packed = flat([x])
+        packed = pack([x])
         work = self._group.send([as_bytes(packed)], destination, 0)
         return self._pending_message("send", [work], lambda: None, packed)
 
@@ -336,7 +341,8 @@ class C10dCommunicator(Communicator):
     def _pending(
         self, kind: str, work: Any, finish: Callable[[], T], *kept: torch.Tensor
     ) -> Pending[T]:
-        """Wait for `work`, one or several, then finish. `kept` stay alive until then."""
+        """Return the result of `finish`, called once `work` (one or several) is done. `kept` stay
+        alive until then."""
         works = work if isinstance(work, list) else [work]
 
         def wait(kept: tuple[torch.Tensor, ...] = kept) -> T:
@@ -346,7 +352,7 @@ class C10dCommunicator(Communicator):
             except RuntimeError as error:
                 over = f" over {'.'.join(self.axes)}" if self.axes else ""
                 raise CollectiveError(
-                    f"{kind}{over} of ranks {shown(self.ranks)} failed: {error}\n"
+                    f"{kind}{over} of ranks {format_tuple(self.ranks)} failed: {error}\n"
                     "A peer has probably ended or waits elsewhere: look at the output of the others"
                 ) from error
             return finish()
@@ -356,7 +362,8 @@ class C10dCommunicator(Communicator):
     def _pending_message(
         self, kind: str, works: list[Any], finish: Callable[[], T], *buffers: torch.Tensor
     ) -> Pending[T]:
-        """The same for messages, which are kept also if the caller drops what this returns."""
+        """Do the same for messages, whose buffers stay alive even if the caller drops the
+        result."""
         for key, (others, _) in list(self._messages.items()):
             if all(work.is_completed() for work in others):
                 self._messages.pop(key, None)
@@ -369,14 +376,14 @@ class C10dCommunicator(Communicator):
         return self._pending(kind, works, finish_and_let_go, *buffers)
 
 
-def living(reference: ReferenceType[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """The group, unless it was destroyed; somebody may still hold it, but nobody may use it."""
+def living_group(reference: ReferenceType[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """Return the group, or None if it was destroyed: it may still be referenced, but not used."""
     group = reference()
     return group if group in world_of_torch.pg_map else None
 
 
 def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """A copy of `x` that the backend reduces in place without loss, and the op to do it with."""
+    """Return a copy of `x` that the backend reduces in place without loss, and the op for it."""
     x = x.detach()
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
@@ -387,14 +394,14 @@ def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Integers in the order of the floats `x`, with NaN where neither max nor min can lose it."""
+    """Map floats to integers of the same order, with NaN where neither max nor min can lose it."""
     keys = _negatives_reversed(x.view(_SAME_SIZE[x.dtype]))
     ends = torch.iinfo(keys.dtype)  # both are bits of a NaN
     return keys.masked_fill_(x.isnan(), ends.max if op == "max" else ends.min)
 
 
 def _negatives_reversed(bits: torch.Tensor) -> torch.Tensor:
-    """From the bits of floats, whose negatives count backwards, to ordered integers, and back."""
+    """Map the bits of floats, whose negatives count backwards, to ordered integers, or back."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 

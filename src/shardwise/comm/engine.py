@@ -1,30 +1,33 @@
-"""What an engine is to the collectives: some ranks, and a way to start each operation among them.
+"""Engine: the part of a communicator that each kind of rank implements.
 
-The public methods of `Communicator` check arguments and end in one of the `_start_...` here, which
-an engine writes. All of them pass `_traced`, where whoever listens is told.
+An engine knows some ranks and how to start each operation among them. The public methods of
+`Communicator` check arguments and end in one of the `_start_...` methods here, through `_traced`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
 from shardwise.comm import trace
-from shardwise.comm.arguments import Shape, shown
+from shardwise.comm.buffers import Shape, format_tuple
 from shardwise.comm.pending import Pending
+from shardwise.comm.reduction import is_summed_in_place, reduce_into
 
 T = TypeVar("T")
+Messages = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
+"""What to send and what to receive, by the index of the peer."""
 
 
 class Engine(ABC):
-    """What `Communicator` derives from, and every engine writes.
+    """Base of `Communicator`: the ranks, the trace, and the methods that an engine implements.
 
     Arguments:
         ranks: the global ranks, in order.
-        index: where the calling rank stands among them.
+        index: the position of the calling rank among them.
         axes: the names of the mesh axes they lie along, for messages and traces.
     """
 
@@ -38,22 +41,18 @@ class Engine(ABC):
 
     def __repr__(self) -> str:
         over = f" over {'.'.join(self.axes)}" if self.axes else ""
-        among = f"{self.ranks[self.index]} of {shown(self.ranks)}"
+        among = f"{self.ranks[self.index]} of {format_tuple(self.ranks)}"
         return f"{type(self).__name__}(rank {among}{over})"
 
     @property
     def is_usable(self) -> bool:
-        """False once what it talks through has been destroyed, or its mesh aborted."""
+        """Whether its process group still exists and its mesh was not aborted."""
         return not self.has_ended
 
-    # ---- telling the trace
+    # ---- the trace
 
     def _traced(
-        self,
-        kind: str,
-        x: torch.Tensor | None,
-        received: int,
-        start: Callable[[], Pending[T]],
+        self, kind: str, x: torch.Tensor | None, received: int, start: Callable[[], Pending[T]]
     ) -> Pending[T]:
         if not trace.listeners:
             return start()
@@ -74,19 +73,10 @@ class Engine(ABC):
         trace.tell(event)
         return event
 
-    # ---- what an engine does
+    # ---- what every engine implements
 
     @abstractmethod
     def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]: ...
-
-    def _start_all_reduce_in_place(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
-        """An engine that can do without the copy does."""
-
-        def put(total: torch.Tensor) -> torch.Tensor:
-            x.detach().copy_(total)
-            return x
-
-        return self._start_all_reduce(x, op).then(put)
 
     @abstractmethod
     def _start_reduce_scatter(
@@ -132,3 +122,58 @@ class Engine(ABC):
 
     @abstractmethod
     def _start_gather_bytes(self, data: bytes, lengths: list[int]) -> Pending[list[bytes]]: ...
+
+    # ---- what an engine may implement without the copies made here
+
+    def _start_all_reduce_in_place(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+        def put(total: torch.Tensor) -> torch.Tensor:
+            x.detach().copy_(total)
+            return x
+
+        return self._start_all_reduce(x, op).then(put)
+
+    def _start_all_gather_into(
+        self, x: torch.Tensor, rows: torch.Tensor, skip_own: bool
+    ) -> Pending[torch.Tensor]:
+        gathered = self._start_all_gather(x.reshape(1, -1), 0, (1,) * self.size)
+        return gathered.then(rows.copy_)
+
+    # ---- collectives made of messages
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.index]
+
+    def _start_sums(
+        self,
+        sent: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
+        op: str,
+        others: list[int],
+    ) -> Pending[None]:
+        messages: list[Messages] = []
+        contributions = []
+        for pieces, out in zip(sent, outs, strict=True):
+            # One contribution may arrive where the sum will be, if the sum is made in place.
+            direct = others[0] if others and is_summed_in_place(op, out.dtype) else None
+            each = [
+                x.detach() if peer == self.index else out if peer == direct else torch.empty_like(x)
+                for peer, x in enumerate([pieces[self.index]] * self.size)
+            ]
+            contributions.append(each)
+            given = {peer: pieces[peer] for peer in others}
+            messages.append((given, {peer: each[peer] for peer in others}))
+
+        def reduce(_: None) -> None:
+            for each, out in zip(contributions, outs, strict=True):
+                reduce_into(out, each, op)
+
+        return self._start_exchanges(messages).then(reduce)
+
+    def _start_exchanges(self, messages: Sequence[Messages]) -> Pending[None]:
+        started = [self._start_exchange(sends, receives) for sends, receives in messages]
+
+        def finish() -> None:
+            for each in started:
+                each.wait()
+
+        return Pending(finish)

@@ -1,66 +1,85 @@
-"""Communicator: the collectives, as every engine offers them.
+"""Communicator: the collectives, the same for every engine.
 
-The public methods are here, once: they check arguments, tell the trace and hand over to the
-engine's `_start_...`. Every collective has two forms, `name` and `name_async`; the second returns a
-`Pending` and waits for nobody, except that `gather_objects_async` waits for the lengths of all
-objects. Results are new contiguous tensors that own their memory, but the pieces of an `all_to_all`
-may share one new buffer; inputs are never written to, unless that is asked for. Peers are given by
-their *index* in the communicator, not by global rank.
+The public methods check arguments, tell the trace and call a `_start_...` method, which each engine
+(`engine`) implements. Every collective has two forms. `name_async` returns a `Pending` without
+waiting, except that `gather_objects_async` waits for the lengths of all objects; `name` waits for
+that result.
 
-None of these is differentiable: gradients are the business of `shardwise.redistribute`.
+Results are new contiguous tensors that own their memory, but the pieces of an `all_to_all` may
+share one buffer. Inputs are written to only where that is asked for. Peers are given by their
+*index* in the communicator, not by global rank. No collective is differentiable:
+`shardwise.redistribute` is.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from shardwise.comm import trace
-from shardwise.comm.arguments import (
+from shardwise.comm.buffers import (
     Shape,
     as_dim,
     as_messages,
     as_peer,
+    as_piece_lists,
     as_pieces,
     as_shapes,
     as_sizes,
+    as_tensors,
     check_tensor,
-    dtype_and_shape,
-    shown,
+    format_dtype_and_shape,
+    format_tuple,
+    row_in_bytes,
+    size_in_bytes,
 )
-from shardwise.comm.buffers import row_in_bytes, size_in_bytes
-from shardwise.comm.in_place import InPlace
+from shardwise.comm.engine import Engine
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import as_reduction
 from shardwise.errors import CollectiveError
 from shardwise.placement import ReduceOp
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class Communicator(InPlace):
-    """A way for some ranks to talk, seen by one of them; `shardwise.communicator` gives it."""
+
+def _waiting(start: Callable[P, Pending[T]]) -> Callable[P, T]:
+    """Return the form of an asynchronous collective that waits for its result."""
+
+    @functools.wraps(start)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return start(*args, **kwargs).wait()
+
+    run.__name__ = start.__name__.removesuffix("_async")
+    run.__qualname__ = start.__qualname__.removesuffix("_async")
+    signature = inspect.signature(start)
+    result = signature.return_annotation.removeprefix("Pending[").removesuffix("]")
+    run.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+    run.__annotations__ = {**start.__annotations__, "return": result}
+    return run
+
+
+class Communicator(Engine):
+    """Collectives among some ranks, seen by one of them; `shardwise.communicator` returns it."""
 
     # ---- reductions
 
-    def all_reduce(
+    def all_reduce_async(
         self, x: torch.Tensor, op: ReduceOp = "sum", *, in_place: bool = False
-    ) -> torch.Tensor:
+    ) -> Pending[torch.Tensor]:
         """Every rank gets the reduction of all ranks' `x` (equal shapes).
 
         `op` is sum, avg, max, min or product, or torch's `ReduceOp` of that name. On bool, sum
         means any and product means all.
 
         Arguments:
-            in_place: write the result over `x`, and return that.
+            in_place: write the result over `x`, and return `x`.
         """
-        return self.all_reduce_async(x, op, in_place=in_place).wait()
-
-    def all_reduce_async(
-        self, x: torch.Tensor, op: ReduceOp = "sum", *, in_place: bool = False
-    ) -> Pending[torch.Tensor]:
-        """`all_reduce`, under way."""
         check_tensor("all_reduce(x)", x)
         name = as_reduction(op, x.dtype)
         start = self._start_all_reduce_in_place if in_place else self._start_all_reduce
@@ -69,20 +88,6 @@ class Communicator(InPlace):
         received = 2 * size_in_bytes(x) * (self.size - 1) // self.size
         return self._traced("all_reduce", x, received, lambda: start(x, name))
 
-    def reduce_scatter(
-        self,
-        x: torch.Tensor,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        op: ReduceOp = "sum",
-    ) -> torch.Tensor:
-        """Each rank gets its piece, along `dim`, of the reduction of all ranks' `x`.
-
-        Arguments:
-            sizes: the length of each rank's piece along `dim`; equal ones by default.
-        """
-        return self.reduce_scatter_async(x, dim, sizes, op).wait()
-
     def reduce_scatter_async(
         self,
         x: torch.Tensor,
@@ -90,7 +95,11 @@ class Communicator(InPlace):
         sizes: Sequence[int] | None = None,
         op: ReduceOp = "sum",
     ) -> Pending[torch.Tensor]:
-        """`reduce_scatter`, under way."""
+        """Each rank gets its piece, along `dim`, of the reduction of all ranks' `x`.
+
+        Arguments:
+            sizes: the length of each rank's piece along `dim`; equal lengths by default.
+        """
         check_tensor("reduce_scatter(x)", x)
         name = as_reduction(op, x.dtype)
         dim = as_dim(x, dim)
@@ -105,32 +114,50 @@ class Communicator(InPlace):
         if sum(lengths) != x.shape[dim]:
             raise CollectiveError(
                 f"reduce_scatter(sizes): expected a sum of {x.shape[dim]}, the length of dim {dim} "
-                f"of {tuple(x.shape)}; got {shown(lengths)}"
+                f"of {tuple(x.shape)}; got {format_tuple(lengths)}"
             )
-        own = row_in_bytes(x, dim) * lengths[self.index]
+        received = row_in_bytes(x, dim) * lengths[self.index] * (self.size - 1)
         return self._traced(
             "reduce_scatter",
             x,
-            own * (self.size - 1),
+            received,
             lambda: self._start_reduce_scatter(x, dim, lengths, name),
+        )
+
+    def reduce_scatter_in_place_async(
+        self,
+        xs: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
+        op: ReduceOp = "sum",
+    ) -> Pending[None]:
+        """Reduce several tensors into given memory: rank i's `outs[j]` gets the reduction of all
+        ranks' `xs[j][i]`, of the same shape.
+
+        For large tensors: each travels as a message, and none is packed. Until the result is waited
+        for, do not read `outs`.
+        """
+        places = as_tensors("reduce_scatter_in_place(outs)", outs)
+        sent = as_piece_lists("reduce_scatter_in_place(xs)", xs, places, self.index, self.size)
+        name = as_reduction(op, places[0].dtype)
+        others = self._others()
+        received = sum(map(size_in_bytes, places)) * len(others)
+        return self._traced(
+            "reduce_scatter",
+            sent[0][0],
+            received,
+            lambda: self._start_sums(sent, places, name, others),
         )
 
     # ---- moves
 
-    def all_gather(
+    def all_gather_async(
         self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """Every rank gets all ranks' `x`, joined along `dim` in order.
+    ) -> Pending[torch.Tensor]:
+        """Every rank gets all ranks' `x`, concatenated along `dim` in order.
 
         Arguments:
             sizes: the length of each rank's piece along `dim`; all equal to `x`'s by default.
         """
-        return self.all_gather_async(x, dim, sizes).wait()
-
-    def all_gather_async(
-        self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> Pending[torch.Tensor]:
-        """`all_gather`, under way."""
         check_tensor("all_gather(x)", x)
         dim = as_dim(x, dim)
         if sizes is None:
@@ -139,78 +166,103 @@ class Communicator(InPlace):
         if lengths[self.index] != x.shape[dim]:
             raise CollectiveError(
                 f"all_gather(sizes): expected sizes[{self.index}] to be {x.shape[dim]}, the length "
-                f"of dim {dim} of this rank's {tuple(x.shape)}; got {shown(lengths)}"
+                f"of dim {dim} of this rank's {tuple(x.shape)}; got {format_tuple(lengths)}"
             )
-        row = row_in_bytes(x, dim)
+        received = row_in_bytes(x, dim) * (sum(lengths) - x.shape[dim])
         return self._traced(
-            "all_gather",
-            x,
-            row * (sum(lengths) - x.shape[dim]),
-            lambda: self._start_all_gather(x, dim, lengths),
+            "all_gather", x, received, lambda: self._start_all_gather(x, dim, lengths)
         )
 
-    def all_to_all(
-        self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
-    ) -> list[torch.Tensor]:
-        """Rank i gets `pieces[i]` of every rank, as a list in rank order.
-
-        The tensors of the list may share one new buffer: to hold one is to hold all.
+    def all_gather_into_async(
+        self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
+    ) -> Pending[torch.Tensor]:
+        """Every rank gets all ranks' `x` in given memory: rank i's becomes `rows[i]`.
 
         Arguments:
-            pieces: one tensor for each rank; all of one dtype, of any shapes.
-            shapes: the shapes of the tensors to come; by default those of `pieces`.
+            x: of the same size on every rank.
+            rows: one row per rank, contiguous; it is written to and returned.
+            skip_own: the caller does not need its own row, which may then stay as it is.
         """
-        return self.all_to_all_async(pieces, shapes).wait()
+        check_tensor("all_gather_into(x)", x)
+        check_tensor("all_gather_into(rows)", rows)
+        wanted = (self.size, x.numel())
+        is_like_x = rows.dtype == x.dtype and rows.device == x.device
+        if tuple(rows.shape) != wanted or not is_like_x or not rows.is_contiguous():
+            raise CollectiveError(
+                f"all_gather_into(rows): expected {x.dtype} {wanted} on {x.device}, contiguous; "
+                f"got {format_dtype_and_shape(rows)} on {rows.device}"
+                f"{'' if rows.is_contiguous() else ', not contiguous'}"
+            )
+        received = size_in_bytes(x) * (self.size - 1)
+        return self._traced(
+            "all_gather", x, received, lambda: self._start_all_gather_into(x, rows, skip_own)
+        )
+
+    def all_gather_in_place_async(
+        self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
+    ) -> Pending[None]:
+        """Every rank gets several tensors of all ranks in given memory: rank i's `xs[j]` becomes
+        `outs[j][i]`, of the same shape. A rank's own entries are not written to.
+
+        For large tensors: each travels as a message, and nothing is copied.
+        """
+        sent = as_tensors("all_gather_in_place(xs)", xs)
+        places = as_piece_lists("all_gather_in_place(outs)", outs, sent, self.index, self.size)
+        others = self._others()
+        received = sum(size_in_bytes(each[peer]) for each in places for peer in others)
+        messages = [
+            (dict.fromkeys(others, x), {peer: each[peer] for peer in others})
+            for x, each in zip(sent, places, strict=True)
+        ]
+        return self._traced(
+            "all_gather", sent[0], received, lambda: self._start_exchanges(messages)
+        )
 
     def all_to_all_async(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
     ) -> Pending[list[torch.Tensor]]:
-        """`all_to_all`, under way."""
+        """Rank i gets `pieces[i]` of every rank, as a list in rank order.
+
+        The tensors of the list may share one new buffer: keeping any of them keeps all of it.
+
+        Arguments:
+            pieces: one tensor for each rank; all of one dtype, of any shapes.
+            shapes: the shapes of the tensors to receive; by default those of `pieces`.
+        """
         sent = as_pieces("all_to_all(pieces)", pieces, self.size)
         if shapes is None:
             shapes = [tuple(piece.shape) for piece in sent]
         expected = as_shapes("all_to_all(shapes)", shapes, self.size)
-        if expected[self.index] != tuple(sent[self.index].shape):
+        own = sent[self.index]
+        if expected[self.index] != tuple(own.shape):
             raise CollectiveError(
-                f"all_to_all(shapes): expected shapes[{self.index}] to be "
-                f"{tuple(sent[self.index].shape)}, what this rank sends itself; "
-                f"got {expected[self.index]}"
+                f"all_to_all(shapes): expected shapes[{self.index}] to be {tuple(own.shape)}, "
+                f"what this rank sends itself; got {expected[self.index]}"
             )
-        others = sum(torch.Size(shape).numel() for shape in expected)
-        others -= sent[self.index].numel()
+        others = sum(torch.Size(shape).numel() for shape in expected) - own.numel()
         return self._traced(
             "all_to_all",
             sent[0],
-            others * sent[0].itemsize,
+            others * own.itemsize,
             lambda: self._start_all_to_all(sent, expected),
         )
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Every rank gets `x` of rank `source`. Elsewhere `x` only tells shape and dtype."""
-        return self.broadcast_async(x, source).wait()
-
     def broadcast_async(self, x: torch.Tensor, source: int = 0) -> Pending[torch.Tensor]:
-        """`broadcast`, under way."""
+        """Every rank gets `x` of rank `source`. Elsewhere `x` only gives shape and dtype."""
         check_tensor("broadcast(x)", x)
         source = as_peer("broadcast(source)", source, self.size)
         received = 0 if source == self.index else size_in_bytes(x)
         return self._traced("broadcast", x, received, lambda: self._start_broadcast(x, source))
 
-    def scatter(
+    def scatter_async(
         self, like: torch.Tensor, pieces: Sequence[torch.Tensor] | None, source: int = 0
-    ) -> torch.Tensor:
+    ) -> Pending[torch.Tensor]:
         """Rank i gets `pieces[i]` of rank `source`.
 
         Arguments:
             like: a tensor of the shape and dtype that this rank is to get.
-            pieces: one tensor for each rank, of any shapes; looked at only on rank `source`.
+            pieces: one tensor for each rank, of any shapes; used only on rank `source`.
         """
-        return self.scatter_async(like, pieces, source).wait()
-
-    def scatter_async(
-        self, like: torch.Tensor, pieces: Sequence[torch.Tensor] | None, source: int = 0
-    ) -> Pending[torch.Tensor]:
-        """`scatter`, under way."""
         check_tensor("scatter(like)", like)
         source = as_peer("scatter(source)", source, self.size)
         sent = None
@@ -223,28 +275,22 @@ class Communicator(InPlace):
             mine = sent[self.index]
             if mine.shape != like.shape or mine.dtype != like.dtype:
                 raise CollectiveError(
-                    f"scatter(like): expected {dtype_and_shape(mine)}, the piece for this rank; "
-                    f"got {dtype_and_shape(like)}"
+                    f"scatter(like): expected {format_dtype_and_shape(mine)}, the piece for this "
+                    f"rank; got {format_dtype_and_shape(like)}"
                 )
         received = 0 if source == self.index else size_in_bytes(like)
         return self._traced(
             "scatter", like, received, lambda: self._start_scatter(like, sent, source)
         )
 
-    def gather(
+    def gather_async(
         self, x: torch.Tensor, shapes: Sequence[Shape] | None = None, destination: int = 0
-    ) -> list[torch.Tensor] | None:
+    ) -> Pending[list[torch.Tensor] | None]:
         """Rank `destination` gets the list of all ranks' `x`; the others get None.
 
         Arguments:
             shapes: the shape of each rank's `x`; by default all equal to this rank's.
         """
-        return self.gather_async(x, shapes, destination).wait()
-
-    def gather_async(
-        self, x: torch.Tensor, shapes: Sequence[Shape] | None = None, destination: int = 0
-    ) -> Pending[list[torch.Tensor] | None]:
-        """`gather`, under way."""
         check_tensor("gather(x)", x)
         destination = as_peer("gather(destination)", destination, self.size)
         if shapes is None:
@@ -253,7 +299,7 @@ class Communicator(InPlace):
         if expected[self.index] != tuple(x.shape):
             raise CollectiveError(
                 f"gather(shapes): expected {self.size}, one per rank, with {tuple(x.shape)} "
-                f"at {self.index}; got {shown(expected)}"
+                f"at {self.index}; got {format_tuple(expected)}"
             )
         total = sum(torch.Size(shape).numel() for shape in expected) - x.numel()
         received = total * x.itemsize if destination == self.index else 0
@@ -261,13 +307,13 @@ class Communicator(InPlace):
             "gather", x, received, lambda: self._start_gather(x, expected, destination)
         )
 
-    def exchange(
+    def exchange_async(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
-    ) -> None:
+    ) -> Pending[None]:
         """Send a tensor to each of some peers, and fill a tensor from each of some peers.
 
-        Every rank calls it, also with nothing to do. Contiguous tensors travel from and to where
-        they lie; others are copied once. For large tensors, or few messages; else `all_to_all`
+        Every rank calls it, also with nothing to send or receive. Contiguous tensors travel without
+        a copy; others are copied once. For large tensors, or few messages; otherwise `all_to_all`
         starts faster.
 
         Arguments:
@@ -275,12 +321,6 @@ class Communicator(InPlace):
             receives: by the index of the peer, tensors to write to. Each has the shape and dtype
                 of what that peer sends.
         """
-        self.exchange_async(sends, receives).wait()
-
-    def exchange_async(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
-    ) -> Pending[None]:
-        """`exchange`, under way."""
         given = as_messages("exchange(sends)", sends, self.size, self.index)
         taken = as_messages("exchange(receives)", receives, self.size, self.index)
         return self._traced(
@@ -290,22 +330,14 @@ class Communicator(InPlace):
             lambda: self._start_exchange(given, taken),
         )
 
-    def send(self, x: torch.Tensor, destination: int) -> None:
-        """Send `x` to one rank, which must `recv` it; waits until it does."""
-        self.send_async(x, destination).wait()
-
     def send_async(self, x: torch.Tensor, destination: int) -> Pending[None]:
-        """`send`, under way."""
+        """Send `x` to one rank, which must `recv` it; `send` waits until it does."""
         check_tensor("send(x)", x)
         destination = as_peer("send(destination)", destination, self.size, self.index)
         return self._traced("send", x, 0, lambda: self._start_send(x, destination))
 
-    def recv(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        """A tensor that rank `source` sends; `like` tells its shape and dtype."""
-        return self.recv_async(like, source).wait()
-
     def recv_async(self, like: torch.Tensor, source: int) -> Pending[torch.Tensor]:
-        """`recv`, under way."""
+        """Receive a tensor that rank `source` sends; `like` gives its shape and dtype."""
         check_tensor("recv(like)", like)
         source = as_peer("recv(source)", source, self.size, self.index)
         return self._traced(
@@ -314,20 +346,12 @@ class Communicator(InPlace):
 
     # ---- without tensors
 
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        self.barrier_async().wait()
-
     def barrier_async(self) -> Pending[None]:
-        """`barrier`, under way."""
+        """Wait until every rank has called this."""
         return self._traced("barrier", None, 0, self._start_barrier)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank gets the list of all ranks' `value`, which must be picklable."""
-        return self.gather_objects_async(value).wait()
-
     def gather_objects_async(self, value: Any) -> Pending[list[Any]]:
-        """`gather_objects`, under way once this rank has waited for the lengths of all objects."""
+        """Every rank gets the list of all ranks' `value`, which must be picklable."""
         data = pickle.dumps(value)
         event = self._tell("gather_objects", None, 0)
         sent = self._start_gather_bytes(len(data).to_bytes(8, "little"), [8] * self.size).wait()
@@ -336,3 +360,19 @@ class Communicator(InPlace):
             event.bytes = sum(lengths) - len(data)
         gathered = self._start_gather_bytes(data, lengths)
         return trace.ending(event, gathered.then(lambda each: list(map(pickle.loads, each))))
+
+    all_reduce = _waiting(all_reduce_async)
+    reduce_scatter = _waiting(reduce_scatter_async)
+    reduce_scatter_in_place = _waiting(reduce_scatter_in_place_async)
+    all_gather = _waiting(all_gather_async)
+    all_gather_into = _waiting(all_gather_into_async)
+    all_gather_in_place = _waiting(all_gather_in_place_async)
+    all_to_all = _waiting(all_to_all_async)
+    broadcast = _waiting(broadcast_async)
+    scatter = _waiting(scatter_async)
+    gather = _waiting(gather_async)
+    exchange = _waiting(exchange_async)
+    send = _waiting(send_async)
+    recv = _waiting(recv_async)
+    barrier = _waiting(barrier_async)
+    gather_objects = _waiting(gather_objects_async)

@@ -1,4 +1,4 @@
-"""Pending: the result of a collective that is under way."""
+"""Pending: the result of a collective that was started and not yet waited for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _UNSET: Any = object()
 
 
 class Pending(Generic[T]):
-    """A result on its way. `wait()` returns it, as often as asked.
+    """A result to come. `wait()` returns it, as often as it is called.
 
-    Until then the tensors that were handed in belong to the collective: do not write to them.
+    Until then the tensors that were passed in belong to the collective: do not write to them.
     """
 
     __slots__ = ("_finish", "_result")
@@ -25,20 +25,21 @@ class Pending(Generic[T]):
 
     @staticmethod
     def done(result: S) -> Pending[S]:
-        """A result that is there already."""
-        pending = Pending(lambda: result)
-        pending.wait()
+        """Return a `Pending` of a result that exists already."""
+        pending: Pending[S] = Pending.__new__(Pending)
+        pending._finish = None
+        pending._result = result
         return pending
 
     def wait(self) -> T:
         """Wait for the result and return it."""
         if self._finish is not None:
             self._result = self._finish()
-            self._finish = None  # also lets go of the inputs
+            self._finish = None  # also releases the inputs
         return self._result
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
-        """The same with `change` applied to the result when it is waited for."""
+        """Return a `Pending` that applies `change` to the result when it is waited for."""
         return Pending(lambda: change(self.wait()))
 
     def __repr__(self) -> str:

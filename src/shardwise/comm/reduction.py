@@ -1,7 +1,7 @@
 """Reductions of the contributions of several ranks, computed on one of them.
 
-The order is that of the ranks, so a result does not depend on who came first. Half types are
-accumulated in float32 and rounded once. Integers wrap.
+Contributions are added in the order of the ranks, so a result does not depend on which came first.
+Half types are accumulated in float32 and rounded once. Integers wrap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """On bool, "sum" means any and "product" means all."""
 
 UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-"""What to compute in, where torch lacks the kernels. Sums and products wrap to the same bits."""
+"""Dtypes to compute in, where torch lacks kernels. Sums and products wrap to the same bits."""
 
 _WIDER = {
     torch.bfloat16: torch.float32,
@@ -42,8 +42,7 @@ _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def as_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
-    """The name of a reduction; an unknown one is refused, and one without an exact meaning for the
-    dtype."""
+    """Return the name of a reduction, after checking that it is exact for the dtype."""
     name = name_of_reduce_op(op)
     if name is None:
         raise CollectiveError(f"op: expected one of {', '.join(REDUCE_OPS)}, got {op!r}")
@@ -52,7 +51,7 @@ def as_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
-    """Refuse a reduction that has no exact meaning for the dtype."""
+    """Check that a reduction has an exact meaning for the dtype."""
     if dtype not in _REDUCED:
         wider = torch.complex64 if dtype.is_complex else torch.float32
         raise CollectiveError(
@@ -72,7 +71,7 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
 
 
 def reduce_contributions(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """One new tensor: the pieces, equal in shape and dtype, reduced in their order."""
+    """Return the reduction of pieces of equal shape and dtype, in their order, as a new tensor."""
     dtype = pieces[0].dtype
     as_it_is = dtype.is_floating_point and op in ("max", "min")  # nothing is rounded
     wide = dtype if as_it_is else _WIDER.get(dtype, dtype)
@@ -91,12 +90,13 @@ def reduce_contributions(pieces: Sequence[torch.Tensor], op: str) -> torch.Tenso
 
 
 def is_summed_in_place(op: str, dtype: torch.dtype) -> bool:
-    """Whether contributions are added as they are, so that one may be where the sum will be."""
+    """Return whether contributions are added in their own dtype, so that one of them may lie in the
+    memory of the result."""
     return op in ("sum", "avg") and dtype is not torch.bool and dtype not in _WIDER
 
 
 def reduce_into(out: torch.Tensor, pieces: Sequence[torch.Tensor], op: str) -> None:
-    """The pieces reduced, into memory that may be one of them if it `is_summed_in_place`."""
+    """Reduce pieces into `out`, which may be one of them if the reduction `is_summed_in_place`."""
     if not is_summed_in_place(op, out.dtype):
         out.copy_(reduce_contributions(pieces, op))
         return

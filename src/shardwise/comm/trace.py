@@ -1,6 +1,9 @@
-"""The one point that every collective passes: who, what, on which axes, how many bytes, when, why.
+"""The trace: which collectives happen, and why.
 
-Nothing is built while nobody listens.
+Every collective passes `tell`, which hands an `Event` to each listener: who, what, over which axes,
+how many bytes, when, and its `Cause`. The code that runs operators, modules and backward nodes sets
+the cause with `trace_scope`, `operator_scope` and `module_scope`. Nothing is built while nobody
+listens.
 """
 
 from __future__ import annotations
@@ -9,15 +12,102 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from shardwise.comm.cause import Cause, current
 from shardwise.comm.pending import Pending
 
 T = TypeVar("T")
+
+
+# ---- causes
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a collective happened."""
+
+    operator: str = ""
+    """The torch function that needed it, or `redistribute`; `unshard` or `reduce_gradients` for
+    data parallelism; empty if the program called the collective itself."""
+    module: str = ""
+    """The path of the module that ran, from the outermost module that was called; empty for the
+    outermost. For data parallelism: the sharded modules it serves, separated by commas."""
+    direction: str = "forward"
+    """`forward` or `backward`."""
+    target: Any = field(default=None, compare=False, repr=False)
+    """The layout that the collective moves a tensor to; None if it is no such move."""
+
+    @property
+    def backward(self) -> Cause:
+        """The cause of the collectives that the gradient needs."""
+        return replace(self, direction="backward")
+
+
+class _Current(threading.local):
+    """What a thread is doing now. Simulated ranks are threads."""
+
+    cause = Cause()
+    function: Any = None
+    names: dict[int, str] | None = None
+    """The paths of all modules within the outermost running module, by their ids."""
+
+
+_current = _Current()
+
+
+def current() -> Cause:
+    """Return the cause of a collective that would start now on this thread."""
+    return _current.cause
+
+
+def is_running(function: Any) -> bool:
+    """Return whether this torch function is the innermost one that `operator_scope` was told of."""
+    return _current.function is function
+
+
+class acting:  # noqa: N801 (used as a function: `with acting(cause):`)
+    """A context in which collectives have this cause."""
+
+    __slots__ = ("_before", "_cause", "_function")
+
+    def __init__(self, cause: Cause, function: Any = None) -> None:
+        self._cause = cause
+        self._function = function
+
+    def __enter__(self) -> None:
+        self._before = _current.cause, _current.function
+        _current.cause, _current.function = self._cause, self._function
+
+    def __exit__(self, *exception: object) -> None:
+        _current.cause, _current.function = self._before
+
+
+def running(operator: str, function: Any = None) -> acting:
+    """Return a context in which collectives belong to this operator."""
+    return acting(replace(_current.cause, operator=operator), function)
+
+
+@contextmanager
+def in_module(module: nn.Module) -> Iterator[None]:
+    """Attribute collectives to a module, named by its path from the outermost running module."""
+    is_outermost = _current.names is None
+    if is_outermost:
+        _current.names = {id(each): name for name, each in module.named_modules()}
+    assert _current.names is not None, "just set"
+    path = _current.names.get(id(module), f"{_current.cause.module}.{type(module).__name__}")
+    try:
+        with acting(replace(_current.cause, operator="", module=path)):
+            yield
+    finally:
+        if is_outermost:
+            _current.names = None
+
+
+# ---- events
 
 
 @dataclass(slots=True)
@@ -25,23 +115,24 @@ class Event:
     """One collective, as one rank sees it."""
 
     rank: int
-    """Who: the global rank that called it."""
+    """The global rank that called it."""
     kind: str
-    """What: `all_reduce`, `all_gather`, ..."""
+    """`all_reduce`, `all_gather`, ..."""
     axes: tuple[str, ...]
-    """Over which axes of the mesh; empty for ranks that were named one by one."""
+    """The axes of the mesh it runs over; empty for ranks that were listed one by one."""
     ranks: tuple[int, ...]
     """The global ranks that take part, in order."""
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """What this rank puts in; None where that is no tensor."""
+    """Of this rank's input; None where the input is no tensor."""
     bytes: int
-    """What this rank must receive from others, at the least; of objects, once it is known."""
+    """The least number of bytes this rank receives from others; for objects set once it is
+    known."""
     cause: Cause = field(default_factory=current)
-    """Why: the operator, the module and the direction it is for."""
+    """The operator, module and direction it serves."""
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
-    """When its result was waited for; None while it is under way."""
+    """When its result was waited for; None until then."""
 
 
 Listener = Callable[[Event], None]
@@ -51,14 +142,14 @@ _changing = threading.Lock()
 
 
 def _watch_nothing(is_watched: bool) -> None:
-    """Modules are not watched before `torch_patches` says how."""
+    """Do nothing: module calls are not watched before `torch_patches` sets how."""
 
 
 _watch_modules: Callable[[bool], None] = _watch_nothing
 
 
 def watch_modules_with(watch: Callable[[bool], None] | None) -> None:
-    """Set the function that is called when the first listener comes and when the last one goes."""
+    """Set the function to call when the first listener comes and when the last one goes."""
     global _watch_modules
     with _changing:
         _watch_modules = watch or _watch_nothing
@@ -67,9 +158,9 @@ def watch_modules_with(watch: Callable[[bool], None] | None) -> None:
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Call `listener` with the `Event` of every collective that starts, on any rank in here.
+    """Call `listener` with the `Event` of every collective that starts within this context.
 
-    A simulation's ranks are threads of one process: the listener hears all of them.
+    Simulated ranks are threads of one process, so the listener hears all of them.
 
     Example:
         >>> events = []
@@ -90,13 +181,13 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def tell(event: Event) -> None:
-    """Pass an event to everybody who listens."""
+    """Pass an event to every listener."""
     for listener in listeners:
         listener(event)
 
 
 def ending(event: Event | None, pending: Pending[T]) -> Pending[T]:
-    """The same result, which ends the event when it is waited for."""
+    """Return the same result; waiting for it records when the event ended."""
     if event is None:
         return pending
 

@@ -14,7 +14,7 @@ import torch
 
 import shardwise.rules  # noqa: F401 (registers all rules)
 from shardwise.comm import trace as _trace
-from shardwise.comm.cause import is_running, running
+from shardwise.comm.trace import is_running, running
 from shardwise.copies import ViewCopy, as_ordinary, copies_in, link
 from shardwise.copies import linked as _linked
 from shardwise.dispatch import autograd, scalars  # noqa: F401 (register their handlers)

@@ -18,7 +18,7 @@ from shardwise.dispatch.state import state
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.policy import PolicyError
-from shardwise.redistribute.moves import Pair, apply_pair, apply_use, gather_of, make_pair
+from shardwise.redistribute.autograd import Pair, apply_pair, apply_use, gather_of, make_pair
 from shardwise.redistribute.plan import dual, plan_redistribute
 from shardwise.tensor import DTensor, unwrap, wrap
 from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of

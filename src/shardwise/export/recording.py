@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 
 from shardwise import world
 from shardwise.comm import trace
-from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.arguments import Shape
+from shardwise.comm.buffers import Shape
 from shardwise.comm.interface import Communicator
+from shardwise.comm.offline import AloneCommunicator
 from shardwise.comm.pending import Pending
 from shardwise.export.annotations import annotate_collective
 from shardwise.export.errors import ExportError

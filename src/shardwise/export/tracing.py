@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise import world
 from shardwise.comm import Cause, trace
-from shardwise.comm.cause import acting
+from shardwise.comm.trace import acting
 from shardwise.copies import as_ordinary, copies_in
 from shardwise.dispatch.moving import input_move, moved
 from shardwise.dispatch.state import state

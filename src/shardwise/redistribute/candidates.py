@@ -1,23 +1,42 @@
-"""Ways to get from one layout to another on one mesh, good ones only.
+"""Candidate plans: ways to get from one layout to another, which the planner scores.
 
-Each is a list of steps in the normal order: slice, reduce, exchange, gather, zero-fill. The planner
-scores them. Without pending reductions the direct exchange meets the lower bound on bytes; a chain
-of one-axis moves (`search`) may take fewer messages.
+On one mesh each candidate is a list of steps in the normal order: slice, reduce, exchange, gather,
+zero-fill. Without pending reductions the direct exchange meets the lower bound on bytes.
+
+For small tensors the number of messages matters more than bytes: a few collectives over one axis
+each may beat one exchange among all ranks. `cheapest_chain` finds such chains by a least-cost
+(Dijkstra) search over layouts. The search works on bare tuples and on the figures of the first
+rank, whose shards are largest, so that looking at a move costs microseconds. Within its moves it is
+exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.mesh import DeviceMesh
 from shardwise.redistribute import step as steps
-from shardwise.redistribute.measure import busiest, overlap, received, split_axes, volume
-from shardwise.redistribute.step import Step, replicated_axes, without
+from shardwise.redistribute.cost import Costs, prices
+from shardwise.redistribute.step import (
+    Step,
+    busiest,
+    overlap,
+    received,
+    replicated_axes,
+    volume,
+    without,
+)
+from shardwise.redistribute.transfer import split_axes
 
 
 def paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
-    """All candidates from `source` to `target`, which lie on one mesh."""
+    """Yield all candidates from `source` to `target` on one mesh."""
     scaled = rescaled(source, target)
     start = [] if scaled is source else [steps.local("scale", source, scaled)]
     reduced = ending_axes(scaled, target)
@@ -33,7 +52,8 @@ def paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
 
 
 def cross_mesh_paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
-    """Candidates between two meshes: reduce on the first, exchange, zero-fill on the second."""
+    """Yield candidates between two meshes: reduce on the first, exchange, zero-fill on the
+    second."""
     _check_commute(target)
     bare = target.relaid(partial={})
     end = [] if bare is target else [steps.local("zero_fill", bare, target)]
@@ -43,7 +63,7 @@ def cross_mesh_paths(source: Layout, target: Layout) -> Iterator[list[Step]]:
 
 
 def _complete(source: Layout) -> Iterator[list[Step]]:
-    """Ways to be done with the pending reductions of a layout."""
+    """Yield ways to complete the pending reductions of a layout."""
     bare = source.relaid(partial={})
     yield from paths(source, bare)
     if source.partial and source.ndim:
@@ -54,7 +74,7 @@ def _complete(source: Layout) -> Iterator[list[Step]]:
 
 
 def rescaled(source: Layout, target: Layout) -> Layout:
-    """`source` with pending averages made sums, and the reverse, where the target has it so."""
+    """Return `source` with pending averages turned into sums, or the reverse, as in the target."""
     partial: dict[int, str] = {}
     wanted = dict(target.partial)
     for axis, op in source.partial:
@@ -77,7 +97,7 @@ def rescaled(source: Layout, target: Layout) -> Layout:
 
 
 def _check_commute(layout: Layout) -> None:
-    """Refuse pending reductions of different kinds: what they give depends on which comes first."""
+    """Check that all pending reductions are of one kind: otherwise their order would matter."""
     ops = {op for _, op in layout.partial}
     if len({"sum" if op == "avg" else op for op in ops}) > 1:
         raise LayoutError(
@@ -87,24 +107,25 @@ def _check_commute(layout: Layout) -> None:
 
 
 def ending_axes(source: Layout, target: Layout) -> tuple[int, ...]:
-    """The axes to reduce over."""
+    """Return the axes to reduce over."""
     kept = {axis for axis, _ in target.partial}
     return tuple(axis for axis, _ in source.partial if axis not in kept)
 
 
 def new_axes(source: Layout, target: Layout) -> list[int]:
-    """The axes along which a reduction is pending in the target only."""
+    """Return the axes along which a reduction is pending in the target only."""
     already = {axis for axis, _ in source.partial}
     return [axis for axis, _ in target.partial if axis not in already]
 
 
 def pending_op(source: Layout, axes: tuple[int, ...]) -> str:
-    """The reduction over these axes."""
+    """Return the reduction that is pending over these axes."""
     return dict(source.partial)[axes[0]] if axes else "sum"
 
 
 def _only_zero_fill(source: Layout, target: Layout) -> bool:
-    """Whether ranks along the new pending axes hold together what each of them is to add up to."""
+    """Return whether the ranks along the new pending axes together hold what their sum must
+    give."""
     new = new_axes(source, target)
     if not new:
         return False
@@ -112,7 +133,7 @@ def _only_zero_fill(source: Layout, target: Layout) -> bool:
 
 
 def _before_zero_fill(source: Layout, target: Layout) -> Iterator[Layout]:
-    """Layouts from which the target is only a zero-fill away.
+    """Yield layouts from which a zero-fill gives the target.
 
     Along an axis whose contributions the target adds up, each rank may hold a piece of its own and
     zeros elsewhere, or the first rank may hold everything.
@@ -136,13 +157,13 @@ def _before_zero_fill(source: Layout, target: Layout) -> Iterator[Layout]:
 
 
 def _reductions(source: Layout, target: Layout, axes: tuple[int, ...]) -> Iterator[list[Step]]:
-    """Candidates to a target without new pending reductions: reduce over `axes`, and move."""
+    """Yield candidates to a target without new pending reductions: reduce over `axes`, and move."""
     if not axes:
         yield from _moves(source, target)
         return
     op = pending_op(source, axes)
     early = _sliced_early(source, target)
-    # Cut inside axes that are outer in the target, shards may lie where nobody wants them.
+    # A slice inside axes that are outer in the target may give shards that no rank wants.
     starts = [early] if early is source or _is_on_the_way(early, target) else [early, source]
     for start in starts:
         first = [] if start is source else [steps.local("slice", source, start)]
@@ -157,7 +178,7 @@ def _reductions(source: Layout, target: Layout, axes: tuple[int, ...]) -> Iterat
 
 
 def _moves(source: Layout, target: Layout) -> Iterator[list[Step]]:
-    """Candidates without reductions."""
+    """Yield candidates without reductions."""
     if source is target:
         yield []
         return
@@ -168,7 +189,8 @@ def _moves(source: Layout, target: Layout) -> Iterator[list[Step]]:
 
 
 def _gather_of_one_dim(source: Layout, target: Layout) -> list[Step] | None:
-    """The all-gather that does it, if one does: innermost axes of one dim are given up."""
+    """Return the all-gather over innermost axes of one dim that does the move; None if none
+    does."""
     changed = [
         dim for dim in range(source.ndim) if source.shard_order[dim] != target.shard_order[dim]
     ]
@@ -181,7 +203,8 @@ def _gather_of_one_dim(source: Layout, target: Layout) -> list[Step] | None:
 
 
 def _sliced_early(source: Layout, target: Layout) -> Layout:
-    """`source` cut along the axes where it is whole and the target is not: less to reduce."""
+    """Return `source` sliced along the axes where it is whole and the target is not: there is less
+    to reduce."""
     whole = set(replicated_axes(source))
     order = [
         (*before, *(axis for axis in after if axis in whole))
@@ -191,7 +214,7 @@ def _sliced_early(source: Layout, target: Layout) -> Layout:
 
 
 def _is_on_the_way(early: Layout, target: Layout) -> bool:
-    """Whether every shard of the target lies within one of `early`, dim by dim."""
+    """Return whether every shard of the target lies within one shard of `early`, dim by dim."""
     orders = zip(early.shard_order, target.shard_order, strict=True)
     return all(after[: len(before)] == before for before, after in orders)
 
@@ -199,7 +222,7 @@ def _is_on_the_way(early: Layout, target: Layout) -> bool:
 def _named_reductions(
     source: Layout, target: Layout, axes: tuple[int, ...], op: str
 ) -> Iterator[list[Step]]:
-    """All-reduce; and reduce-scatters to where the target wants the pieces, or anywhere."""
+    """Yield an all-reduce, and reduce-scatters into the dims of the target or into the longest."""
     yield [steps.all_reduce(source, axes, op)]
     if not source.ndim:
         return
@@ -221,7 +244,7 @@ def _named_reductions(
 
 
 def _spread_over_replicas(target: Layout) -> Layout:
-    """The target with its longest dim split further, so that no two ranks hold the same."""
+    """Return the target with its longest dim split further, so that no two ranks hold the same."""
     replicas = tuple(replicated_axes(target))
     if not target.ndim or not replicas:
         return target
@@ -232,6 +255,156 @@ def _spread_over_replicas(target: Layout) -> Layout:
 
 
 def _longest_dim(layout: Layout) -> int:
-    """The dim whose shards are longest; the first of equals, whose pieces are contiguous."""
+    """Return the dim with the longest shards; the first of equals, as its pieces are contiguous."""
     lengths = layout.box([0] * layout.mesh.ndim).shape
     return max(range(layout.ndim), key=lambda dim: (lengths[dim], -dim))
+
+
+# ---- chains of one-axis moves
+
+
+class State(NamedTuple):
+    """A layout without its mesh and shape: the axes of every dim, and the pending axes."""
+
+    order: tuple[tuple[int, ...], ...]
+    partial: tuple[int, ...]
+
+
+class Hop(NamedTuple):
+    """A move over one axis."""
+
+    kind: str
+    axis: int
+    dim: int
+    """The dim that it gathers or splits, or that the axis moves to."""
+    received: int
+    target: State
+
+
+def hops(layout: Layout, state: State) -> Iterator[Hop]:
+    """Yield every move over one axis: gather it, slice along it, move it to another dim, or reduce
+    over it.
+
+    `layout` gives mesh and shape, and the pending reductions that stay.
+    """
+    mesh = layout.mesh.shape
+    order, partial = state
+    lengths = [_length(layout, dim, axes) for dim, axes in enumerate(order)]
+    held = math.prod(lengths)
+    used = {*partial, *(axis for axis, _ in layout.partial)}
+    for dim, axes in enumerate(order):
+        used.update(axes)
+        if not axes:
+            continue
+        axis, size = axes[-1], mesh[axes[-1]]
+        whole = _length(layout, dim, axes[:-1])
+        last = max(0, whole - (size - 1) * lengths[dim])
+        rest = held // lengths[dim] if lengths[dim] else 0
+        outer = _with(order, dim, axes[:-1])
+        yield Hop("all_gather", axis, dim, (whole - last) * rest, State(outer, partial))
+        for other, inner in enumerate(order):
+            if other != dim:
+                cut = -(-lengths[other] // size)
+                part = rest // lengths[other] * cut if lengths[other] else 0
+                target = State(_with(outer, other, (*inner, axis)), partial)
+                yield Hop("exchange", axis, other, (whole - lengths[dim]) * part, target)
+    for axis in range(len(mesh)):
+        if axis not in used:
+            for dim, inner in enumerate(order):
+                yield Hop("slice", axis, dim, 0, State(_with(order, dim, (*inner, axis)), partial))
+    for axis in partial:
+        size = mesh[axis]
+        left = tuple(other for other in partial if other != axis)
+        yield Hop("all_reduce", axis, 0, 2 * held * (size - 1) // size, State(order, left))
+        for dim, inner in enumerate(order):
+            cut = -(-lengths[dim] // size) * (held // lengths[dim] if lengths[dim] else 0)
+            target = State(_with(order, dim, (*inner, axis)), left)
+            yield Hop("reduce_scatter", axis, dim, (size - 1) * cut, target)
+
+
+def hop_prices(mesh: DeviceMesh, costs: Costs, itemsize: int) -> list[tuple[float, float]]:
+    """Return for every axis the seconds of a collective: before its bytes, and for an element."""
+    return [(before, per_byte * itemsize) for before, per_byte in prices(mesh, costs)]
+
+
+def seconds(hop: Hop, price: Sequence[tuple[float, float]]) -> float:
+    """Return the time of a hop."""
+    if hop.kind == "slice":
+        return 0.0
+    before, per_element = price[hop.axis]
+    return before + hop.received * per_element
+
+
+def cheapest_chain(
+    source: Layout,
+    target: Layout,
+    ending: tuple[int, ...],
+    costs: Costs,
+    itemsize: int,
+    limit: float = math.inf,
+    most_states: int | None = None,
+) -> list[Hop] | None:
+    """Return the chain of least cost, or None if none costs less than `limit`.
+
+    Arguments:
+        ending: the axes to reduce over.
+        most_states: the number of layouts to look at before giving up (by default, no limit).
+    """
+    partial = steps.without(source, ending)
+    kept = source.relaid(partial=partial)
+    goal = State(target.shard_order, ())
+    ticket = count()  # ties are broken by age, the same on every rank
+    start = State(source.shard_order, ending)
+    queue: list[tuple[float, int, State, tuple[Hop, ...]]] = [(0.0, next(ticket), start, ())]
+    done: set[State] = set()
+    price = hop_prices(source.mesh, costs, itemsize)
+    while queue:
+        spent, _, state, chain = heapq.heappop(queue)
+        if state == goal:
+            return list(chain)
+        if state in done:
+            continue
+        done.add(state)
+        if most_states is not None and len(done) > most_states:
+            return None
+        for hop in hops(kept, state):
+            total = spent + seconds(hop, price)
+            if hop.target not in done and total < limit:
+                heapq.heappush(queue, (total, next(ticket), hop.target, (*chain, hop)))
+    return None
+
+
+def as_steps(source: Layout, chain: list[Hop], op: str) -> list[Step]:
+    """Return a chain as the steps of a plan."""
+    path: list[Step] = []
+    here = source
+    for hop in chain:
+        partial = steps.without(here, (hop.axis,))
+        target = here.relaid(hop.target.order, partial)
+        match hop.kind:
+            case "all_gather":
+                path.append(steps.all_gather(here, hop.dim, 1))
+            case "exchange":
+                path.append(steps.exchange(here, target))
+            case "slice":
+                path.append(steps.local("slice", here, target))
+            case "all_reduce":
+                path.append(steps.all_reduce(here, (hop.axis,), op))
+            case _:
+                path.append(steps.reduce_scatter(here, (hop.axis,), hop.dim, op))
+        here = path[-1].target
+    return path
+
+
+def _length(layout: Layout, dim: int, axes: tuple[int, ...]) -> int:
+    """Return the length of the first rank's shard along a dim split by `axes`."""
+    length = layout.shape[dim]
+    for axis in axes:
+        length = -(-length // layout.mesh.shape[axis])
+    return length
+
+
+def _with(
+    order: tuple[tuple[int, ...], ...], dim: int, axes: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    return (*order[:dim], axes, *order[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Run a plan on the calling rank's piece of a tensor."""
+"""Execution: run a plan on the calling rank's piece of a tensor."""
 
 from __future__ import annotations
 
@@ -12,37 +12,45 @@ import torch
 
 from shardwise import world
 from shardwise.box import Box
-from shardwise.comm import Communicator, Pending, communicator, trace
-from shardwise.comm.c10d import LARGE
-from shardwise.comm.cause import acting, current
+from shardwise.comm import Communicator, Pending, communicator, is_large, trace
 from shardwise.comm.reduction import check_reduction, reduce_contributions
+from shardwise.comm.trace import acting, current
 from shardwise.cut import taken
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
-from shardwise.redistribute.cut_dims import in_order
-from shardwise.redistribute.overlap import Transfer, receives, sends
-from shardwise.redistribute.owners import Ownership
 from shardwise.redistribute.plan import Plan
+from shardwise.redistribute.segmented import in_order
 from shardwise.redistribute.step import Step, collectives
-from shardwise.redistribute.swap import Parts, Swap, assembled
+from shardwise.redistribute.transfer import (
+    Ownership,
+    Parts,
+    Swap,
+    Transfer,
+    assemble,
+    receives,
+    sends,
+)
 from shardwise.torch_internals import is_zero_tensor, storage_id
 
 
 def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Start a plan; the result is this rank's piece in the target layout.
 
-    The first collective is under way when this returns; those that need its result start when it
-    is waited for. Plans with several are finished in the order they were started, whichever is
-    waited for first: so ranks that wait in different orders still meet in the same collectives.
+    The first collective has started when this returns; later ones start when it is waited for.
+    Plans of several collectives are finished in the order they were started, whichever is waited
+    for first: so ranks that wait in different orders still meet in the same collectives.
     """
     place = check_local(local, plan.source)
     if plan.moves and (is_zero_tensor(local) or local.is_conj() or local.is_neg()):
-        # torch's zeros without memory, and signs that are not in memory yet, cannot be sent.
+        # torch's zeros without memory, and conjugations not yet applied, cannot be sent.
         local = local.clone()
     if len(plan.moves) == 1 and place is not None and not trace.listeners:
         (step,) = plan.moves
         if step.kind in _MAKES_NEW:
             return _RUN[step.kind](step, local)
+        if step.kind == "slice" and step.source is plan.source and not step.target.is_cut:
+            kept = _kept_part(step, local, place)
+            return Pending.done(kept.clone(memory_format=torch.contiguous_format))
     running = _Running(plan, local)
     if sum(map(collectives, plan.moves)) <= 1:
         return Pending(running.finish)
@@ -58,7 +66,7 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
 
 
 class _Running:
-    """A plan under way on this rank."""
+    """A plan that was started on this rank."""
 
     def __init__(self, plan: Plan, local: torch.Tensor) -> None:
         self._local = local
@@ -73,10 +81,10 @@ class _Running:
         self._moved = bool(plan.moves)
 
     def finish(self) -> torch.Tensor:
-        """Run what is left; the result, as often as asked."""
+        """Run the remaining steps once, and return the result."""
         if self._result is None:
             result = self._under_way.wait()
-            del self._under_way  # nobody else holds its result while the others run
+            del self._under_way  # its result is freed while the other steps run
             while self._left:
                 result = self._start(self._left.pop(0), result).wait()
             if self._moved and _share_memory(result, self._local):
@@ -94,7 +102,7 @@ class _Running:
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     one, other = x.untyped_storage(), y.untyped_storage()
-    if x.is_meta:  # without data all are at the same place
+    if x.is_meta:  # without data all addresses are equal
         return bool(storage_id(one) == storage_id(other))
     return one.data_ptr() == other.data_ptr()
 
@@ -107,7 +115,7 @@ def _start(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
 
 
 def check_local(local: torch.Tensor, layout: Layout) -> tuple[int, ...] | None:
-    """Refuse a local tensor that is not this rank's piece of its layout; where the rank stands."""
+    """Check the shape of this rank's piece; return the place of this rank on the mesh."""
     place = layout.mesh.get_coordinate()
     if place is None:
         return None  # this rank has no piece; the tensor only tells the dtype
@@ -131,20 +139,35 @@ def _box(layout: Layout) -> Box | None:
 
 
 def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
-    """Keep a part of what is here. Backward: gather."""
+    """Replicate -> Shard: keep a part of the local tensor. Backward: all-gather."""
     if step.target.is_cut:
         for dim, cut in enumerate(step.target.cuts):
-            if cut is not None:  # then it is whole here
+            if cut is not None:  # and whole in the source
                 local = taken(local, dim, step.target.ranges(dim))
         return Pending.done(local)
-    before, after = step.source.box(), step.target.box()
-    if after.is_empty:  # and so perhaps not within what is here
-        return Pending.done(local.new_empty(after.shape))
-    return Pending.done(local[after.within(before).slices])
+    place = step.source.mesh.get_coordinate()
+    assert place is not None, "a rank outside takes no part"
+    return Pending.done(_kept_part(step, local, place))
+
+
+def _kept_part(step: Step, local: torch.Tensor, place: tuple[int, ...]) -> torch.Tensor:
+    """Return the part of the local tensor that a slice keeps, as a view."""
+    slices, shape = _kept_slices(step.source, step.target, place)
+    return local.new_empty(shape) if slices is None else local[slices]
+
+
+@lru_cache(maxsize=4096)
+def _kept_slices(
+    source: Layout, target: Layout, place: tuple[int, ...]
+) -> tuple[tuple[slice, ...] | None, tuple[int, ...]]:
+    """Return the part of the local tensor that a slice keeps, and its shape. An empty part may lie
+    outside the local tensor, and has no slices."""
+    before, after = source.box(place), target.box(place)
+    return None if after.is_empty else after.within(before).slices, after.shape
 
 
 def _scale(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
-    """Make pending averages pending sums, and the reverse. Backward: the same factor."""
+    """Turn pending averages into pending sums, or the reverse. Backward: the same factor."""
     check_reduction("avg", local.dtype)
     factor = 1.0
     wanted = dict(step.target.partial)
@@ -158,7 +181,7 @@ def _scale(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
 
 
 def _contribution(step: Step, frame: Box, parts: Parts, like: torch.Tensor) -> torch.Tensor:
-    """The tensor in `frame` with these parts, and the neutral element elsewhere."""
+    """Return the tensor in `frame` with these parts, and the neutral element elsewhere."""
     pending = dict(step.source.partial)
     new = [(axis, op) for axis, op in step.target.partial if axis not in pending]
     factor = math.prod(step.target.mesh.shape[axis] for axis, op in new if op == "avg")
@@ -171,21 +194,23 @@ def _contribution(step: Step, frame: Box, parts: Parts, like: torch.Tensor) -> t
 
 
 def _zero_fill(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
-    """Be a contribution: what is here, and the neutral element elsewhere. Backward: slice."""
+    """Replicate or Shard -> Partial: keep the local part, and the neutral element elsewhere.
+    Backward: nothing, or slice."""
     before, after = step.source.box(), step.target.box()
     place = step.target.mesh.get_coordinate()
     assert place is not None, "a rank outside takes no part"
     pending = dict(step.source.partial)
     split = {axis for axes in step.source.shard_order for axis in axes}
-    # Where several ranks hold the same, the first of them contributes it.
+    # Where several ranks hold the same elements, the first of them contributes these.
     whole = [axis for axis, _ in step.target.partial if axis not in pending and axis not in split]
     keep = all(place[axis] == 0 for axis in whole)
     common = before.intersect(after)
-    here = local[common.within(before).slices]
-    return Pending.done(_contribution(step, after, [(common, here)] if keep else [], local))
+    part = local[common.within(before).slices]
+    return Pending.done(_contribution(step, after, [(common, part)] if keep else [], local))
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float | int | bool:
+    """Return the element that does not change a reduction."""
     if op in ("sum", "avg"):
         return 0
     if op == "product":
@@ -206,7 +231,8 @@ def _all_reduce(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
 def _all_gather(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Shard -> Replicate. Backward: slice."""
     group = communicator(step.source.mesh, step.axes)
-    pending = group.all_gather_async(local, step.dim, _lengths(step.source, step))
+    lengths = _lengths(step.source, step.axes, step.dim, step.source.mesh.get_coordinate() or ())
+    pending = group.all_gather_async(local, step.dim, lengths)
     if step.source.cuts[step.dim] is None:
         return pending
     order = in_order(step.source, step.dim)
@@ -216,23 +242,28 @@ def _all_gather(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
 def _reduce_scatter(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     """Partial -> Shard. Backward: all-gather."""
     group = communicator(step.source.mesh, step.axes)
-    return group.reduce_scatter_async(local, step.dim, _lengths(step.target, step), step.op)
+    lengths = _lengths(step.target, step.axes, step.dim, step.source.mesh.get_coordinate() or ())
+    return group.reduce_scatter_async(local, step.dim, lengths, step.op)
 
 
-def _lengths(pieces: Layout, step: Step) -> list[int]:
-    """The lengths along the step's dim of the pieces of all ranks of its group, in order."""
-    mesh = step.source.mesh
-    place = list(mesh.get_coordinate() or ())
+@lru_cache(maxsize=4096)
+def _lengths(
+    pieces: Layout, axes: tuple[int, ...], dim: int, own: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the lengths along a dim of the pieces of all ranks along these axes, in order; `own`
+    is the place of this rank."""
+    sizes = pieces.mesh.shape
+    place = list(own)
     lengths = []
-    for index in range(math.prod(mesh.shape[axis] for axis in step.axes)):
-        for axis in reversed(step.axes):
-            index, place[axis] = divmod(index, mesh.shape[axis])
-        lengths.append(pieces.local_shape(place)[step.dim])
-    return lengths
+    for index in range(math.prod(sizes[axis] for axis in axes)):
+        for axis in reversed(axes):
+            index, place[axis] = divmod(index, sizes[axis])
+        lengths.append(pieces.local_shape(place)[dim])
+    return tuple(lengths)
 
 
 def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
-    """Any Shard -> any Shard. Backward: the exchange, transposed."""
+    """Any Shard -> any Shard. Backward: the transposed exchange."""
     source, target = step.source, step.target
     rank = source.mesh.get_rank()
     group = _group(step)
@@ -240,17 +271,17 @@ def _exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
         _agree_on_dtype(group, local)
     before, after = _box(source), _box(target)
     swap = Swap(group, rank, sends(source, target, rank), receives(source, target, rank))
-    if step.received * local.itemsize >= LARGE:  # a global fact: all ranks choose alike
+    if is_large(step.received * local.itemsize):  # a global fact: all ranks choose alike
         return swap.in_place(local, before, after)
 
     def finish(parts: Parts) -> torch.Tensor:
-        return local.new_empty(0) if after is None else assembled(after, parts, local)
+        return local.new_empty(0) if after is None else assemble(after, parts, local)
 
     return swap.of_slices(local, before).then(finish)
 
 
 def _agree_on_dtype(group: Communicator, local: torch.Tensor) -> None:
-    """Ranks outside the source mesh only tell the dtype, and a wrong one would break the move."""
+    """Check that all ranks pass one dtype: a rank outside the source mesh may pass a wrong one."""
     if local.is_meta:
         return
     code = zlib.crc32(str(local.dtype).encode())
@@ -264,7 +295,7 @@ def _agree_on_dtype(group: Communicator, local: torch.Tensor) -> None:
 
 
 def _reduce_exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
-    """Partial -> any Shard or Replicate. Backward: its layouts, transposed, have no reduction."""
+    """Partial -> any Shard or Replicate. Backward: a move without reductions."""
     mesh = step.source.mesh
     place = mesh.get_coordinate()
     assert place is not None, "reductions take place within one mesh"
@@ -287,12 +318,13 @@ def _reduce_exchange(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
             parts = Swap(group, rank, given, wanted).of_boxes(owned, local).wait()
         if ownership.roles.new:
             return _contribution(step, after, parts, local)
-        return assembled(after, parts, local)
+        return assemble(after, parts, local)
 
     return first.of_slices(local, before).then(finish)
 
 
 def _group(step: Step) -> Communicator:
+    """Return the communicator of an exchange: of its axes, or of all ranks of two meshes."""
     if step.source.mesh is step.target.mesh:
         return communicator(step.source.mesh, step.axes)
     meshes = step.source.mesh, step.target.mesh
@@ -317,4 +349,4 @@ _RUN: dict[str, Callable[[Step, torch.Tensor], Pending[torch.Tensor]]] = {
     "reduce_exchange": _reduce_exchange,
 }
 _MAKES_NEW = ("all_reduce", "all_gather", "reduce_scatter", "zero_fill")
-"""One collective at most, whose result is contiguous and new: there is nothing to do after it."""
+"""Steps whose result is contiguous and new, so that nothing needs to be done after them."""

@@ -1,9 +1,9 @@
-"""Plans: data that says how to get from one layout to another, and at what cost."""
+"""Plans: the steps from one layout to another, chosen by their cost. Pure and cached."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,9 +13,11 @@ import torch
 from shardwise.checks import as_int
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.layout import Layout
-from shardwise.redistribute import bound
+from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.redistribute import step as steps
 from shardwise.redistribute.candidates import (
+    as_steps,
+    cheapest_chain,
     cross_mesh_paths,
     ending_axes,
     new_axes,
@@ -23,10 +25,16 @@ from shardwise.redistribute.candidates import (
     pending_op,
     rescaled,
 )
-from shardwise.redistribute.cost import Costs, as_costs
-from shardwise.redistribute.cut_dims import stages
-from shardwise.redistribute.memory import peaks
-from shardwise.redistribute.search import as_steps, cheapest_chain
+from shardwise.redistribute.cost import (
+    DEFAULT,
+    LOOPBACK,
+    Costs,
+    as_costs,
+    is_mean_bound,
+    lower_bound,
+    peaks,
+)
+from shardwise.redistribute.segmented import stages
 from shardwise.redistribute.step import Step
 
 
@@ -45,13 +53,13 @@ class PlanStep:
     bytes_received: int
     """By the busiest rank."""
     mean_bytes: float
-    """By a rank on average."""
+    """Received by a rank on average."""
     peers: int
-    """From how many ranks a rank receives."""
+    """The number of ranks that a rank receives from."""
     peak_bytes: int
     """Held at once by the busiest rank: the plan's input, buffers and results."""
     seconds: float
-    """By the model."""
+    """Its time by the cost model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +70,39 @@ class Plan:
     target: Layout
     dtype: torch.dtype
     moves: tuple[Step, ...]
-    """What is executed."""
+    """The steps that are executed."""
     steps: tuple[PlanStep, ...]
-    """The same, in bytes and seconds."""
+    """The same steps, in bytes and seconds."""
     lower_bound: int
     """Bytes that must be received: by the busiest rank or, with pending reductions, on average."""
     costs: Costs
 
     @property
     def bytes_received(self) -> int:
-        """By the busiest rank."""
+        """The bytes that the busiest rank receives."""
         return sum(step.bytes_received for step in self.steps)
 
     @property
     def mean_bytes(self) -> float:
-        """Received by a rank on average."""
+        """The bytes that a rank receives on average."""
         return sum(step.mean_bytes for step in self.steps)
 
     @property
     def peak_bytes(self) -> int:
-        """Held at once by the busiest rank."""
+        """The bytes that the busiest rank holds at once."""
         return max((step.peak_bytes for step in self.steps), default=0)
 
     @property
     def seconds(self) -> float:
-        """The time it takes, by the model."""
+        """Its time by the cost model."""
         return sum(step.seconds for step in self.steps)
 
     def transpose(self) -> Plan:
-        """The plan of the gradient: from the dual of the target to the dual of the source."""
+        """Return the plan of the gradient: from the dual of the target to that of the source."""
         return plan_redistribute(dual(self.target), dual(self.source), self.dtype, costs=self.costs)
 
     def explain(self) -> str:
-        """What moves and why, in a few lines."""
+        """Describe the steps and their costs in a few lines."""
         title = f"{self.source!r} -> {self.target!r}, {self.dtype}"
         if not self.steps:
             return f"{title}: nothing to do"
@@ -114,8 +122,8 @@ class Plan:
         return "\n".join(lines)
 
     def _verdict(self) -> str:
-        """What is received in all, beside the least that must be."""
-        is_mean = bound.is_mean(self.source, self.target)
+        """Compare the bytes received with the lower bound."""
+        is_mean = is_mean_bound(self.source, self.target)
         received = self.mean_bytes if is_mean else self.bytes_received
         total = f"In all {_amount(self.bytes_received)} to the busiest rank"
         if is_mean and received < self.bytes_received:
@@ -147,17 +155,18 @@ def plan_redistribute(
     peak_bytes: int | None = None,
     costs: Costs | str | Path | None = None,
 ) -> Plan:
-    """How to get a tensor from one layout to another with the least communication.
+    """Plan the move of a tensor from one layout to another with the least communication.
 
-    Nothing is communicated here. The plan is a function of its arguments alone, so all ranks choose
-    the same.
+    Nothing is communicated here. The plan is a function of its arguments and of the costs of the
+    mesh, which are the same on all ranks, so all ranks choose the same.
 
     Arguments:
-        src: how the tensor lies.
-        dst: how it should lie; on the same mesh, or on another of the same world.
+        src: the current layout.
+        dst: the target layout; on the same mesh, or on another of the same world.
         dtype: of the tensor.
         peak_bytes: the most memory a rank may hold at once for it.
-        costs: what communication costs; a file that `shardwise calibrate` wrote, or `Costs`.
+        costs: what communication costs: `Costs`, or a file that `shardwise calibrate` wrote. By
+            default what `calibrate` measured on the mesh, or else round numbers.
 
     Example:
         >>> mesh = DeviceMesh.abstract((4, 8), ("dp", "tp"))
@@ -167,28 +176,52 @@ def plan_redistribute(
     check_arguments(src, dst, dtype)
     if peak_bytes is not None and as_int(peak_bytes) is None:
         raise MemoryCapError(f"peak_bytes: expected a number of bytes, got {peak_bytes!r}")
-    model = as_costs(costs, src.mesh.device_type)
+    model = planning_costs(costs, src, dst)
     if src.is_cut or dst.is_cut:
         return _plan_cut(src, dst, dtype, peak_bytes, model, src.mesh.get_coordinate())
     return _plan(src, dst, dtype, peak_bytes, model)
 
 
+def planning_costs(costs: Costs | str | Path | None, src: Layout, dst: Layout) -> Costs:
+    """Return the costs to plan with. Between two meshes those set for one do not count: the ranks
+    of the other may not know them."""
+    if costs is None and src.mesh is not dst.mesh:
+        return LOOPBACK if src.mesh.device_type == "cpu" else DEFAULT
+    return as_costs(costs, src.mesh)
+
+
+def placed(source: Layout, placements: Sequence[Placement]) -> Layout:
+    """Return the layout of the same tensor on the same mesh with these placements."""
+    if _PLACEMENTS.issuperset(map(type, placements)):
+        return _placed(source, tuple(placements))
+    return Layout.from_placements(source.mesh, source.shape, placements)
+
+
+_PLACEMENTS = frozenset({Shard, Replicate, Partial})
+
+
+@lru_cache(maxsize=4096)
+def _placed(source: Layout, placements: tuple[Placement, ...]) -> Layout:
+    return Layout.from_placements(source.mesh, source.shape, placements)
+
+
 def check_arguments(src: object, dst: object, *dtypes: object) -> None:
-    """Refuse what is no layout or no dtype, by name."""
+    """Check that `src` and `dst` are layouts, and the rest dtypes or None."""
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):
-            shown = f"{layout!r} ({type(layout).__name__})"
-            raise LayoutError(f"{name}: expected a Layout, got {shown}")
+            raise LayoutError(
+                f"{name}: expected a Layout, got {layout!r} ({type(layout).__name__})"
+            )
     for dtype in dtypes:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise LayoutError(f"dtype: expected such as torch.bfloat16, got {dtype!r}")
 
 
 _MODEL_ERROR = 1.02
-"""Plans whose times differ by less are equal to the model; fewer collectives decide then."""
+"""Plans whose times differ by less count as equally fast; the fewest collectives win then."""
 _MOST_STATES = 24
-"""How many layouts the search for a chain may look at, to be done within a millisecond. On meshes
-of three axes and more that leaves better chains for small tensors unfound."""
+"""The most layouts that the search for a chain looks at, so that it takes below a millisecond. On
+meshes of three axes and more it may miss better chains for small tensors."""
 
 
 @lru_cache(maxsize=65536)
@@ -204,7 +237,7 @@ def _plan(
         received = step.received * size
         return costs.seconds(step.axis_names, step.peers, received, steps.collectives(step))
 
-    least = bound.lower_bound(src, dst) * size
+    least = lower_bound(src, dst) * size
     found = _candidates(src, dst, seconds, costs, least, size, first_good=peak_bytes is None)
     if peak_bytes is not None:
         found = _within(found, peak_bytes, dtype, f"{src!r} -> {dst!r} in {dtype}")
@@ -227,8 +260,8 @@ def _plan_cut(
     costs: Costs,
     place: tuple[int, ...] | None,
 ) -> Plan:
-    """The plan of the rank at `place`: where a dim that is cut in pieces stays, the ranks that
-    have the same share of it make one of their own."""
+    """Return the plan of the rank at `place` for segmented dims: where such a dim stays, the ranks
+    with the same share of it make a plan of their own."""
     _check(src, dst)
     moves: list[Step] = []
     in_bytes: list[PlanStep] = []
@@ -262,7 +295,7 @@ Timed = list[tuple[float, list[Step]]]
 
 
 def _preference(timed: tuple[float, list[Step]]) -> tuple[int, float, float, int]:
-    """Among plans about as fast: fewer collectives, then time, then bytes, then steps."""
+    """Return the sort key among equally fast plans: collectives, time, bytes, steps."""
     time, path = timed
     moved = sum(step.mean_received for step in path)
     return sum(map(steps.collectives, path)), time, moved, len(path)
@@ -277,7 +310,7 @@ def _candidates(
     size: int,
     first_good: bool,
 ) -> Timed:
-    """Ways to go, with their times; one is enough if nothing can be better."""
+    """Return candidates with their times; only one if nothing can be better."""
     if src.mesh is not dst.mesh:
         return [(sum(map(seconds, path)), path) for path in cross_mesh_paths(src, dst)]
     found: Timed = []
@@ -286,7 +319,7 @@ def _candidates(
     for path in paths(src, dst):
         at_least = costs.least_seconds(size * sum(step.received for step in path))
         if first_good and at_least > fastest * _MODEL_ERROR:
-            continue  # whoever its peers are
+            continue  # too slow, whatever its peers
         found.append((sum(map(seconds, path)), path))
         fastest = min(fastest, found[-1][0])
         good = found[-1][0] <= goal * _MODEL_ERROR and sum(map(steps.collectives, path)) <= 1
@@ -299,7 +332,7 @@ def _candidates(
 def _chains(
     src: Layout, dst: Layout, size: int, costs: Costs, limit: float, least: float
 ) -> list[list[Step]]:
-    """The cheapest chain of one-axis moves, if there can be one below the limit."""
+    """Return the cheapest chain of one-axis moves that takes less than `limit`, if there is one."""
     if limit <= least or new_axes(src, dst) or rescaled(src, dst) is not src:
         return []
     ending = ending_axes(src, dst)
@@ -308,6 +341,7 @@ def _chains(
 
 
 def _within(found: Timed, peak_bytes: int, dtype: torch.dtype, what: str) -> Timed:
+    """Return the candidates that hold at most `peak_bytes`."""
     needed = [max(peaks(path, dtype), default=0) for _, path in found]
     allowed = [each for each, most in zip(found, needed, strict=True) if most <= peak_bytes]
     if not allowed:
@@ -319,8 +353,8 @@ def _within(found: Timed, peak_bytes: int, dtype: torch.dtype, what: str) -> Tim
 
 
 def dual(layout: Layout) -> Layout:
-    """How the gradient of a tensor lies: pending sums become whole, the rest is as it is."""
-    return layout.relaid(partial={})
+    """Return the layout of the gradient: pending sums become whole, the rest stays."""
+    return layout.relaid(partial={}) if layout.partial else layout
 
 
 def _check(src: Layout, dst: Layout) -> None:

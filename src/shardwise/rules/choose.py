@@ -1,18 +1,20 @@
-"""The choice of how to split a call: the least communication for the inputs as they lie.
+"""Choose the strategy of a call: how to split it with the least communication.
 
 For each axis of the mesh a call either splits one factor (or two, if its lowering can exchange what
-then lies apart), or lets pending sums flow through its linear inputs, or has everything whole. Only
-what some input already does on that axis is considered, so a layout never comes from nowhere; but
-where an input is split along a dim that must be whole, the axis may go to another dim of it: an
-exchange in place of a gather. The choice is a function of layouts and of the rule alone: all ranks
-make the same. What a lowering moves itself counts if the rule says how much that is.
+is then apart), or lets pending sums flow through its linear inputs, or has everything whole. Only
+splits already present on an input are tried; but where an input is split along a dim that must be
+whole, the axis may move to another dim of that input: an exchange in place of a gather.
+
+Strategies are compared by the cost model (`redistribute.cost`), with the costs of the mesh and the
+dtypes of the inputs. The communication of a lowering counts if its rule states it. The choice is a
+function of facts that all ranks share, so all ranks choose the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -21,171 +23,223 @@ from shardwise.comm import carries_values
 from shardwise.cut import Cut
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.redistribute.cost import (
+    Price,
+    costs_of,
+    estimate,
+    estimate_reduction,
+    prices,
+    worst_price,
+)
 from shardwise.rules.spec import Dims, Here, Out, Spec
 
-_SECONDS_PER_COLLECTIVE = 3e-5
-_SECONDS_PER_ELEMENT = 4e-9
 _MOST_CHOICES = 512
 
 
-class Way(NamedTuple):
-    """What a call does on one axis: split a factor, let a pending reduction flow, or neither."""
+class AxisStrategy(NamedTuple):
+    """What a call does on one axis: split a factor, let a pending sum flow, or have all whole."""
 
     factor: str | None = None
     also: str | None = None
-    """A factor that it splits too, of those that no result has."""
+    """A second factor to split, which no result has."""
     flow: tuple[int, ...] | None = None
+    """The inputs that keep their pending sum."""
     op: str = "sum"
     cut: Cut | None = None
-    """The pieces of the factor's dim, if it is cut."""
+    """The pieces of the factor's dim, if it is segmented."""
     size: int | None = None
-    """Of the dim that the cut is of, or that others are scaled to."""
+    """The size of the dim that `cut` describes, or that others are scaled to."""
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """All that are split."""
+        """All factors that are split."""
         return tuple(each for each in (self.factor, self.also) if each is not None)
 
 
-WHOLE = Way()
+WHOLE = AxisStrategy()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a call is split, and so how its inputs must lie and its results will."""
+    """A strategy: how a call is split, and so the layouts of its inputs and results."""
 
     here: Here
     used_on: tuple[tuple[int, ...], ...]
-    """For each input the axes on which it is whole beside shards: its gradient there is a
+    """For each input the axes on which it is whole beside shards: its gradient on these axes is a
     contribution."""
-    seconds: float
-    """A rough estimate of the communication."""
+    costs: tuple[Price, ...]
+    """The estimated communication: of each input, and of the call itself. The second number of each
+    is for a byte of the size of an element."""
+    depends_on_dtype: bool = False
+    """Whether another strategy could be cheaper for other dtypes of the inputs."""
+
+    def seconds(self, itemsizes: Sequence[int]) -> float:
+        """Return the time of its communication, for elements of these sizes."""
+        return sum(
+            [
+                cost.before + size * cost.per_byte
+                for cost, size in zip(self.costs, itemsizes, strict=True)
+            ]
+        )
 
     @property
     def inputs(self) -> tuple[Layout, ...]:
-        """How the inputs must lie."""
+        """The layouts that the inputs must have."""
         return self.here.inputs
 
     @property
     def outputs(self) -> tuple[Layout, ...]:
-        """How the results lie."""
+        """The layouts of the results."""
         return self.here.outputs
 
 
 def choose(
     spec: Spec, layouts: Sequence[Layout], mesh: DeviceMesh, *, keeps: Layout | None = None
 ) -> Choice | None:
-    """The cheapest way to run a call.
+    """Return the cheapest strategy for a call.
 
     Arguments:
         spec: what the rule says.
-        layouts: how the inputs lie.
-        mesh: where.
-        keeps: how the first input lies and the first result must (an in-place operator); None is
-            returned if that cannot be.
+        layouts: the current layouts of the inputs.
+        mesh: their mesh.
+        keeps: the layout that the first input and the first result must have (an in-place
+            operator); None is returned if no strategy has it.
     """
-    ways = [list(_ways(spec, layouts, axis)) for axis in range(mesh.ndim)]
+    options = [list(_options(spec, layouts, axis)) for axis in range(mesh.ndim)]
+    price = prices(mesh, costs_of(mesh))
+    itemsizes = _itemsizes(spec)
+    found: list[Choice] = []
     best: Choice | None = None
     best_rank: tuple[float, int, int] | None = None
-    for choice in islice(product(*ways), _MOST_CHOICES):
-        made = _made(spec, layouts, mesh, choice)
+    for combination in islice(product(*options), _MOST_CHOICES):
+        made = _build_if_possible(spec, layouts, mesh, combination, price)
         if made is None:
             continue
         if keeps is not None and not (made.inputs[0] is keeps and made.outputs[0] is keeps):
             continue
         moved = sum(a is not b for a, b in zip(layouts, made.inputs, strict=True))
-        # What is pending must be reduced some day; that counts only against other communication.
-        later = sum(map(_reduction, made.outputs)) if made.seconds else 0.0
-        rank = (made.seconds + later, sum(len(each.partial) for each in made.outputs), moved)
+        pending = sum(len(each.partial) for each in made.outputs)
+        rank = (round(made.seconds(itemsizes), 12), pending, moved)
+        found.append(made)
         if best_rank is None or rank < best_rank:
             best, best_rank = made, rank
+            if rank == _FREE:
+                return best
+    if best is None or best_rank is None or not best_rank[0]:
+        return best
+    if any(_may_beat(best, other) for other in found):
+        return replace(best, depends_on_dtype=True)
     return best
 
 
-def _reduction(layout: Layout) -> float:
-    """Roughly the seconds to reduce what is pending, and leave it split."""
-    sizes = layout.mesh.shape
-    held = layout.numel / math.prod(sizes[axis] for axes in layout.shard_order for axis in axes)
-    return sum(
-        _SECONDS_PER_COLLECTIVE + held * (sizes[axis] - 1) / sizes[axis] * _SECONDS_PER_ELEMENT
-        for axis, _ in layout.partial
-        if sizes[axis] > 1
-    )
+_FREE = (0.0, 0, 0)
 
 
-def _ways(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[Way]:
-    """What can be done on an axis, in a fixed order, the inputs' own ways first."""
-    seen: dict[Way, None] = {}  # in the order in which they were found
+def _itemsizes(spec: Spec) -> tuple[int, ...]:
+    """Return the bytes of an element of each input, and of what the call itself communicates: of
+    its widest floating-point input, or of its widest one."""
+    dtypes = [tensor.dtype for tensor, _ in spec.inputs]
+    sizes = [dtype.itemsize for dtype in dtypes]
+    wide = [dtype.itemsize for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return (*sizes, max(wide or sizes, default=1))
+
+
+def _may_beat(best: Choice, other: Choice) -> bool:
+    """Return whether another strategy could be cheaper with tensors of other dtypes, each with
+    elements of 1 to 16 bytes."""
+    gain = 0.0
+    is_equal = True
+    for mine, theirs in zip(best.costs, other.costs, strict=True):
+        rate = mine.per_byte - theirs.per_byte
+        gain += mine.before - theirs.before + rate * (_MOST_BYTES if rate > 0 else 1)
+        is_equal = is_equal and mine == theirs
+    return gain > -_ROUNDING and not is_equal
+
+
+_MOST_BYTES = 16
+_ROUNDING = 1e-12
+"""Times that differ by less are equal, but for rounding errors."""
+
+
+def _options(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[AxisStrategy]:
+    """Yield the strategies for one axis in a fixed order: first what the inputs do already."""
+    seen: dict[AxisStrategy, None] = {}  # in the order in which they were found
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
         for dim, (factor, axes) in enumerate(zip(dims, layout.shard_order, strict=True)):
             if axis not in axes:
                 continue
-            if factor is not None and _splits(spec, factor):
-                found = _splitting(spec, factor, layout, dim)
+            if factor is not None and _may_split(spec, factor):
+                found = _splits_of(spec, factor, layout, dim)
             else:
-                found = _exchanging(spec, dims, layout, axis)
-            for way in found:
-                if way not in seen:
-                    seen[way] = None
-                    yield way
+                found = _exchanges(spec, dims, layout, axis)
+            for option in found:
+                if option not in seen:
+                    seen[option] = None
+                    yield option
         for pending, op in layout.partial:
             if pending != axis or op not in ("sum", "avg"):
                 continue
             for flow in spec.linear:
-                way = Way(flow=tuple(flow), op=op)
-                if position in flow and way not in seen:
-                    seen[way] = None
-                    yield way
+                option = AxisStrategy(flow=tuple(flow), op=op)
+                if position in flow and option not in seen:
+                    seen[option] = None
+                    yield option
     if spec.together and carries_values(layouts[0].mesh):
-        yield from _together(spec, layouts, axis, seen)
+        yield from _co_splits(spec, seen)
     yield WHOLE
 
 
-def _together(
-    spec: Spec, layouts: Sequence[Layout], axis: int, found: Collection[Way]
-) -> Iterator[Way]:
-    """Two factors at once, both of which inputs split along this axis."""
+def _co_splits(spec: Spec, found: Collection[AxisStrategy]) -> Iterator[AxisStrategy]:
+    """Yield splits of two factors at once, both of which inputs split along this axis."""
     for factor, also in spec.together:
-        if any(way.factor == also for way in found):
-            for way in found:
-                if way.factor == factor:
-                    yield way._replace(also=also)
+        if any(option.factor == also for option in found):
+            for option in found:
+                if option.factor == factor:
+                    yield option._replace(also=also)
 
 
-def _splitting(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[Way]:
-    """Ways to split a factor as a dim of an input is: keeping its cut if it may, and without."""
+def _splits_of(spec: Spec, factor: str, layout: Layout, dim: int) -> Iterator[AxisStrategy]:
+    """Yield splits of a factor as in a dim of an input: with its pieces, if allowed, and
+    without."""
     cut, size = layout.cuts[dim], layout.shape[dim]
     if cut is not None and _may_be_cut(spec, factor):
-        yield Way(factor, cut=cut, size=size)
-    yield Way(factor, size=size if spec.scales else None)
+        yield AxisStrategy(factor, cut=cut, size=size)
+    yield AxisStrategy(factor, size=size if spec.scales else None)
 
 
-def _exchanging(spec: Spec, dims: Dims, layout: Layout, axis: int) -> Iterator[Way]:
-    """Ways that put an axis on another dim of an input, as the one it splits must be whole."""
+def _exchanges(spec: Spec, dims: Dims, layout: Layout, axis: int) -> Iterator[AxisStrategy]:
+    """Yield splits of other dims of an input by an axis whose own dim must be whole."""
     sizes = layout.mesh.shape
     for factor, size, axes in zip(dims, layout.shape, layout.shard_order, strict=True):
         pieces = sizes[axis] * math.prod(sizes[each] for each in axes)
         free = factor is not None and any(factor in out.dims for out in spec.outputs)
         if free and axis not in axes and size >= pieces:
-            yield Way(factor, size=size if spec.scales else None)
+            yield AxisStrategy(factor, size=size if spec.scales else None)
 
 
 def _may_be_cut(spec: Spec, factor: str) -> bool:
+    """Return whether the dims of a factor may stay segmented."""
     if spec.positions is None:
         return spec.lower is None and spec.allows is None
     return factor not in spec.positions
 
 
-def _splits(spec: Spec, factor: str) -> bool:
+def _may_split(spec: Spec, factor: str) -> bool:
+    """Return whether a factor may be split at all."""
     return factor in spec.reduces or any(factor in out.dims for out in spec.outputs)
 
 
-def _made(
-    spec: Spec, layouts: Sequence[Layout], mesh: DeviceMesh, ways: tuple[Way, ...]
+def _build_if_possible(
+    spec: Spec,
+    layouts: Sequence[Layout],
+    mesh: DeviceMesh,
+    options: tuple[AxisStrategy, ...],
+    price: Sequence[Price],
 ) -> Choice | None:
+    """Return the strategy that these strategies of all axes make; None if they do not fit."""
     splits: dict[str, tuple[int, ...]] = {}
-    for axis, way in enumerate(ways):
-        for each in way.factors:
+    for axis, option in enumerate(options):
+        for each in option.factors:
             splits[each] = (*splits.get(each, ()), axis)
     for factor, axes in splits.items():
         if len(axes) > 1:
@@ -193,45 +247,46 @@ def _made(
     if spec.allows is not None and splits and not spec.allows(splits, mesh):
         return None
     try:
-        return _choice(spec, layouts, mesh, ways, splits)
+        return _build(spec, layouts, mesh, options, splits, price)
     except _TornError:
         return None
 
 
 class _TornError(Exception):
-    """What cannot be: a boundary that is no whole index or within a unit; a pending reduction that
-    becomes another, as a maximum a sum."""
+    """An impossible strategy: a boundary between indices or within a unit, or a pending reduction
+    that would become another, as a maximum a sum."""
 
 
 class _Cuts:
-    """How the dims of split factors are cut in pieces."""
+    """The pieces of the dims of split factors."""
 
     def __init__(
         self,
         spec: Spec,
         mesh: DeviceMesh,
         splits: Mapping[str, tuple[int, ...]],
-        ways: Sequence[Way],
+        options: Sequence[AxisStrategy],
     ) -> None:
         self.spec = spec
         self.counts = {
             factor: tuple(mesh.shape[axis] for axis in axes) for factor, axes in splits.items()
         }
         self.given: dict[str, tuple[Cut, int]] = {}
-        """The cut that inputs have, of a dim of this size; only where there is one to heed."""
-        for way in sorted(ways, key=lambda way: way.cut is None):  # those that are cut first
-            if way.factor is not None and way.size is not None:
-                cut = way.cut or ((way.size, 1),)
-                self.given.setdefault(way.factor, (cut, way.size))
+        """The pieces that the inputs have, and the size of their dim; only of segmented dims."""
+        # Segmented dims first: their pieces count.
+        for option in sorted(options, key=lambda option: option.cut is None):
+            if option.factor is not None and option.size is not None:
+                cut = option.cut or ((option.size, 1),)
+                self.given.setdefault(option.factor, (cut, option.size))
 
     def of_inputs(self, dims: Dims, shape: Sequence[int]) -> tuple[Cut | None, ...] | None:
-        """The cut of each dim of an input; None if no input has one to heed."""
+        """Return the pieces of each dim of an input; None if no input is segmented."""
         if not self.given:
             return None
         return tuple(map(self._scaled, dims, shape))
 
     def of_output(self, number: int, dims: Dims, shape: Sequence[int]) -> dict[int, Cut | None]:
-        """The cuts of a result's dims, by dim."""
+        """Return the pieces of a result's dims, by dim."""
         found = {}
         for dim, (factor, size) in enumerate(zip(dims, shape, strict=True)):
             if factor not in self.given:
@@ -257,48 +312,66 @@ class _Cuts:
         return made
 
 
-def _choice(
+def _build(
     spec: Spec,
     layouts: Sequence[Layout],
     mesh: DeviceMesh,
-    ways: tuple[Way, ...],
+    options: tuple[AxisStrategy, ...],
     splits: dict[str, tuple[int, ...]],
+    price: Sequence[Price],
 ) -> Choice:
-    """How everything lies if each axis goes this way; raises if a cut cannot be kept."""
-    cuts = _Cuts(spec, mesh, splits, ways)
+    """Return the layouts and costs of a strategy; raise `_TornError` if it is impossible."""
+    cuts = _Cuts(spec, mesh, splits, options)
     targets, used = [], []
     for position, ((_, dims), layout) in enumerate(zip(spec.inputs, layouts, strict=True)):
         order = tuple(splits.get(each, ()) if each is not None else () for each in dims)
         pending: list[tuple[int, str]] = []
         beside: list[int] = []
-        for axis, way in enumerate(ways):
-            if way.flow is not None:
-                if position in way.flow:
-                    pending.append((axis, way.op))
+        for axis, option in enumerate(options):
+            if option.flow is not None:
+                if position in option.flow:
+                    pending.append((axis, option.op))
                 elif mesh.shape[axis] > 1:
                     beside.append(axis)
-            elif way.factor is not None and not any(each in dims for each in way.factors):
-                if position in spec.additive and spec.reduces.get(way.factor) == "sum":
+            elif option.factor is not None and not any(each in dims for each in option.factors):
+                if position in spec.additive and spec.reduces.get(option.factor) == "sum":
                     pending.append((axis, "sum"))
                 elif mesh.shape[axis] > 1:
                     beside.append(axis)
         _check_pending(layout, pending)
         pieces = cuts.of_inputs(dims, layout.shape)
-        targets.append(laid(layout, order, tuple(pending), pieces))
+        targets.append(_relaid(layout, order, tuple(pending), pieces))
         used.append(tuple(beside))
     outputs = tuple(
-        _output(spec, mesh, out, splits, ways, cuts.of_output(number, out.dims, out.shape))
+        _output(spec, mesh, out, splits, options, cuts.of_output(number, out.dims, out.shape))
         for number, out in enumerate(spec.outputs)
     )
     here = Here(mesh, splits, tuple(targets), outputs)
-    seconds = sum(map(estimate, layouts, targets))
+    costs = [
+        estimate(layout, target, price) for layout, target in zip(layouts, targets, strict=True)
+    ]
+    costs.append(_own_cost(spec, here, price, any(each.before or each.per_byte for each in costs)))
+    return Choice(here, tuple(used), tuple(costs))
+
+
+def _own_cost(spec: Spec, here: Here, price: Sequence[Price], moves_inputs: bool) -> Price:
+    """Estimate the communication of the call itself: that of its lowering, and the reduction of
+    pending results. A pending result must be reduced some day, but this counts only against other
+    communication: alone it is what the program asks for."""
+    before = per_byte = 0.0
     if spec.moves is not None:
         collectives, elements = spec.moves(here)
-        seconds += collectives * _SECONDS_PER_COLLECTIVE + elements * _SECONDS_PER_ELEMENT
-    return Choice(here, tuple(used), seconds)
+        worst = worst_price(price)
+        before, per_byte = collectives * worst.before, elements * worst.per_byte
+    if moves_inputs or before or per_byte:
+        for layout in here.outputs:
+            later = estimate_reduction(layout, price)
+            before, per_byte = before + later.before, per_byte + later.per_byte
+    return Price(before, per_byte)
 
 
 def _check_pending(layout: Layout, wanted: Sequence[tuple[int, str]]) -> None:
+    """Check that no pending reduction of an input must become one of another kind."""
     pending = dict(layout.partial)
     for axis, op in wanted:
         ops = {op, pending.get(axis, op)}
@@ -306,13 +379,13 @@ def _check_pending(layout: Layout, wanted: Sequence[tuple[int, str]]) -> None:
             raise _TornError
 
 
-def laid(
+def _relaid(
     layout: Layout,
     order: tuple[tuple[int, ...], ...],
     pending: tuple[tuple[int, str], ...],
     cuts: tuple[Cut | None, ...] | None = None,
 ) -> Layout:
-    """The layout with this order, these pending reductions and cuts; itself if it has them."""
+    """Return the layout with this order, these pending reductions and pieces."""
     cuts = (None,) * layout.ndim if cuts is None else cuts
     if layout.shard_order == order and layout.partial == pending and layout.cuts == cuts:
         return layout
@@ -322,7 +395,7 @@ def laid(
 def _ordered(
     spec: Spec, layouts: Sequence[Layout], factor: str, axes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The axes that split a factor, in the order the largest input has them."""
+    """Return the axes that split a factor, in the order of the largest input."""
     by_size = sorted(zip(spec.inputs, layouts, strict=True), key=lambda each: -each[1].numel)
     order: list[int] = []
     for (_, dims), layout in by_size:
@@ -337,52 +410,16 @@ def _output(
     mesh: DeviceMesh,
     out: Out,
     splits: dict[str, tuple[int, ...]],
-    ways: tuple[Way, ...],
+    options: tuple[AxisStrategy, ...],
     cuts: Mapping[int, Cut | None],
 ) -> Layout:
     order = {dim: splits[name] for dim, name in enumerate(out.dims) if name in splits}
     pending: dict[int | str, str] = {}
-    for axis, way in enumerate(ways):
-        if way.flow is not None:
-            pending[axis] = way.op
-        elif way.factor is not None and way.factor not in out.dims:
-            op = spec.reduces.get(way.factor, "whole")
+    for axis, option in enumerate(options):
+        if option.flow is not None:
+            pending[axis] = option.op
+        elif option.factor is not None and option.factor not in out.dims:
+            op = spec.reduces.get(option.factor, "whole")
             if op != "whole":
                 pending[axis] = op
     return Layout(mesh, out.shape, order, pending, cuts)
-
-
-def estimate(source: Layout, target: Layout) -> float:
-    """Roughly the seconds that a move takes: 0 if and only if nothing is communicated."""
-    if source is target:
-        return 0.0
-    sizes = source.mesh.shape
-    held = float(source.numel)
-    for axes in source.shard_order:
-        held /= math.prod(sizes[axis] for axis in axes) or 1
-    seconds = 0.0
-    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if before == after or before.is_replicate() or sizes[axis] == 1:
-            continue
-        others = sizes[axis] - 1
-        if before.is_shard():
-            # To a pending sum nothing is sent now, but as much as to make it whole is later. A dim
-            # that is cut in pieces is made whole before it is split otherwise.
-            exchanged = after.is_shard() and not (source.is_cut or target.is_cut)
-            moved = others / sizes[axis] if exchanged else others
-        elif after.is_partial():
-            continue
-        else:
-            moved = others / sizes[axis] * (1 if after.is_shard() else 2)
-        seconds += _SECONDS_PER_COLLECTIVE + moved * held * _SECONDS_PER_ELEMENT
-    if seconds == 0 and source.shard_order != target.shard_order and _reorders(source, target):
-        seconds = _SECONDS_PER_COLLECTIVE + held * _SECONDS_PER_ELEMENT
-    return seconds
-
-
-def _reorders(source: Layout, target: Layout) -> bool:
-    """Whether a dim keeps its axes but not as the outer ones in their order."""
-    return any(
-        before != after[: len(before)]
-        for before, after in zip(source.shard_order, target.shard_order, strict=True)
-    )

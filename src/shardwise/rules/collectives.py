@@ -1,13 +1,13 @@
-"""What a lowering may do between ranks, each with its gradient. All run on local tensors.
+"""Differentiable collectives for lowerings, on local tensors.
 
-| forward              | backward                       |
-|----------------------|--------------------------------|
-| `total` (sum)        | nothing                        |
-| `known_total`        | nothing                        |
-| `used`: nothing      | sum                            |
-| `total_used`: sum    | sum                            |
-| `stacked` (gather)   | slice, or sum and slice        |
-| `extreme` (max, min) | none: it is not differentiable |
+| forward                             | backward                                    |
+|-------------------------------------|---------------------------------------------|
+| `all_reduce_sum`: all-reduce        | nothing                                     |
+| `as_all_reduced`: nothing           | nothing                                     |
+| `sum_grads_over`: nothing           | all-reduce                                  |
+| `all_reduce_both_ways`: all-reduce  | all-reduce                                  |
+| `all_gather_stack`: all-gather      | slice, or reduce-scatter (used beside shards) |
+| `all_reduce_extreme`: all-reduce    | none: max and min are not differentiable    |
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import torch
 from shardwise.comm import Pending, communicator
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.moves import apply_pair, make_pair, redistribute_local
+from shardwise.redistribute.autograd import apply_pair, make_pair, redistribute_local
 
 
 def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """The sum of the contributions of the ranks along these axes, seen by each as the whole.
+    """Sum the contributions of the ranks along these axes; for bools return whether any is true.
 
-    Of bools: whether any is true. Forward: all-reduce. Backward: nothing, as every rank has the
-    whole gradient.
+    Forward: all-reduce. Backward: nothing, as every rank has the whole gradient.
     """
     if not axes:
         return local
@@ -39,19 +38,23 @@ def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.T
 def known_total(
     local: torch.Tensor, result: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
 ) -> torch.Tensor:
-    """`total`, where its result is known: nothing travels, but for what second gradients need."""
+    """Return `result`, which is the known total of `local`, as if `all_reduce_sum` had computed it.
+
+    Forward: nothing. Backward: nothing; second gradients communicate as those of `all_reduce_sum`
+    do.
+    """
     pair = make_pair(*_summed(local, mesh, axes))
     return apply_pair(local, pair, Pending.done(result.clone()))
 
 
 def _summed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Layout, Layout]:
-    """Before and after contributions along these axes are added."""
+    """Return the layouts before and after contributions along these axes are summed."""
     whole = Layout(mesh, tuple(local.shape))
     return whole.relaid(partial=dict.fromkeys(axes, "sum")), whole
 
 
 def used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """A tensor that is whole on these axes, about to be used beside shards.
+    """Sum the gradients over these axes of a whole tensor that is used beside shards.
 
     Forward: nothing. Backward: all-reduce, as each rank's gradient is a contribution.
     """
@@ -62,12 +65,18 @@ def used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Te
 
 
 def total_used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """The sum of contributions, about to be used beside shards. All-reduce both ways."""
+    """Sum contributions, and sum the gradients of the result over the same axes.
+
+    Forward: all-reduce. Backward: all-reduce.
+    """
     return used(total(local, mesh, axes), mesh, axes)
 
 
 def extreme(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str) -> torch.Tensor:
-    """The largest ("max") or smallest ("min") of each element over these axes; no gradient."""
+    """Return the largest ("max") or smallest ("min") of each element over these axes.
+
+    Forward: all-reduce. Backward: none; the result is detached.
+    """
     local = local.detach()
     return communicator(mesh, tuple(axes)).all_reduce(local, op) if axes else local
 
@@ -75,9 +84,9 @@ def extreme(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str)
 def stacked(
     local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], *, is_used: bool = False
 ) -> torch.Tensor:
-    """The tensors of the ranks along these axes, in their order, along a new first dim.
+    """Stack the tensors of the ranks along these axes, in their order, along a new first dim.
 
-    Forward: all-gather. Backward: slice; if it is used beside shards, reduce-scatter.
+    Forward: all-gather. Backward: slice; reduce-scatter if it `is_used` beside shards.
     """
     ranks = math.prod(mesh.shape[axis] for axis in axes)
     whole = Layout(mesh, (ranks, *local.shape))

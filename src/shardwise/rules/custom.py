@@ -21,23 +21,23 @@ def register_rule(
     linear: Sequence[Sequence[int]] = (),
     additive: Sequence[int] = (),
 ) -> None:
-    """Say how an operator relates the dims of its tensors, so that it runs on shards.
+    """Declare how an operator relates the dims of its tensors, so that it runs on shards.
 
-    `shardwise.testing.check_rule` tells whether what is said is true.
+    `shardwise.testing.check_rule` checks the declaration.
 
     Arguments:
         op: an operator: `torch.ops.mine.op`, what `torch.library.custom_op` returned, or a torch
             function.
         pattern: the factors of its tensor arguments and results, as an einsum: "m k, k n -> m n".
-            `...` stands for any leading dims, `_` for a dim that must be whole. A factor in a
-            result is free to be split; one in arguments alone is reduced; the size of a `_` in a
-            result is asked of the operator on tensors without data (`register_fake`).
-        reduces: how the results of ranks that split a reduced factor are put together: "sum",
-            "max", "min" or "product", or one of these for each reduced factor; a factor that is
-            not named must be whole.
+            `...` stands for any leading dims, `_` for a dim that must be whole. A factor of a
+            result may be split; a factor of arguments only is reduced; for the size of a `_` in a
+            result the operator is run on tensors without data (`register_fake`).
+        reduces: how to combine the results of ranks that split a reduced factor: "sum", "max",
+            "min" or "product", or one of these for each reduced factor; a factor that is not named
+            must be whole.
         linear: the sets of (positions of) tensors in which the operator is linear, so that pending
-            sums flow through it: [(0,), (1,)] for a product, [(0, 1)] for a sum.
-        additive: the tensors that are added to the result, as a bias is.
+            sums pass through it: [(0,), (1,)] for a product, [(0, 1)] for a sum.
+        additive: the tensors that are added to the result, such as a bias.
 
     Example:
         >>> sw.register_rule(torch.ops.mine.matmul, "m k, k n -> m n", linear=[(0,), (1,)])
@@ -74,7 +74,8 @@ def register_rule(
 
 
 def _functions(op: Any) -> list[Any]:
-    op = overload_of_custom_operator(op)  # of what torch.library.custom_op returns
+    """Return the functions to register for an operator: its overloads and their packet."""
+    op = overload_of_custom_operator(op)  # if it is from torch.library.custom_op
     if isinstance(op, OpOverload):
         return [op, op.overloadpacket]
     if isinstance(op, OpOverloadPacket):
@@ -91,6 +92,7 @@ def _functions(op: Any) -> list[Any]:
 def _sizes(
     name: str, pattern: str, tensors: list[torch.Tensor], inputs: list[Dims]
 ) -> dict[str, int]:
+    """Return the size of each factor, after checking that all dims of a factor have one size."""
     sizes: dict[str, int] = {}
     for at, (tensor, dims) in enumerate(zip(tensors, inputs, strict=True)):
         if len(dims) != tensor.dim():
@@ -113,6 +115,7 @@ def _shapes(
     outputs: list[Dims],
     sizes: dict[str, int],
 ) -> list[tuple[int, ...]]:
+    """Return the shapes of the results: from the factors, or by running on meta tensors."""
     if all(each in sizes for dims in outputs for each in dims):
         return [tuple(sizes[each] for each in dims if each is not None) for dims in outputs]
 

@@ -18,7 +18,7 @@ from shardwise.cut import Cut
 from shardwise.dispatch.writes import check_target, check_writable
 from shardwise.drawing import Sampler, drawn
 from shardwise.layout import Layout
-from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.autograd import redistribute_local
 from shardwise.rules.calls import Function, composed
 from shardwise.rules.creation import check_layout
 from shardwise.rules.dims import unsplit

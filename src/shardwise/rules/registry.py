@@ -1,4 +1,4 @@
-"""The table of rules: which rule speaks for which torch function.
+"""The table of rules, by torch function.
 
 A torch function, its Tensor method, its in-place form and its aten overloads share one rule.
 """
@@ -27,38 +27,38 @@ class RuleError(ShardwiseError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of one torch function."""
+    """How one torch function is run on DTensors."""
 
     name: str
     rule: Rule | None = None
-    """Says how a call splits; None from it means that it does not know this call, and a function
-    that the call is made of others: it is run with the call's arguments."""
+    """Returns the `Spec` of a call; None if it does not know this call; or, for a call that is made
+    of other calls, the function to run with its arguments."""
     handler: Callable[..., Any] | None = None
-    """Runs in place of everything: it gets the function, its arguments and its keywords."""
+    """Runs in place of dispatch, with the function, its arguments and its keywords."""
     outplace: Callable[..., Any] | None = None
-    """Of an in-place function: the one that returns a new tensor."""
+    """For an in-place function, the one that returns a new tensor."""
     ignores_numbers: bool = False
-    """Whether Python numbers among the arguments have no influence on how a call splits."""
+    """Whether Python numbers among the arguments have no influence on the split."""
     by_dtype: bool = False
-    """Whether the dtypes of its tensors have an influence."""
+    """Whether the dtypes of its tensors have an influence on the split."""
 
 
 _table: dict[Any, Known] = {}
 
 _SHARED: tuple[Any, ...] = (torch, torch.Tensor, F, nn_builtins)
-"""Where torch spells one operator by one name: as a function, as a method, with defaults."""
+"""Modules in which equal names mean the same operator: as a function, a method, with defaults."""
 
 _NAMESPACES: dict[str, Any] = {
     "special": torch.special,
     "linalg": torch.linalg,
     "fft": torch.fft,
 }
-"""Modules whose names are their own. torch.linalg.polar is not torch.polar, and nothing in torch
-says which pairs are the same: their functions are known by qualified name alone."""
+"""Modules whose names are independent. torch.linalg.polar is not torch.polar, and nothing in torch
+tells which pairs are the same, so their functions are registered by qualified name only."""
 
 
 def lookup(function: Any) -> Known | None:
-    """What is known of a torch function."""
+    """Return the entry of a torch function, or None."""
     known = _table.get(function)
     if known is None and isinstance(function, _OPERATORS):
         packet = getattr(function, "overloadpacket", function)
@@ -71,7 +71,7 @@ def lookup(function: Any) -> Known | None:
 
 
 def enter(function: Any, known: Known) -> None:
-    """Put a function into the table."""
+    """Add a function to the table."""
     if isinstance(function, Aten):
         _aten[function.name] = known
     else:
@@ -80,10 +80,10 @@ def enter(function: Any, known: Known) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Aten:
-    """The aten operator of a name and its overloads, but for those that write to `out`.
+    """The aten operator of a name with its overloads, except those that write to `out`.
 
-    Known by name alone: torch makes its operators when they are first asked for, and to ask for
-    all of them would take longer than everything else that is imported here.
+    Stored by name: torch creates an operator when it is first looked up, and looking up all of them
+    would take longer than everything else that is imported here.
     """
 
     name: str
@@ -94,11 +94,11 @@ _aten: dict[str, Known] = {}
 
 
 def functions(name: str) -> list[Any]:
-    """Every callable that torch offers under a name: function, method, aten overloads.
+    """Return every callable that torch has under a name: function, method, aten overloads.
 
     Arguments:
         name: "exp" for torch's functions, methods and those of torch.nn.functional; "linalg.qr",
-            "special.expit" or "fft.fft" for those of such a module. Neither stands for the other.
+            "special.expit" or "fft.fft" for those of such a module. One does not imply the other.
     """
     namespace, is_qualified, short = name.rpartition(".")
     if is_qualified:
@@ -114,8 +114,8 @@ def functions(name: str) -> list[Any]:
     return []
 
 
-def _given(name: Any, what: str) -> tuple[str, list[Any]]:
-    """The functions meant by a name, or by a function itself, and what to call them."""
+def _find_functions(name: Any, what: str) -> tuple[str, list[Any]]:
+    """Return the display name and the functions for a name, or for a function itself."""
     if isinstance(name, Aten):
         return name.name, [name]
     if callable(name):
@@ -129,21 +129,21 @@ def _given(name: Any, what: str) -> tuple[str, list[Any]]:
 def rule(
     *names: Any, ignores_numbers: bool = False, by_dtype: bool = False, inplace: bool = True
 ) -> Callable[[RuleType], RuleType]:
-    """Register a rule for functions, given by name or themselves.
+    """Register a rule for functions, given by name or as objects.
 
     The rule is called with the arguments of the function, and names its parameters as torch does.
-    It returns a `Spec`, or None for a call that it does not know, or what to run in its place for
-    one that is made of others (as where the value of a tensor decides).
+    It returns a `Spec`; or None for a call that it does not know; or a function to run in its
+    place, for a call that is made of others (as where the value of a tensor decides).
 
     Arguments:
         ignores_numbers: Python numbers among the arguments have no influence on the split.
-        by_dtype: the rule looks at the dtypes of tensors; what is planned is kept for each.
+        by_dtype: the rule looks at the dtypes of tensors; planned calls are cached for each.
         inplace: register the in-place form of each name (`add_` of `add`) too.
     """
 
     def register(made: RuleType) -> RuleType:
         for name in names:
-            text, given = _given(name, "rule")
+            text, given = _find_functions(name, "rule")
             for function in given:
                 known = Known(text, made, ignores_numbers=ignores_numbers, by_dtype=by_dtype)
                 enter(function, known)
@@ -164,14 +164,14 @@ def _register_inplace(name: str, known: Known) -> None:
 
 
 def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what runs in place of functions, given by name or themselves.
+    """Register a function that runs in place of functions, given by name or as objects.
 
     It is called with the function, the tuple of its arguments and the dict of its keywords.
     """
 
     def register(made: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            text, given = _given(name, "handler")
+            text, given = _find_functions(name, "handler")
             for function in given:
                 enter(function, Known(text, handler=made))
         return made
@@ -180,7 +180,7 @@ def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def name_of(function: Any) -> str:
-    """How a message calls a torch function."""
+    """Return the name of a torch function for messages."""
     known = lookup(function)
     if known is not None:
         return known.name

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm import communicator
 from shardwise.layout import Layout
-from shardwise.redistribute.moves import redistribute_local
+from shardwise.redistribute.autograd import redistribute_local
 from shardwise.rules.calls import composed, input_of, with_synonyms
 from shardwise.rules.chunks import shapes_along
 from shardwise.rules.collectives import extreme, stacked

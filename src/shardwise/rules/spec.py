@@ -1,9 +1,9 @@
-"""What a rule says of one call: the factors of its operands and results.
+"""Spec: what a rule says of one call, in factors.
 
-A factor is a name for a dim that several operands and results share, as a letter of an einsum.
-Splitting a factor over an axis of the mesh splits every dim that carries it. Everything else
-follows (`shardwise.rules.choose`): the legal splits, the results' layouts, which gradients are
-contributions, what a choice costs.
+A factor is a name for a dim that several operands and results share, like a letter of an einsum.
+Splitting a factor over an axis of the mesh splits every dim that has it. The rest follows from that
+(`shardwise.rules.choose`): the legal splits, the results' layouts, which gradients are
+contributions, and what a strategy costs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
 
 Dims = tuple[str | None, ...]
-"""The factor of each dim; None for one that must be whole."""
+"""The factor of each dim; None for a dim that must be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Out:
 class Spec:
     """One call of an operator, in factors. A rule returns it.
 
-    A rule may look at shapes and layouts and at arguments that are no tensors, and at nothing else:
-    what it says is remembered for calls that agree in these. (At dtypes if it is registered so.)
+    A rule may depend only on shapes, on layouts and on arguments that are no tensors: its answer is
+    cached for calls that agree in these. (Also on dtypes, if it is registered with `by_dtype`.)
     """
 
     inputs: Sequence[tuple[torch.Tensor, Dims]]
@@ -43,63 +43,67 @@ class Spec:
     outputs: Sequence[Out]
     """The tensors of the result, in their order."""
     reduces: Mapping[str, str] = field(default_factory=dict)
-    """Factors that no result has: the reduction of the results of ranks that split it ("sum",
+    """For each factor that no result has, how to combine the results of ranks that split it ("sum",
     "max", ...), or "whole" where the lowering makes the results whole itself."""
     together: Sequence[tuple[str, str]] = ()
-    """Pairs of factors, one of a result and one of `reduces`, that an axis may split both: the
-    lowering then gets from other ranks what belongs together, and nothing is pending. What it sends
-    may depend on values, so this is only considered where there are any."""
+    """Pairs of factors, one of a result and one of `reduces`, that one axis may split at once: the
+    lowering then fetches what it needs from other ranks, and nothing is pending. What it sends may
+    depend on values, so this is tried only where tensors have values."""
     moves: Callable[[Here], tuple[int, float]] | None = None
-    """Given how the call is split: in how many collectives the lowering moves how many elements to
-    each rank, roughly. Nothing by default; 0 of each where it is split so that nothing moves."""
+    """Given how the call is split, return roughly the number of collectives of the lowering and of
+    the elements that each rank receives in them; (0, 0.0) for a split that moves nothing. By
+    default a lowering counts as free."""
     linear: Sequence[Sequence[int]] = ()
-    """Sets of inputs in which the operator is (jointly) linear: pending sums flow through."""
+    """Sets of inputs in which the operator is (jointly) linear: pending sums pass through it."""
     additive: Sequence[int] = ()
-    """Inputs that are added to the result: pending sums too, when a reduced factor is split."""
+    """Inputs that are added to the result: they become pending sums where a reduced factor is
+    split."""
     lower: Callable[[Here], Callable[..., Any] | None] | None = None
-    """Given how the call is split: what to run on the local tensors in place of the operator,
-    with the operator's own arguments. None to run the operator."""
+    """Given how the call is split, return the function to run on the local tensors in place of the
+    operator, with the operator's own arguments; None to run the operator."""
     allows: Callable[[Mapping[str, tuple[int, ...]], DeviceMesh], bool] | None = None
-    """Whether these splits (axes by factor) are possible; any are by default."""
+    """Return whether these splits (axes by factor) are possible; by default all are."""
     positions: Collection[str] | None = None
-    """Factors along which the lowering must know which indices a rank holds: these are never cut
-    in pieces (`shardwise.cut`). None: all, if there is a lowering or a say in what splits are
-    possible, and else none."""
+    """Factors along which the lowering must know which indices a rank holds: their dims are never
+    segmented (`shardwise.cut`). None stands for all factors if there is `lower` or `allows`, and
+    for no factor otherwise."""
     scales: bool = False
-    """Whether dims of one factor may differ in size: they are split at the same places, up to
-    scale, and not at all where these are between indices."""
+    """Whether dims of one factor may differ in size: they are split at the same places up to scale,
+    and not at all if such a place is between indices."""
     recut: Callable[[str, int, Cut, tuple[int, ...]], Cut | None] | None = None
-    """Given a factor, the number of a result, how the inputs' dim is cut, and into how many chunks
-    the axes split it: how the result's dim is cut; None where it cannot be. By default as the
-    inputs' dim. A dim that is in one piece has units of 1."""
+    """Given a factor, the number of a result, the pieces of the inputs' dim, and the number of
+    chunks
+    for each axis that splits it, return the pieces of the result's dim; None if there are none. By
+    default those of the inputs' dim. A dim in one piece has units of 1."""
     is_view: bool = False
     """Whether torch returns a view of the first input."""
     keys: Sequence[Any] = ()
-    """Of views that an index of the input gives, those indices. Without, a lowering may say so."""
+    """For results that are views given by an index of the input, these indices; a lowering may also
+    set them."""
     writes: bool = False
     """Whether the lowering of an in-place operator writes to its first input itself; otherwise the
-    result of the operator that returns a new tensor is made, and copied."""
+    out-of-place operator runs, and its result is copied."""
     may_fail: bool = False
-    """Whether torch may raise an error for what a part of a batch holds: it then does on all ranks.
-    Costs a small collective."""
+    """Whether torch may raise an error for the values of some shards: the error is then raised on
+    all ranks. Costs a small collective."""
     needs_plain: bool = False
-    """Whether what runs looks at shapes in Python, and so must not be handed DTensors."""
+    """Whether the function that runs looks at shapes in Python, and so must not get DTensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """How one call is split: what a lowering is told."""
+    """How one call is split: the argument of a lowering."""
 
     mesh: DeviceMesh
     splits: Mapping[str, tuple[int, ...]]
-    """The axes over which each factor is split, outer to inner; only those that are."""
+    """The axes over which each factor is split, outer to inner; only factors that are split."""
     inputs: tuple[Layout, ...]
-    """How the inputs lie when the local function is called."""
+    """The layouts of the inputs when the local function is called."""
     outputs: tuple[Layout, ...]
-    """How its results lie."""
+    """The layouts of its results."""
 
     def axes(self, *factors: str | None) -> tuple[int, ...]:
-        """The axes that split these factors; those of one rank split nothing."""
+        """Return the axes of more than one rank that split these factors."""
         return tuple(
             axis
             for each in factors
@@ -110,21 +114,21 @@ class Here:
 
 
 def takes_shards(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a lowering that only hands its tensors on to torch, and asks them nothing.
+    """Mark a lowering that only passes its tensors on to torch, and looks at nothing of them.
 
-    It may be given DTensors, which saves their plain aliases.
+    It may get DTensors, which saves making plain aliases.
     """
     lowering.takes_shards = True  # type: ignore[attr-defined]
     return lowering
 
 
 def dims_of(tensor: torch.Tensor, prefix: str = "d") -> Dims:
-    """A factor of its own for each dim: d0, d1, ..."""
+    """Return a different factor for each dim: d0, d1, ..."""
     return tuple(f"{prefix}{dim}" for dim in range(tensor.dim()))
 
 
 def normalized(dim: int, ndim: int) -> int:
-    """A dim counted from the front."""
+    """Return a dim counted from the front."""
     limit = max(ndim, 1)
     if not -limit <= dim < limit:
         raise IndexError(
@@ -135,9 +139,9 @@ def normalized(dim: int, ndim: int) -> int:
 
 
 def parsed(pattern: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Dims], list[Dims]]:
-    """The factors in a pattern such as "m k, k n -> m n"; `...` stands for any leading dims.
+    """Parse a pattern such as "m k, k n -> m n" into the factors of inputs and results.
 
-    A `_` is a dim that must be whole.
+    `...` stands for any leading dims, `_` for a dim that must be whole.
     """
     left, _, right = pattern.partition("->")
     inputs = [part.split() for part in left.split(",")]

@@ -1,20 +1,22 @@
-"""Differentiable moves: a redistribution, and the one that carries its gradient back.
+"""Differentiable moves: a redistribution, and the move that carries its gradient back.
 
-The cotangent of a tensor lies like the tensor, with pending sums made whole (`dual`). So
+The gradient of a tensor has the layout of the tensor, with pending sums made whole
+(`gradient_layout`). So
 
-| forward                          | backward                     |
-|----------------------------------|------------------------------|
-| Partial -> Replicate             | nothing                      |
-| Partial -> Shard                 | all-gather                   |
-| Shard -> Replicate               | slice                        |
-| Shard -> Replicate, used beside a shard | reduce-scatter        |
-| Replicate -> Shard               | all-gather                   |
-| Replicate or Shard -> Partial    | nothing, slice               |
-| Shard -> Shard                   | the exchange, transposed     |
-| Replicate, used beside a shard   | all-reduce; if it was gathered, reduce-scatter (`apply_use`) |
+| forward                                 | backward                                    |
+|-----------------------------------------|---------------------------------------------|
+| Partial -> Replicate                    | nothing                                     |
+| Partial -> Shard                        | all-gather                                  |
+| Shard -> Replicate                      | slice                                       |
+| Shard -> Replicate, used beside a shard | reduce-scatter                              |
+| Replicate -> Shard                      | all-gather                                  |
+| Replicate or Shard -> Partial           | nothing, slice                              |
+| Shard -> Shard                          | the transposed exchange                     |
+| Replicate, used beside a shard          | all-reduce                                  |
+| the same, of a gathered tensor          | reduce-scatter (`apply_gathered_use`)       |
 
-"Used beside a shard" means that each rank's gradient is only a contribution: the cotangent is
-pending a sum on those axes.
+"Used beside a shard" means that an operator combines the whole tensor with a shard of another, so
+each rank's gradient is only a contribution: it is pending a sum on those axes.
 """
 
 from __future__ import annotations
@@ -26,18 +28,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 
 from shardwise import world
 from shardwise.comm import Cause, Pending, communicator, trace
-from shardwise.comm.cause import acting, current
+from shardwise.comm.trace import acting, current
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import Axis
 from shardwise.redistribute.cost import Costs
 from shardwise.redistribute.execute import check_local, execute
-from shardwise.redistribute.plan import Plan, check_arguments, dual, plan_redistribute
+from shardwise.redistribute.plan import (
+    Plan,
+    check_arguments,
+    dual,
+    plan_redistribute,
+    planning_costs,
+)
 from shardwise.torch_internals import backward_node, is_torch_function_enabled
 
 _NO_CAUSE = Cause()
@@ -51,12 +60,13 @@ class Move:
     target: Layout
     factor: float = 1.0
     dtype: torch.dtype | None = None
-    """What travels, and what comes out. None: as it goes in."""
-    costs: Costs | str | Path | None = None
+    """The dtype that travels and comes out; None for that of the input."""
+    costs: Costs | None = None
     peak_bytes: int | None = None
     _plans: dict[Any, Plan] = field(default_factory=dict, init=False, compare=False)
     _group: list[Any] = field(default_factory=lambda: [None] * 3, init=False, compare=False)
-    """The world and dtype it last ran in, and who sums there, if an all-reduce is all it takes."""
+    """If it is one all-reduce: the world and the dtype it last ran in, and the communicator. Weak
+    references, as a cached move may outlive its ranks."""
 
     @cached_property
     def is_nothing(self) -> bool:
@@ -64,26 +74,28 @@ class Move:
         return self.source is self.target and self.factor == 1 and self.dtype is None
 
     def run(self, local: torch.Tensor) -> torch.Tensor:
-        """Run it on this rank's piece, whose shape need not be checked, and wait."""
-        here, dtype, group = self._group
-        # Of its own dtype only: ranks that listen go by the plan, and must do the same.
-        is_known = dtype is local.dtype and here is world.current() and group.is_usable
-        if is_known and not trace.listeners:
-            return group.all_reduce(local)  # type: ignore[no-any-return]
+        """Run it on this rank's piece, and wait."""
+        last_world, dtype, last_group = self._group
+        # Only for the dtype of the plan: ranks with listeners follow the plan, and must do the
+        # same.
+        if dtype is local.dtype and not trace.listeners and last_world() is world.current():
+            group = last_group()
+            if group is not None and group.is_usable:
+                return group.all_reduce(local)  # type: ignore[no-any-return]
         result = self.start(local).wait()
         plan = self._plans.get(local.dtype)
         if plan is not None and self.dtype is None and self.factor == 1 and _is_sum(plan):
             (step,) = plan.moves
             group = communicator(step.source.mesh, step.axes)
-            self._group[:] = world.current(), local.dtype, group
+            self._group[:] = ref(world.current()), local.dtype, ref(group)
         return result
 
     def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
-        """Run it on this rank's piece."""
+        """Start it on this rank's piece."""
         wire = local if self.dtype is None else local.to(self.dtype)
         key: Any = wire.dtype
         if self.source.is_cut or self.target.is_cut:
-            # The plan is that of a rank's own share, and simulated ranks may have a move in common.
+            # The plan is for a rank's own share, and simulated ranks may share a move.
             key = wire.dtype, self.source.mesh.get_coordinate()
         plan = self._plans.get(key)
         if plan is None:
@@ -95,7 +107,7 @@ class Move:
 
 
 def _is_sum(plan: Plan) -> bool:
-    """Whether it is one all-reduce among this rank and others."""
+    """Return whether a plan is one all-reduce that this rank takes part in."""
     if len(plan.moves) != 1 or (plan.moves[0].kind, plan.moves[0].op) != ("all_reduce", "sum"):
         return False
     mesh = plan.source.mesh
@@ -104,25 +116,26 @@ def _is_sum(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Pair:
-    """A move and its transpose. The transpose of that is the move itself: the cotangent of a
-    gradient is pending where the tensor was."""
+    """A move and its transpose, which carries the gradient. The transpose of the transpose is the
+    move itself."""
 
     forward: Move
     backward: Move
 
     def transposed(self) -> Pair:
-        """The move of the gradient, and of its gradient."""
+        """Return the pair of the gradient: its move, and the move of its own gradient."""
         return Pair(self.backward, self.forward)
 
     @cached_property
     def is_gather(self) -> bool:
-        """Whether it only gathers, so that a piece of the gradient is all that goes back."""
+        """Whether it only gathers, so that the backward is a slice."""
         source, target = self.forward.source, self.forward.target
         return (
             source is not target
             and source.mesh is target.mesh
             and not (source.partial or target.partial or self.backward.source.partial)
-            and self.forward == Move(source, target)
+            and (self.forward.factor, self.forward.dtype, self.forward.peak_bytes)
+            == (1, None, None)
             and all(
                 after == before[: len(after)]
                 for before, after in zip(source.shard_order, target.shard_order, strict=True)
@@ -133,20 +146,23 @@ class Pair:
 def apply_pair(
     local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Run a move so that autograd knows it."""
+    """Run a move and record it for autograd. `started`: its forward, if that was started already.
+
+    Forward: `pair.forward`. Backward: `pair.backward`.
+    """
     if type(local) is not torch.Tensor and is_torch_function_enabled():
         result = _Redistribute.apply(local, pair, started)  # type: ignore[no-untyped-call]
     else:
         result = _apply(local, pair, started)
     if pair.is_gather:
-        # For `apply_use`. Held by the result and not by its node, which would keep the pieces of
-        # every gather in a checkpointed region until the backward.
+        # For `apply_gathered_use`. Held by the result, not by its node: the node would keep the
+        # pieces of every gather in a checkpointed region until the backward.
         result._gathered_from = local
     return result  # type: ignore[no-any-return]
 
 
 def gather_of(tensor: torch.Tensor) -> Any:
-    """The node of the gather that a tensor, seen as a local one, is the result of; or None."""
+    """Return the autograd node of the gather that made a (local) tensor, or None."""
     if "_gathered_from" not in tensor.__dict__:
         return None
     node = tensor.grad_fn
@@ -155,19 +171,20 @@ def gather_of(tensor: torch.Tensor) -> Any:
 
 
 def apply_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
-    """The result of a gather, about to be used beside shards on these axes.
+    """Mark the result of a gather as used beside shards on these axes.
 
-    Forward: nothing. Backward: contributions are summed where the gathered pieces came from, in a
-    reduce-scatter, past the gathered tensor: for that one alone, an all-reduce and a slice.
+    Forward: nothing. Backward: reduce-scatter of the contributions directly into the shards that
+    were gathered. The gradient of the gathered tensor itself, an all-reduce and a slice, is never
+    made.
     """
     gather.is_passed = True
     move = gather.pair.forward
-    pair = _used_pair(move.source, move.target, used_on)
+    pair = cached_pair(move.source, move.target, used_on, costs=move.costs)
     return apply_pair(tensor._gathered_from, pair, Pending.done(tensor.detach()))
 
 
 class _Redistribute(torch.autograd.Function):
-    """Forward: `pair.forward`. Backward: `pair.backward`, by this very function, so it can be
+    """Forward: `pair.forward`. Backward: `pair.backward`, by this same function, so that it can be
     differentiated again."""
 
     @staticmethod
@@ -177,8 +194,8 @@ class _Redistribute(torch.autograd.Function):
         ctx.pair, ctx.dtype = pair, local.dtype
         ctx.cause = current() if trace.listeners else _NO_CAUSE
         if pair.forward.is_nothing:
-            # An alias that is no view of autograd's: its node stays when the tensor is changed
-            # in place by an optimizer, as the gradient's way does not depend on the value.
+            # An alias that autograd does not see as a view: its node stays valid when an optimizer
+            # changes the tensor in place, as the gradient does not depend on the value.
             return local.detach()
         return pair.forward.run(local.detach()) if pending is None else pending.wait()
 
@@ -190,8 +207,8 @@ class _Redistribute(torch.autograd.Function):
             return _moved_back(ctx, *gradients), None, None
 
 
-# Without what `torch.autograd.Function.apply` does in Python before: binding default arguments that
-# there are none of, and asking for torch.func's transforms, which no move can be part of.
+# Skips what `torch.autograd.Function.apply` does in Python first: it binds default arguments, of
+# which there are none, and asks for torch.func's transforms, which no move can be part of.
 _apply: Any = super(torch.autograd.Function, _Redistribute).apply
 
 _NODE: Any = backward_node(_Redistribute)
@@ -227,55 +244,62 @@ def redistribute_local(
 
     Arguments:
         local: this rank's piece in `src`.
-        src: how the tensor lies.
-        dst: how it should lie.
+        src: the current layout.
+        dst: the target layout.
         used_on: axes on which `dst` is whole and will be used beside shards, so that gradients
-            come back as contributions: they are summed where the tensor came from (an all-gather
-            then has a reduce-scatter as its backward, and no move an all-reduce).
-        forward_dtype: convert to this before anything travels; the result has it.
+            come back as contributions: they are summed on the way back (an all-gather then has a
+            reduce-scatter as its backward, and no move an all-reduce).
+        forward_dtype: convert to this dtype before anything travels; the result has it.
         backward_dtype: the same for the gradient, which is converted back in the end.
-        async_op: return a `Pending` at once. Its `wait()` gives the differentiable result. A plan's
-            first collective is under way then, and the others start in `wait()`.
+        async_op: return a `Pending` at once. Its `wait()` gives the differentiable result. The
+            first collective of the plan is started at once, the others in `wait()`.
         peak_bytes: the most memory a rank may hold at once for it, in either direction.
         costs: as `plan_redistribute` takes them.
 
     Returns:
-        This rank's piece in `dst`, as a new tensor; `local` itself if nothing was to do.
+        This rank's piece in `dst`, as a new tensor; `local` itself if there was nothing to do.
     """
     check_arguments(src, dst, forward_dtype, backward_dtype)
     if not isinstance(local, torch.Tensor):
         raise LayoutError(f"local: expected a tensor, got {local!r} ({type(local).__name__})")
     axes = (used_on,) if isinstance(used_on, int | str) else tuple(used_on)
-    pair = make_pair(src, dst, axes, forward_dtype, backward_dtype, peak_bytes, costs)
-    if src is dst and not (axes or forward_dtype or backward_dtype or peak_bytes or costs):
-        check_local(local, src)
-        return Pending.done(local) if async_op else local
+    if src is dst:
+        check_local(local, src)  # otherwise its execution does
+        if not (axes or forward_dtype or backward_dtype or peak_bytes or costs):
+            return Pending.done(local) if async_op else local
+    model = planning_costs(costs, src, dst)
+    if peak_bytes is None:
+        pair = cached_pair(src, dst, axes, forward_dtype, backward_dtype, model)
+    else:  # perhaps no number, which planning refuses
+        pair = make_pair(src, dst, axes, forward_dtype, backward_dtype, model, peak_bytes)
     if not (torch.is_grad_enabled() and local.requires_grad):
         pending = pair.forward.start(local.detach())
         return pending if async_op else pending.wait()
     check_linear(src)
     check_linear(dst)
-    check_local(local, src)
     if not async_op:
         return apply_pair(local, pair)
     started = pair.forward.start(local.detach())
 
     def finish() -> torch.Tensor:
-        with torch.enable_grad():  # as it was at the start
+        with torch.enable_grad():  # as when it was started
             return apply_pair(local, pair, started)
 
     return Pending(finish)
 
 
 def relabelled(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
-    """An alias whose gradient comes in one layout and goes on in another."""
+    """Return an alias of `local` whose gradient arrives in one layout and continues in another.
+
+    Forward: nothing. Backward: the move from `given` to `wanted`.
+    """
     if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
         return local.view_as(local)
     return _Relabel.apply(local, given, wanted)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Relabel(torch.autograd.Function):
-    """Forward: nothing. Backward: from the layout the gradient has to the one it should have."""
+    """Forward: nothing. Backward: the move from the given layout of the gradient to the wanted."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
@@ -293,10 +317,10 @@ def make_pair(
     used_on: tuple[Axis, ...] = (),
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    costs: Costs | None = None,
     peak_bytes: int | None = None,
-    costs: Costs | str | Path | None = None,
 ) -> Pair:
-    """A move and its transposes; the arguments are those of `redistribute_local`."""
+    """Return a move and its transpose; the arguments are those of `redistribute_local`."""
     back = dual(dst)
     if used_on:
         for axis in map(dst.mesh.axis, used_on):
@@ -306,23 +330,24 @@ def make_pair(
                     f"got {dst.mesh.axis_name(axis)}: {dst.placements[axis]}"
                 )
         back = dst.relaid(partial=dict.fromkeys(map(dst.mesh.axis, used_on), "sum"))
-    factor = _averaged(dst) / _averaged(src)
+    factor = _average_divisor(dst) / _average_divisor(src)
     return Pair(
         Move(src, dst, 1.0, forward_dtype, costs, peak_bytes),
         Move(back, dual(src), factor, backward_dtype, costs, peak_bytes),
     )
 
 
-_used_pair = functools.lru_cache(4096)(make_pair)
+cached_pair = functools.lru_cache(4096)(make_pair)
+"""`make_move_pair`, with costs that tell decisions of different costs apart."""
 
 
-def _averaged(layout: Layout) -> int:
-    """Each contribution to a pending average counts for one part in so many."""
+def _average_divisor(layout: Layout) -> int:
+    """Return the divisor of the pending averages of a layout."""
     return math.prod(layout.mesh.shape[axis] for axis, op in layout.partial if op == "avg")
 
 
 def check_linear(layout: Layout) -> None:
-    """Refuse a layout whose pending reductions have no gradient."""
+    """Check that the pending reductions of a layout have gradients."""
     for axis, op in layout.partial:
         if op not in ("sum", "avg"):
             raise LayoutError(

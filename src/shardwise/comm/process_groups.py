@@ -1,4 +1,4 @@
-"""torch process groups: the world of a process, and the groups in it, made on demand."""
+"""torch process groups: the world of a real rank, and its groups, made on demand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardwise.comm.alone import AloneCommunicator, AloneWorld
-from shardwise.comm.arguments import shown
-from shardwise.comm.c10d import C10dCommunicator, living
+from shardwise.comm.buffers import format_tuple
+from shardwise.comm.c10d import C10dCommunicator, living_group
 from shardwise.comm.interface import Communicator
+from shardwise.comm.offline import AloneCommunicator, AloneWorld
 from shardwise.errors import CollectiveError, MeshError
 from shardwise.mesh import DeviceMesh
 from shardwise.torch_internals import (
@@ -49,20 +49,21 @@ class C10dWorld(World):
         self._made: Counter[tuple[tuple[int, ...], str]] = Counter()
 
     def describe(self) -> str:
-        """What kind of ranks these are."""
+        """Say what kind of ranks these are."""
         return f"torch.distributed was started with {self.size} ranks"
 
     def communicator(
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> Communicator:
-        """The way these ranks talk; its group is made here, which all of them must do."""
+        """Return the communicator of these ranks. All of them must call this: it makes their
+        group."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         group = self.process_group(ranks, channel)
         return C10dCommunicator(group, ranks, ranks.index(self.rank), axes)
 
     def process_group(self, ranks: tuple[int, ...], channel: str = "") -> dist.ProcessGroup:
-        """The group of exactly these ranks, in this order, made on demand by its members."""
+        """Return the group of exactly these ranks, in this order; its members make it on demand."""
         key = ranks, channel
         with self.lock:
             group = self._known(key)
@@ -73,7 +74,7 @@ class C10dWorld(World):
             return group
 
     def adopt(self, group: Any) -> tuple[int, ...]:
-        """Use a group the user made; returns its global ranks."""
+        """Use a group that the user made; return its global ranks."""
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -83,7 +84,7 @@ class C10dWorld(World):
         return ranks
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
-        """The torch DeviceMesh of the same ranks, over the same process groups."""
+        """Return the torch DeviceMesh of the same ranks, over the same process groups."""
         names = mesh.mesh_dim_names
         if names is None and mesh.ndim > 1:
             raise MeshError(
@@ -111,14 +112,14 @@ class C10dWorld(World):
 
     def _known(self, key: tuple[tuple[int, ...], str]) -> dist.ProcessGroup | None:
         reference = self._groups.get(key)
-        return None if reference is None else living(reference)
+        return None if reference is None else living_group(reference)
 
 
 class LeftWorld(World):
     """The ranks of a default process group that this rank has aborted."""
 
     def describe(self) -> str:
-        """What to do."""
+        """Say what to do."""
         return (
             "this rank has aborted the default process group, with a mesh of which an axis spans "
             "all ranks; call torch.distributed.init_process_group again, then make the mesh again"
@@ -127,26 +128,28 @@ class LeftWorld(World):
     def communicator(
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> NoReturn:
-        """There is none."""
-        raise MeshError(f"ranks {shown(ranks)} cannot talk: {self.describe()}")
+        """Raise: there is no communicator."""
+        raise MeshError(f"ranks {format_tuple(ranks)} cannot talk: {self.describe()}")
 
 
+_IS_AVAILABLE = dist.is_available()
 _worlds: WeakKeyDictionary[dist.ProcessGroup, C10dWorld] = WeakKeyDictionary()
 _alone = AloneWorld()
 _making = threading.Lock()
 _latest: tuple[Any, Any] = (lambda: None, lambda: None)
-"""References to the default group that was last seen, and to its world."""
+"""Weak references to the default group that was last seen, and to its world."""
 _left: LeftWorld | None = None
-"""What there is in place of a default group that was aborted, until there is another."""
+"""The world in place of a default group that was aborted, until there is another."""
 
 
 def process_world(start: bool) -> World:
-    """The world of this process; joins the ranks that torchrun started if it may."""
+    """Return the world of this process; with `start`, join the ranks that torchrun started."""
     global _latest, _left
-    if not dist.is_available():
+    if not _IS_AVAILABLE:
         return _alone
     default = world_of_torch.default_pg
-    if default is not None and _latest[0]() is default:  # asked for several times per collective
+    # A quick answer, as this is called several times per collective.
+    if default is not None and _latest[0]() is default:
         return _latest[1]()  # type: ignore[no-any-return]
     if not dist.is_initialized():
         if _left is not None:
@@ -186,11 +189,11 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
 
     torch's `new_group(use_local_synchronization=True)` names a group by its ranks and by how many
     groups *this* rank has made so far. Ranks that belong to different numbers of groups then wait
-    for each other under different names, for ever. So the name here is made of the ranks, and of
-    how many groups of just these ranks there were on this channel, which all members know.
+    for each other under different names, forever. So the name here is made of the ranks, and of the
+    number of groups of exactly these ranks on this channel so far, which all members know.
     """
     if rank not in ranks:
-        raise MeshError(f"group: expected ranks that include this one, got {shown(ranks)}")
+        raise MeshError(f"group: expected ranks that include this one, got {format_tuple(ranks)}")
     default = default_group()
     backend, store = world_of_torch.pg_map[default]
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
@@ -208,7 +211,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
         )
     except RuntimeError as error:
         raise CollectiveError(
-            f"the ranks {shown(ranks)} could not make a process group: {error}\nA peer has "
+            f"the ranks {format_tuple(ranks)} could not make a process group: {error}\nA peer has "
             "probably ended or waits elsewhere: look at the output of the others"
         ) from error
     finally:
@@ -219,7 +222,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
 
 
 def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort some groups, together where the backend can, and let torch forget them."""
+    """Abort groups, together where the backend can, and remove them from torch."""
     if not groups:
         return
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -240,10 +243,10 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _release(groups: list[dist.ProcessGroup]) -> None:
-    """Empty a list of aborted groups on another thread, which is left to hold them alone.
+    """Empty a list of aborted groups on another thread, which then holds the last references.
 
-    gloo closes its connections, which tells the peers, when nobody holds a group any more. It first
-    waits for this rank's collectives under way, and the caller must not.
+    gloo closes its connections, which the peers notice, when the last reference to a group goes. It
+    first waits for collectives that this rank has started, and the caller must not wait for these.
     """
     kept = list(groups)
     groups.clear()

@@ -1,9 +1,9 @@
-"""Moves of tensors with dims that are cut in pieces, made of ordinary ones.
+"""Moves of tensors with segmented dims (cut in pieces, each split on its own), as ordinary moves.
 
-Where such a dim stays as it is, every rank keeps its share of it: the move takes place among the
-ranks that have the same share, on the sub-mesh of the other axes, of a tensor of the local size.
-Otherwise the dim is made whole first, and put in the order of the global tensor; or is cut in the
-end, of which nothing is communicated.
+Where a segmented dim stays as it is, every rank keeps its share of it: the move takes place among
+the ranks that have the same share, on the sub-mesh of the other axes, with the local size of that
+dim. Otherwise the dim is first made whole and put in the order of the global tensor; or it is cut
+in the end, which needs no communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.redistribute.step import Step, local, without
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a move: a step of its own or, without one, a move between ordinary layouts."""
+    """A part of a move: one step or, if `step` is None, a move between ordinary layouts."""
 
     source: Layout
     target: Layout
@@ -30,7 +30,7 @@ class Stage:
 
 
 def stages(source: Layout, target: Layout, place: Sequence[int] | None) -> list[Stage]:
-    """The parts of a move, as the rank at `place` makes it (None: a rank outside the mesh)."""
+    """Return the parts of a move for the rank at `place` (None: a rank outside the mesh)."""
     if source is target:
         return []
     if not (source.is_cut or target.is_cut):
@@ -54,7 +54,7 @@ def stages(source: Layout, target: Layout, place: Sequence[int] | None) -> list[
 
 
 def _kept(source: Layout, target: Layout, dim: int) -> tuple[int, ...]:
-    """The outer axes that split a dim in pieces, and as they do, on both sides."""
+    """Return the outer axes that split a segmented dim in the same way in both layouts."""
     if source.cuts[dim] is None and target.cuts[dim] is None:
         return ()
     before, after = source.shard_order[dim], target.shard_order[dim]
@@ -79,7 +79,7 @@ def _counts(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
 def _beside(
     source: Layout, target: Layout, kept: list[tuple[int, ...]], place: Sequence[int]
 ) -> list[Stage]:
-    """The move among the ranks with the same shares of the dims that stay."""
+    """Return the move among the ranks with the same shares of the dims that stay."""
     fixed = {axis for axes in kept for axis in axes}
     rest = [axis for axis in range(source.mesh.ndim) if axis not in fixed]
     mesh = source.mesh.along(rest, place)
@@ -94,7 +94,7 @@ def _inside(
     rest: list[int],
     mesh: DeviceMesh,
 ) -> Layout:
-    """The share that the rank at `place` has of a tensor, as it lies on the other axes."""
+    """Return the layout, on the other axes, of the share that the rank at `place` keeps."""
     shape, order, cuts = [], [], []
     for dim, axes in enumerate(kept):
         cut: Cut | None = layout.cuts[dim]
@@ -111,12 +111,14 @@ def _inside(
 
 
 def _gather(source: Layout, dim: int) -> Step:
-    """Make a dim whole, and put its pieces in order."""
+    """Return the step that makes a dim whole and puts its pieces in order."""
     axes = source.shard_order[dim]
     order = list(source.shard_order)
     order[dim] = ()
     target = source.relaid(order)
-    first = (0,) * source.mesh.ndim  # nobody has more of the other dims; the last, less of this
+    first = (
+        (0,) * source.mesh.ndim
+    )  # it has the most of the other dims, and the last rank the least of this one
     others = math.prod(size for at, size in enumerate(source.local_shape(first)) if at != dim)
     last = source.local_shape([size - 1 for size in source.mesh.shape])[dim]
     moved = others * (source.shape[dim] - last)
@@ -124,8 +126,8 @@ def _gather(source: Layout, dim: int) -> Step:
 
 
 def in_order(layout: Layout, dim: int) -> list[tuple[int, int]]:
-    """Where, in the shards of all ranks one after the other, a dim that is cut in pieces has them
-    in the order of the global tensor."""
+    """Return the ranges of the concatenated shards of all ranks that put a segmented dim in the
+    order of the global tensor."""
     cut = layout.cuts[dim]
     assert cut is not None, "an ordinary dim is in order"
     everywhere = cuts_of.all_shares(cut, _counts(layout.mesh, layout.shard_order[dim]))

@@ -1,11 +1,11 @@
-"""Where simulated ranks meet: threads of one process that take turns.
+"""The scheduler of simulated ranks: threads of one process that take turns and meet in collectives.
 
-One rank runs at a time. It runs until it has to wait in a collective; then the lowest rank that can
-go on does. So a run is deterministic, prints come in rank order, and a debugger stops in one rank.
-The default random state of torch goes with the turn, as if each rank were a process of its own.
-With `parallel` there are no turns and no random state is kept apart.
+One rank runs at a time, until it has to wait in a collective; then the lowest rank that can go on
+runs. So a run is deterministic, prints come in rank order, and a debugger stops in one rank. Each
+rank has its own default random state of torch, which is swapped with the turn. With `parallel` all
+ranks run at once, and share one random state.
 
-Everything is guarded by one lock; each rank sleeps on a condition of its own.
+One lock guards everything; each rank sleeps on a condition of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.arguments import listed
-from shardwise.comm.cause import Cause, current
+from shardwise.comm.buffers import format_list
+from shardwise.comm.trace import Cause, current
 from shardwise.errors import CollectiveError, MismatchError
 from shardwise.torch_internals import version_of
 from shardwise.world import Way
@@ -31,34 +31,34 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Stopped(BaseException):
-    """Ends a rank because another has failed. Not an Exception: user code must not catch it."""
+    """Ends a rank because another one failed. Not an Exception: user code must not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Ranks that meet: on one channel, and since they last aborted their mesh."""
+class RankGroup:
+    """Ranks that meet on one channel, since they last aborted their mesh."""
 
     ranks: tuple[int, ...]
     channel: str
     generation: int
-    """How often the rank that speaks of it has left these ranks before."""
+    """How often the calling rank has left these ranks before."""
 
 
-Place = tuple[Group, tuple[int, int] | None]
-"""Where some ranks meet: all of a group, or its sender and its receiver."""
+MeetingKey = tuple[RankGroup, tuple[int, int] | None]
+"""Who meets: all ranks of a group, or (by their indices) a sender and a receiver of it."""
 
 
 @dataclass(slots=True)
-class Call:
-    """One rank's part in a collective."""
+class CollectiveCall:
+    """The call of a collective by one rank."""
 
     rank: int
     kind: str
     axes: tuple[str, ...]
     agreed: dict[str, Any]
-    """What all ranks must agree on."""
+    """Arguments that must be equal on all ranks."""
     tensors: Sequence[torch.Tensor]
-    """The inputs, which nobody may write to until the collective is done."""
+    """The inputs, which must not change until the collective is complete."""
     payload: Any
     site: str
     cause: Cause = field(default_factory=current)
@@ -77,28 +77,28 @@ class Call:
 
 
 class Meeting:
-    """One collective of some ranks: their calls, and their results once all have come."""
+    """One collective of some ranks: their calls, and the results once all have joined."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, CollectiveCall] = {}
         self.results: dict[int, Any] | None = None
         self.error: Exception | None = None
-        """What went wrong while the results were computed, and where."""
+        """What went wrong while the results were computed."""
         self.error_trace: TracebackType | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are results, or an error instead."""
+        """Whether there are results, or an error in their place."""
         return self.results is not None or self.error is not None
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have not come."""
+        """The ranks that have not joined."""
         return [rank for rank in self.members if rank not in self.calls]
 
     def result(self, rank: int) -> Any:
-        """What a rank gets of a complete meeting."""
+        """Return the result of a rank in a complete meeting."""
         if self.error is not None:  # every member raises it, each from its own line
             raise self.error.with_traceback(self.error_trace)
         assert self.results is not None, "complete"
@@ -111,7 +111,7 @@ class _Rank:
     random_state: torch.Tensor
     thread: threading.Thread | None = None
     waits_in: Meeting | None = None
-    """What it cannot go on without; None while it can."""
+    """The meeting that it waits for; None while it can run."""
     finished: bool = False
 
 
@@ -121,12 +121,12 @@ _running: set[MeetingPlace] = set()
 
 
 def simulation_runs() -> bool:
-    """Whether there is a simulation in this process that is not over."""
+    """Return whether a simulation is running in this process."""
     return bool(_running)
 
 
 class MeetingPlace:
-    """The meetings and turns of one simulation."""
+    """The meetings and the turns of the ranks of one simulation."""
 
     def __init__(self, size: int, parallel: bool) -> None:
         self.lock = threading.Lock()
@@ -138,25 +138,25 @@ class MeetingPlace:
         self._ranks = [_Rank(threading.Condition(self.lock), start) for _ in range(size)]
         self._turn = 0
         self._drawing = 0
-        """Whose random state torch has now."""
-        self._meetings: dict[tuple[Place, int], Meeting] = {}
-        self._counts: dict[tuple[int, Place], int] = {}
+        """The rank whose random state torch has now."""
+        self._meetings: dict[tuple[MeetingKey, int], Meeting] = {}
+        self._counts: dict[tuple[int, MeetingKey], int] = {}
         self._generations: Counter[tuple[int, Way]] = Counter()
-        """How often a rank has left some ranks."""
+        """How often a rank has left a group of ranks."""
         self._first_crossing = ""
-        """The first meeting that ranks came to from different lines: legal, but seldom meant."""
+        """The first meeting that ranks joined from different lines: legal, but seldom meant."""
         _running.add(self)
 
     # ---- the life of a rank, called on its own thread
 
     def enter(self, rank: int) -> None:
-        """The first turn of a rank."""
+        """Start a rank: wait for its first turn."""
         with self.lock:
             self._ranks[rank].thread = threading.current_thread()
             self._sleep(rank)
 
     def leave(self, rank: int) -> None:
-        """The last turn of a rank."""
+        """End a rank: pass the turn on for good."""
         with self.lock:
             self._ranks[rank].finished = True
             self._hand_over(rank)
@@ -168,10 +168,12 @@ class MeetingPlace:
 
     # ---- collectives
 
-    def join(self, place: Place, members: tuple[int, ...], call: Call, combine: Combine) -> Meeting:
-        """Come to the next meeting of `members` at `place`; does not wait.
+    def join(
+        self, place: MeetingKey, members: tuple[int, ...], call: CollectiveCall, combine: Combine
+    ) -> Meeting:
+        """Join the next meeting of `members` at `place`, without waiting.
 
-        The last to come computes all results, so that nobody's input is read after it goes on.
+        The last rank to join computes all results, so that no input is read after its rank goes on.
         """
         with self.lock:
             self._check_running()
@@ -200,7 +202,7 @@ class MeetingPlace:
             return meeting
 
     def wait(self, rank: int, meeting: Meeting) -> Any:
-        """This rank's result of a meeting; other ranks run until it is there."""
+        """Return this rank's result of a meeting; other ranks run until it is complete."""
         with self.lock:
             self._check_stopped()
             if not (self.over.is_set() and meeting.is_complete):
@@ -212,15 +214,15 @@ class MeetingPlace:
             return meeting.result(rank)
 
     def generation(self, rank: int, way: Way) -> int:
-        """How often a rank has left some ranks, which it may have met again since."""
+        """Return how often a rank has left a group of ranks."""
         return self._generations[rank, way] if self._generations else 0
 
     def leave_groups(self, rank: int, ways: Set[Way]) -> None:
-        """Fail the meetings that wait for somebody, and all to which other ranks still come."""
+        """Fail the incomplete meetings of these ranks, and those that other ranks still join."""
         with self.lock:
             self._check_running()
             for way in ways:
-                left = Group(*way, self._generations[rank, way])
+                left = RankGroup(*way, self._generations[rank, way])
                 self._generations[rank, way] += 1
                 for (place, turn), meeting in list(self._meetings.items()):
                     if place[0] == left:
@@ -229,9 +231,10 @@ class MeetingPlace:
                         self._wake_members(meeting)
 
     def unmet(self) -> str:
-        """What was started and never completed, in words; nothing if all is well."""
+        """Describe the collectives that were started and never completed; empty if there are
+        none."""
         return "\n".join(
-            f"  rank {call.rank}: {call}, not joined by {_ranks_shown(meeting.absent)}"
+            f"  rank {call.rank}: {call}, not joined by {_format_ranks(meeting.absent)}"
             for meeting in self._meetings.values()
             for call in meeting.calls.values()
         )
@@ -257,13 +260,13 @@ class MeetingPlace:
             meeting.results = dict(zip(meeting.members, results, strict=True))
         self._wake_members(meeting)
 
-    def _check_nobody_left(self, group: Group, call: Call) -> None:
+    def _check_nobody_left(self, group: RankGroup, call: CollectiveCall) -> None:
         way = group.ranks, group.channel
         for rank in group.ranks if self._generations else ():
             if self._generations[rank, way] > group.generation:
                 raise self._abortion(rank, call)
 
-    def _abortion(self, rank: int, *calls: Call) -> CollectiveError:
+    def _abortion(self, rank: int, *calls: CollectiveCall) -> CollectiveError:
         waiting = "\n".join(f"  rank {call.rank}: {call}" for call in calls)
         return CollectiveError(
             f"rank {rank} has aborted the mesh, so this cannot complete:\n{waiting}\nAbort it on "
@@ -278,7 +281,7 @@ class MeetingPlace:
                     self._ranks[rank].wake.notify()
 
     def _hand_over(self, rank: int) -> None:
-        """Give the turn to the lowest rank that can go on; find out if none can."""
+        """Give the turn to the lowest rank that can run; fail if none can."""
         if self.failure is not None:
             return
         able = [
@@ -290,7 +293,7 @@ class MeetingPlace:
             if all(state.finished for state in self._ranks):
                 self._end()
             else:
-                self._fail(MismatchError(self._stall_shown()))
+                self._fail(MismatchError(self._describe_stall()))
             return
         if not self.parallel and able[0] != rank:
             self._ranks[rank].random_state = torch.get_rng_state()
@@ -336,23 +339,24 @@ class MeetingPlace:
         by_a_rank = any(state.thread is here for state in self._ranks)
         for state in self._ranks:
             state.wake.notify()
-            # A rank that computes will not look here for long; end it at its next Python step.
-            # By turns there is none if a rank failed, but one if the caller was interrupted.
+            # A rank that computes may not come here for long: end it at its next Python step. With
+            # turns no other rank computes if a rank failed, but one does if the caller was
+            # interrupted.
             thread = state.thread
             if thread is not None and thread is not here:
                 busy = state.waits_in is None and not state.finished
                 if busy and (self.parallel or not by_a_rank):
                     _interrupt(thread)
 
-    def _stall_shown(self) -> str:
+    def _describe_stall(self) -> str:
         lines = []
         for rank, state in enumerate(self._ranks):
             if state.waits_in is not None:
-                absent = _ranks_shown(state.waits_in.absent)
+                absent = _format_ranks(state.waits_in.absent)
                 lines.append(f"  rank {rank} waits in {state.waits_in.calls[rank]} for {absent}")
         returned = [rank for rank, state in enumerate(self._ranks) if state.finished]
         if returned:
-            lines.append(f"  {_ranks_shown(returned)} returned")
+            lines.append(f"  {_format_ranks(returned)} returned")
         return "no rank can go on:\n" + "\n".join(lines) + self._first_crossing
 
 
@@ -368,7 +372,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def user_line() -> str:
-    """Where the code outside this package, and outside torch that calls it, called in."""
+    """Return the line outside this package and torch that called into it."""
     frame = sys._getframe()
     while frame.f_back is not None and _is_inside(frame.f_globals):
         frame = frame.f_back
@@ -376,9 +380,9 @@ def user_line() -> str:
 
 
 def _is_inside(module: dict[str, Any]) -> bool:
-    """Whether these are the globals of a module of either, wherever it was loaded from."""
+    """Return whether these are the globals of a module of this package or of torch."""
     return str(module.get("__name__")).partition(".")[0] in (_PACKAGE, "torch")
 
 
-def _ranks_shown(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_list(ranks)}"

@@ -1,4 +1,4 @@
-"""The engine of `simulate`: ranks are threads; the last to come computes a collective."""
+"""The engine of `simulate`: ranks are threads, and the last one to join computes a collective."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.alone import AloneCommunicator
-from shardwise.comm.arguments import Shape, dtype_and_shape
-from shardwise.comm.buffers import copied
+from shardwise.comm.buffers import Shape, contiguous_copy, format_dtype_and_shape
 from shardwise.comm.interface import Communicator
-from shardwise.comm.meeting import Call, Combine, Group, MeetingPlace, user_line
+from shardwise.comm.offline import AloneCommunicator
 from shardwise.comm.pending import Pending
+from shardwise.comm.rank_scheduler import (
+    CollectiveCall,
+    Combine,
+    MeetingPlace,
+    RankGroup,
+    user_line,
+)
 from shardwise.comm.reduction import reduce_contributions
 from shardwise.errors import MismatchError
 from shardwise.world import Way, World
 
 
 class ThreadsCommunicator(Communicator):
-    """Collectives between threads that take turns in a `MeetingPlace`."""
+    """Collectives between threads that take turns under a `RankScheduler`."""
 
     def __init__(
         self,
@@ -31,7 +36,7 @@ class ThreadsCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, index, axes)
         self._place = place
-        self._group = Group(ranks, channel, place.generation(ranks[index], (ranks, channel)))
+        self._group = RankGroup(ranks, channel, place.generation(ranks[index], (ranks, channel)))
 
     @property
     def is_usable(self) -> bool:
@@ -52,7 +57,7 @@ class ThreadsCommunicator(Communicator):
     ) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             total = reduce_contributions(inputs, op)
-            return [copied(piece) for piece in total.split_with_sizes(sizes, dim)]
+            return [contiguous_copy(piece) for piece in total.split_with_sizes(sizes, dim)]
 
         agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "dim": dim, "sizes": sizes, "op": op}
         return self._meet("reduce_scatter", agreed, [x], x.detach(), combine)
@@ -82,14 +87,14 @@ class ThreadsCommunicator(Communicator):
                             f"which expects {expected[sender]}"
                         )
             columns = zip(*(sent for sent, _ in inputs), strict=True)
-            return [[copied(piece) for piece in column] for column in columns]
+            return [[contiguous_copy(piece) for piece in column] for column in columns]
 
         payload = ([piece.detach() for piece in pieces], shapes)
         return self._meet("all_to_all", {"dtype": pieces[0].dtype}, pieces, payload, combine)
 
     def _start_broadcast(self, x: torch.Tensor, source: int) -> Pending[torch.Tensor]:
         def combine(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [copied(inputs[source]) for _ in inputs]
+            return [contiguous_copy(inputs[source]) for _ in inputs]
 
         agreed = {"shape": tuple(x.shape), "dtype": x.dtype, "source": source}
         return self._meet("broadcast", agreed, [x], x.detach(), combine)
@@ -109,7 +114,7 @@ class ThreadsCommunicator(Communicator):
                         f"{tuple(sent[receiver].shape)} to rank {self.ranks[receiver]}, "
                         f"which expects {shape}"
                     )
-            return [copied(piece) for piece in sent]
+            return [contiguous_copy(piece) for piece in sent]
 
         agreed = {"dtype": like.dtype, "source": source}
         payload = (tuple(like.shape), pieces)
@@ -120,7 +125,7 @@ class ThreadsCommunicator(Communicator):
     ) -> Pending[list[torch.Tensor] | None]:
         def combine(inputs: list[torch.Tensor]) -> list[list[torch.Tensor] | None]:
             results: list[list[torch.Tensor] | None] = [None] * self.size
-            results[destination] = [copied(x) for x in inputs]
+            results[destination] = [contiguous_copy(x) for x in inputs]
             return results
 
         agreed = {"dtype": x.dtype, "shapes": shapes, "destination": destination}
@@ -174,7 +179,7 @@ class ThreadsCommunicator(Communicator):
         payload: Any,
         combine: Combine,
     ) -> Pending[Any]:
-        call = Call(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
+        call = CollectiveCall(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
         meeting = self._place.join((self._group, None), self.ranks, call, combine)
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
@@ -186,12 +191,16 @@ class ThreadsCommunicator(Communicator):
         tensors: Sequence[torch.Tensor],
         payload: torch.Tensor | None,
     ) -> Pending[Any]:
-        """Of two ranks. As on gloo, the sender cannot go on before the receiver comes."""
+        """Start a send or a receive. As on gloo, the sender waits until the receiver comes."""
         members = (self.ranks[source], self.ranks[destination])
         agreed = {"from": members[0], "to": members[1], "shape": tuple(x.shape), "dtype": x.dtype}
-        call = Call(self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line())
+        call = CollectiveCall(
+            self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line()
+        )
         place = self._group, (source, destination)
-        meeting = self._place.join(place, members, call, lambda given: [None, copied(given[0])])
+        meeting = self._place.join(
+            place, members, call, lambda given: [None, contiguous_copy(given[0])]
+        )
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
 
@@ -205,25 +214,25 @@ class ThreadsWorld(World):
         self._place = place
 
     def describe(self) -> str:
-        """What kind of ranks these are."""
+        """Say what kind of ranks these are."""
         return f"sw.simulate runs {self.size} ranks here, as threads"
 
     def communicator(
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> Communicator:
-        """The way these ranks talk."""
+        """Return the communicator of these ranks."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         index = ranks.index(self.rank)
         return ThreadsCommunicator(self._place, ranks, index, axes, channel)
 
     def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:
-        """Leave all meetings of these ranks, the coming ones too."""
+        """Fail all meetings of these ranks, now and later."""
         self._place.leave_groups(self.rank, ways)
 
 
 def _described(x: torch.Tensor | None) -> str:
-    return "nothing" if x is None else dtype_and_shape(x)
+    return "nothing" if x is None else format_dtype_and_shape(x)
 
 
 def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:
