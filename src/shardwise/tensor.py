@@ -27,9 +27,9 @@ from shardwise.local_shards import (
 )
 from shardwise.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.placement import Placement, Replicate
-from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.redistribute.autograd import redistribute_local, relabelled
 from shardwise.redistribute.plan import dual, placed
+from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
     TensorBase,

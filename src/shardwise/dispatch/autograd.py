@@ -25,7 +25,7 @@ from shardwise.dispatch.moving import check_gradient
 from shardwise.errors import DispatchError, LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
-from shardwise.redistribute.moves import relabelled
+from shardwise.redistribute.autograd import relabelled
 from shardwise.redistribute.plan import dual
 from shardwise.rules.collectives import used
 from shardwise.rules.registry import handler

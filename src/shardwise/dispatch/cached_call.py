@@ -24,7 +24,7 @@ from shardwise.dispatch.moving import InputMove, moved
 from shardwise.dispatch.reduced import find_reduced
 from shardwise.dispatch.writes import check_writable, mark_severed
 from shardwise.layout import Layout
-from shardwise.rules.choose import estimate
+from shardwise.redistribute.cost import communicates
 from shardwise.tensor import DTensor, wrap
 from shardwise.tensor_state import ATTRIBUTE
 from shardwise.torch_internals import as_local
@@ -332,9 +332,38 @@ class PartialReuseCall(CachedCall):
 
     def _is_worse_than(self, other: CachedCall) -> bool:
         """Tell whether another call leaves less to reduce, and communicates nothing either."""
-        if any(estimate(move.source, move.target) for _, move in other.moves):
+        if any(communicates(move.source, move.target) for _, move in other.moves):
             return False
         return _pending_axes(other) < _pending_axes(self)
+
+
+class PerDtypeCall(CachedCall):
+    """A call whose cheapest strategy depends on the dtypes: one planned call per combination.
+
+    Arguments:
+        plan: plans the call for arguments of given dtypes.
+    """
+
+    __slots__ = ("_by_dtypes", "_plan")
+
+    def __init__(
+        self, name: str, tensors: list[ArgPath], plan: Callable[[Args, Kwargs], CachedCall]
+    ) -> None:
+        super().__init__(name, plan, tensors, [], ())
+        self._plan = plan
+        self._by_dtypes: dict[tuple[torch.dtype, ...], CachedCall] = {}
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the planned call for the dtypes of these arguments."""
+        dtypes = tuple([argument_at(args, kwargs, path).dtype for path in self.tensors])
+        call = self._by_dtypes.get(dtypes)
+        if call is None:
+            call = self._by_dtypes[dtypes] = self._plan(args, kwargs)
+        if isinstance(call, PartialReuseCall):
+            result = call.with_reduced_inputs(args, kwargs)
+            if result is not None:
+                return result
+        return call(args, kwargs)
 
 
 def _pending_axes(call: CachedCall) -> int:

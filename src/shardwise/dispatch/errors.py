@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.comm import carries_values, communicator
-from shardwise.comm.cause import running
+from shardwise.comm.trace import running
 from shardwise.dispatch.arguments import Args, Kwargs, argument_at, tensor_paths
 from shardwise.errors import DispatchError, ShardwiseError
 from shardwise.rules.registry import handler, name_of

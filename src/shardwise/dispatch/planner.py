@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
@@ -29,14 +29,21 @@ from shardwise.dispatch.aside import (
     decomposed,
     tensors_for_numbers,
 )
-from shardwise.dispatch.cached_call import CachedCall, CompositeCall, PartialReuseCall
+from shardwise.dispatch.cached_call import (
+    CachedCall,
+    CompositeCall,
+    PartialReuseCall,
+    PerDtypeCall,
+)
 from shardwise.dispatch.errors import check_dtype_on_empty_shards, fail_on_all_ranks
 from shardwise.dispatch.fallback import FallbackCall
 from shardwise.dispatch.moving import InputMove, input_move
+from shardwise.dispatch.state import state
 from shardwise.dispatch.writes import check_target
 from shardwise.errors import DispatchError
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh
+from shardwise.redistribute.cost import when_costs_change
 from shardwise.rules.choose import Choice, choose
 from shardwise.rules.registry import Known, RuleError, name_of
 from shardwise.rules.spec import Spec
@@ -95,6 +102,12 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
             return CompositeCall(name, _on_replicas(new.func))
         check_target(name, new.args[0])
     choice = choose(spec, layouts, new.mesh, keeps=layouts[0] if is_inplace else None)
+    known = new.known
+    if choice is not None and choice.depends_on_dtype and known is not None and not known.by_dtype:
+        plan_again = partial(plan, new.func, replace(known, by_dtype=True))
+        per_dtype = PerDtypeCall(name, paths, plan_again)
+        per_dtype.returns_views, per_dtype.keys = spec.is_view, spec.keys
+        return per_dtype
     if choice is None:
         assert outplace is not None, "only a result with a given layout can be impossible"
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
@@ -308,3 +321,10 @@ def _short_name(func: Any) -> str:
     if isinstance(func, OpOverload):
         return str(schema_of(func).name.rpartition("::")[2])
     return getattr(func, "__name__", "")
+
+
+def _forget_calls() -> None:
+    state.entries.clear()  # of the calling thread
+
+
+when_costs_change(_forget_calls)

@@ -20,7 +20,7 @@ from torch.export.graph_signature import (
 
 from shardwise import world
 from shardwise.comm import Cause
-from shardwise.comm.cause import acting
+from shardwise.comm.trace import acting
 from shardwise.export.annotations import (
     annotate_layout,
     find_constants,

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise import world
 from shardwise.comm import Cause
-from shardwise.comm.cause import acting, current
+from shardwise.comm.trace import acting, current
 from shardwise.export.annotations import (
     MODULE,
     NAME,

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise import world
 from shardwise.comm import trace
-from shardwise.comm.cause import Cause, acting
+from shardwise.comm.trace import Cause, acting
 from shardwise.fsdp.errors import ShardedState, transition
 from shardwise.fsdp.flat_buffer import ALIGNMENT, RowBuffer, aligned, header_digits
 from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad

@@ -36,7 +36,7 @@ from shardwise.parallel.plan_spec import (
     is_spec,
 )
 from shardwise.placement import Placement, Shard
-from shardwise.redistribute.moves import Pair, apply_pair, check_linear, make_pair
+from shardwise.redistribute.autograd import Pair, apply_pair, check_linear, make_pair
 from shardwise.tensor import DTensor, wrap
 from shardwise.tensor_state import ensure_state
 from shardwise.torch_internals import TensorBase, as_local

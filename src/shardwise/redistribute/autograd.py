@@ -47,6 +47,7 @@ from shardwise.redistribute.plan import (
     plan_redistribute,
     planning_costs,
 )
+from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state
 from shardwise.torch_internals import backward_node, is_torch_function_enabled
 
 _NO_CAUSE = Cause()
@@ -157,13 +158,14 @@ def apply_pair(
     if pair.is_gather:
         # For `apply_gathered_use`. Held by the result, not by its node: the node would keep the
         # pieces of every gather in a checkpointed region until the backward.
-        result._gathered_from = local
+        ensure_state(result).gathered_from = local
     return result  # type: ignore[no-any-return]
 
 
 def gather_of(tensor: torch.Tensor) -> Any:
     """Return the autograd node of the gather that made a (local) tensor, or None."""
-    if "_gathered_from" not in tensor.__dict__:
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
+    if type(notes) is not TensorState or notes.gathered_from is None:
         return None
     node = tensor.grad_fn
     # Changed in place, or put into another graph, it is no longer what was gathered.
@@ -180,7 +182,9 @@ def apply_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tenso
     gather.is_passed = True
     move = gather.pair.forward
     pair = cached_pair(move.source, move.target, used_on, costs=move.costs)
-    return apply_pair(tensor._gathered_from, pair, Pending.done(tensor.detach()))
+    shard = ensure_state(tensor).gathered_from
+    assert shard is not None, "`gather_of` has found it"
+    return apply_pair(shard, pair, Pending.done(tensor.detach()))
 
 
 class _Redistribute(torch.autograd.Function):

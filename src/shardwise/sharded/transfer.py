@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.box import Box
-from shardwise.comm.c10d import LARGE
-from shardwise.comm.cause import running
-from shardwise.redistribute.overlap import Transfer
-from shardwise.redistribute.swap import Swap
+from shardwise.comm import is_large
+from shardwise.comm.trace import running
+from shardwise.redistribute.transfer import Swap, Transfer
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import RankGroup
 from shardwise.sharded.ownership import ShardOwnership
@@ -175,7 +174,7 @@ class ShardMove:
         with running(self.reason):
             # Few messages start faster than an all-to-all, and long ones need no packing. All
             # ranks decide alike.
-            if route.is_sparse or route.count * like.itemsize >= LARGE * len(group.ranks):
+            if route.is_sparse or is_large(route.count * like.itemsize // len(group.ranks)):
                 swap.into(sources, targets).wait()
             else:
                 for box, part in swap.of_boxes(sources, like).wait():
