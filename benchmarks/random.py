@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 import shardwise as sw
-from shardwise import random
+from shardwise.random import samplers
 
 SHARDS: list[tuple[str, tuple[int, ...], tuple[int, ...], list[sw.Placement]]] = [
     ("whole", (1,), (1024, 1024), [sw.Replicate()]),
@@ -26,16 +26,16 @@ SHARDS: list[tuple[str, tuple[int, ...], tuple[int, ...], list[sw.Placement]]] =
     ("8 x 8", (1,), (8, 8), [sw.Replicate()]),
 ]
 ROWS: list[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = [
-    ("rand", random.uniform, torch.rand),
-    ("randn", random.normal, torch.randn),
+    ("rand", samplers.uniform, torch.rand),
+    ("randn", samplers.normal, torch.randn),
     (
         "randn f64",
-        lambda key, layout: random.normal(key, layout, dtype=torch.float64),
+        lambda key, layout: samplers.normal(key, layout, dtype=torch.float64),
         lambda shape: torch.randn(shape, dtype=torch.float64),
     ),
     (
         "dropout mask",
-        lambda key, layout: random.bernoulli(key, layout, 0.9, torch.float32, value=1 / 0.9),
+        lambda key, layout: samplers.bernoulli(key, layout, 0.9, torch.float32, value=1 / 0.9),
         lambda shape: torch.empty(shape).bernoulli_(0.9).div_(0.9),
     ),
 ]
@@ -61,7 +61,7 @@ def main() -> None:
         local = layout.local_shape()
         for what, ours, theirs in ROWS:
             mine, other = seconds(
-                partial(lambda make, how: make(random.draw_key(), how), ours, layout),
+                partial(lambda make, how: make(samplers.draw_key(), how), ours, layout),
                 partial(theirs, local),
             )
             verdict = "" if mine <= 5 * other else "  MISSED"

@@ -2,34 +2,11 @@
 
 import importlib
 
-from shardwise import torch_version  # noqa: F401  (warns before anything of torch is changed)
+from shardwise.core import torch_version  # noqa: F401  (warns before anything of torch is changed)
 
 # isort: split
-from shardwise.box import Box
-from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
-from shardwise.dispatch.fallback import FallbackWarning
-from shardwise.dispatch.state import (
-    CacheInfo,
-    cache_clear,
-    cache_info,
-    explicit,
-    fallback,
-    fallback_counts,
-    plain_tensors,
-)
-from shardwise.distribute import distribute_module, distribute_tensor, local_map
-from shardwise.errors import (
-    CollectiveError,
-    DispatchError,
-    LaunchError,
-    LayoutError,
-    MeshError,
-    MismatchError,
-    RankError,
-    ShardwiseError,
-    TorchVersionWarning,
-)
-from shardwise.factories import (
+from shardwise.api.distribute import distribute_module, distribute_tensor, local_map
+from shardwise.api.factories import (
     arange,
     empty,
     eye,
@@ -43,18 +20,38 @@ from shardwise.factories import (
     randperm,
     zeros,
 )
-from shardwise.launch import Workers, launch
-from shardwise.layout import Layout
-from shardwise.local_shards import piece_sizes
-from shardwise.mesh import DeviceMesh
-from shardwise.optimizers import OptimizerError
-from shardwise.placement import Partial, Placement, Replicate, Shard
-from shardwise.policy import PolicyError
-from shardwise.random_state import (
-    RandomStateError,
-    check_random_state,
-    init_device_mesh,
+from shardwise.api.optimizer import OptimizerError
+from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
+from shardwise.core.box import Box
+from shardwise.core.errors import (
+    CollectiveError,
+    DispatchError,
+    LaunchError,
+    LayoutError,
+    MeshError,
+    MismatchError,
+    RankError,
+    ShardwiseError,
+    TorchVersionWarning,
 )
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.thread_config import PolicyError
+from shardwise.dispatch.fallback import FallbackWarning
+from shardwise.dtensor.dcp import CheckpointStager
+from shardwise.dtensor.local_shards import piece_sizes
+from shardwise.dtensor.state import (
+    CacheInfo,
+    cache_clear,
+    cache_info,
+    explicit,
+    fallback,
+    fallback_counts,
+    plain_tensors,
+)
+from shardwise.dtensor.tensor import DTensor
+from shardwise.random.seed_check import RandomStateError, check_random_state, init_device_mesh
 from shardwise.redistribute import (
     AxisCost,
     Costs,
@@ -68,9 +65,8 @@ from shardwise.redistribute import (
 )
 from shardwise.rules.custom import register_rule
 from shardwise.rules.registry import RuleError
-from shardwise.sim import simulate
-from shardwise.stored import CheckpointStager
-from shardwise.tensor import DTensor
+from shardwise.run.launch import Workers, launch
+from shardwise.run.simulate import simulate
 from shardwise.torch_patches import install as _install
 
 _install()

@@ -16,11 +16,11 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwise.errors import LayoutError
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
-from shardwise.placement import Partial, Placement, Replicate, Shard
-from shardwise.tensor import DTensor, unwrap, wrap
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 
 
 def from_torch(tensor: TorchDTensor) -> DTensor:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed.rpc
 from torch import fx, nn, optim
 
-from shardwise.torch_version import TESTED
+from shardwise.core.torch_version import TESTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
-from shardwise.tensor import unwrap
+from shardwise.dtensor.tensor import unwrap
 
 SHAPES = [(5, 4), (4,), (3, 2, 2), (1,), ()]
 PLACEMENTS = [

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from shardwise import cli
-from shardwise.box import Box
+from shardwise.core.box import Box
 from shardwise.demo import main as demo
 from shardwise.demo.display import collective_rows, draw_box, format_box, save_plot
 from shardwise.demo.options import Options, UsageError, check_options

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import cli, doctor, torch_internals
+from shardwise import cli, torch_internals
+from shardwise.cli import doctor
 
 
 @dataclass

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import Box
-from shardwise.box import chunk, chunk_sizes
+from shardwise.core.box import chunk, chunk_sizes
 
 SIZE = 6
 

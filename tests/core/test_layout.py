@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.refusals import refused
 from torch.distributed.tensor import placement_types as theirs
 
-import shardwise.layout
+import shardwise.core.layout
 from shardwise import (
     Box,
     DeviceMesh,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.refusals import refused
 
-import shardwise.mesh
+import shardwise.core.mesh
 from shardwise import (
     DeviceMesh,
     Layout,
@@ -24,9 +24,9 @@ from shardwise import (
     communicator,
     init_device_mesh,
     simulate,
-    world,
 )
 from shardwise.comm.offline import AloneWorld
+from shardwise.core import world
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from shardwise import (
     Shard,
     ShardwiseError,
 )
-from shardwise.placement import as_placement
+from shardwise.core.placement import as_placement
 
 REDUCE_OPS = ["sum", "avg", "max", "min", "product"]
 

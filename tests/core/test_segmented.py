@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import DeviceMesh, Layout, LayoutError, Replicate, Shard, redistribute_local
-from shardwise.mesh import init_device_mesh
+from shardwise.core.mesh import init_device_mesh
 from shardwise.testing import Sample, check_rule, rule_check
 from shardwise.testing import layouts_of as every_layout
 

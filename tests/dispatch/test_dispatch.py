@@ -47,7 +47,7 @@ def test_arguments_that_change_the_plan_are_told_apart():
 
 
 def test_the_cache_is_bounded(monkeypatch):
-    monkeypatch.setattr("shardwise.dispatch.state.MOST_ENTRIES", 8)
+    monkeypatch.setattr("shardwise.dtensor.state.MOST_ENTRIES", 8)
 
     def run(mesh):
         for size in range(20):

@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.tensor_state import TensorState, ensure_state, state_of, user_attributes
+from shardwise.core.tensor_state import TensorState, ensure_state, state_of, user_attributes
 
 
 def test_ordinary_tensors_have_no_state() -> None:

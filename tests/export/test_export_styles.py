@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import style as torch_styles
 from torch.export import Dim
 
 from shardwise import DeviceMesh, Replicate, Shard
-from shardwise.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError
 from shardwise.export import ExportError, shard_program, tensor_parallel_transformation
 from shardwise.parallel import (
     Activations,

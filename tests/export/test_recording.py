@@ -8,10 +8,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.core.layout import Layout
 from shardwise.export import ExportError, shard_program, tensor_parallel_transformation
 from shardwise.export.operators import is_collective
 from shardwise.export.passes.simplify import clean
-from shardwise.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.export's own
 

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import shardwise as sw
-from shardwise import world
+from shardwise.core import world
 from shardwise.export.operators import is_collective
 from shardwise.export.passes.simplify import simplify
 from shardwise.export.program import ProgramSharder

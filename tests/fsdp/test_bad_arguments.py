@@ -7,6 +7,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.core.mesh import init_device_mesh
 from shardwise.fsdp import (
     AllGather,
     CPUOffloadPolicy,
@@ -21,7 +22,6 @@ from shardwise.fsdp import (
     replicate,
     share_comm_ctx,
 )
-from shardwise.mesh import init_device_mesh
 
 
 def refused(call, *parts, kind=sw.ShardwiseError):

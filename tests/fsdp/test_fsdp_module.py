@@ -23,8 +23,8 @@ from support.rules import heard
 from torch import nn
 
 import shardwise as sw
+from shardwise.core.mesh import init_device_mesh
 from shardwise.fsdp import AllGather, ReduceScatter
-from shardwise.mesh import init_device_mesh
 
 
 def counted(mesh, model, backward=True):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import world
 from shardwise.comm import Pending
 from shardwise.comm.simulated import ThreadsCommunicator
+from shardwise.core import world
 from shardwise.fsdp import build, fully_shard, replicate
 
 LAYERS = 8

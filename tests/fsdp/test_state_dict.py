@@ -21,8 +21,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
+from shardwise.api.optimizer import OptimizerError
 from shardwise.fsdp import FSDPModule, StateError, fully_shard, replicate
-from shardwise.optimizers import OptimizerError
 
 
 def other():

@@ -23,6 +23,7 @@ from support.rules import heard
 from torch import nn
 
 import shardwise as sw
+from shardwise.core.mesh import init_device_mesh
 from shardwise.fsdp import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -39,7 +40,6 @@ from shardwise.fsdp import (
     share_comm_ctx,
 )
 from shardwise.fsdp.errors import transition
-from shardwise.mesh import init_device_mesh
 
 # ---- unshard and reshard
 

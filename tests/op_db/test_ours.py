@@ -19,13 +19,13 @@ from support.op_db.reference import difference, leaves, memory, on_plain, refere
 from support.torch_versions import since
 
 from shardwise.comm import communicator
-from shardwise.errors import DispatchError
-from shardwise.placement import Partial, Replicate, Shard
+from shardwise.core.errors import DispatchError
+from shardwise.core.placement import Partial, Replicate, Shard
+from shardwise.dtensor.tensor import DTensor
 from shardwise.rules import registry
+from shardwise.rules.helpers.row_exchange import severed
 from shardwise.rules.registry import Known
-from shardwise.rules.rows import severed
 from shardwise.rules.spec import Here, Out, Spec, dims_of
-from shardwise.tensor import DTensor
 from shardwise.testing import Sample
 
 

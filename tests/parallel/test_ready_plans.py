@@ -10,8 +10,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
+from shardwise.core.mesh import init_device_mesh
 from shardwise.examples.llama import Config, Llama
-from shardwise.mesh import init_device_mesh
 from shardwise.parallel import Activations, PlanError, parallelize_module, plans, shard_module
 
 MESHES = [((2,), ("tp",)), ((2, 2), ("dp", "tp"))]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
-from shardwise.mesh import init_device_mesh
+from shardwise.core.mesh import init_device_mesh
 from shardwise.parallel import Activations, ColwiseParallel, PlanError, loss_parallel, shard_module
 
 WIDTH, CLASSES = 6, 5

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
-from shardwise.mesh import init_device_mesh
+from shardwise.core.mesh import init_device_mesh
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,

@@ -248,23 +248,23 @@ def test_torch_sharding_stays_out() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shardwise.mesh", "from shardwise.comm import all_gather"),
-        ("shardwise.mesh", "from .comm import all_gather"),
-        ("shardwise.mesh", "from . import comm"),
-        ("shardwise.mesh", "from shardwise import comm"),
-        ("shardwise.mesh", "import shardwise.comm as c"),
-        ("shardwise.mesh", "import torch, shardwise.comm"),
-        ("shardwise.mesh", "def f():\n    from .comm import all_gather"),
-        ("shardwise.mesh", "class A:\n    def f(self):\n        import shardwise.comm"),
-        ("shardwise.mesh", "if True:\n    from .comm import all_gather"),
-        ("shardwise.mesh", "if not TYPE_CHECKING:\n    from .comm import all_gather"),
-        ("shardwise.mesh", "if TYPE_CHECKING:\n    pass\nelse:\n    from . import comm"),
-        ("shardwise.mesh", "importlib.import_module('shardwise.comm')"),
-        ("shardwise.mesh", "from shardwise import DeviceMesh"),  # the root is the top
-        ("shardwise.mesh", "import shardwise"),
+        ("shardwise.core.mesh", "from shardwise.comm import all_gather"),
+        ("shardwise.core.mesh", "from .comm import all_gather"),
+        ("shardwise.core.mesh", "from . import comm"),
+        ("shardwise.core.mesh", "from shardwise import comm"),
+        ("shardwise.core.mesh", "import shardwise.comm as c"),
+        ("shardwise.core.mesh", "import torch, shardwise.comm"),
+        ("shardwise.core.mesh", "def f():\n    from .comm import all_gather"),
+        ("shardwise.core.mesh", "class A:\n    def f(self):\n        import shardwise.comm"),
+        ("shardwise.core.mesh", "if True:\n    from .comm import all_gather"),
+        ("shardwise.core.mesh", "if not TYPE_CHECKING:\n    from .comm import all_gather"),
+        ("shardwise.core.mesh", "if TYPE_CHECKING:\n    pass\nelse:\n    from . import comm"),
+        ("shardwise.core.mesh", "importlib.import_module('shardwise.comm')"),
+        ("shardwise.core.mesh", "from shardwise import DeviceMesh"),  # the root is the top
+        ("shardwise.core.mesh", "import shardwise"),
         ("shardwise.rules.__init__", "from ..fsdp import x"),
-        ("shardwise.rules.matmul", "from .. import fsdp"),
-        ("shardwise.sim", "from .cli import main"),
+        ("shardwise.rules.linalg.matmul", "from .. import fsdp"),
+        ("shardwise.run.simulate", "from .cli import main"),
     ],
 )
 def test_an_upward_import_is_caught(module: str, source: str) -> None:
@@ -275,14 +275,17 @@ def test_an_upward_import_is_caught(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("shardwise.comm", "from shardwise.mesh import DeviceMesh"),
-        ("shardwise.mesh", "from .layout import x"),
-        ("shardwise.sim", "from . import launch"),
+        ("shardwise.core.mesh", "from .layout import x"),
+        ("shardwise.run.simulate", "from . import launch"),
         ("shardwise.launch", "from . import sim"),
-        ("shardwise.mesh", "if TYPE_CHECKING:\n    from .comm import Group"),
-        ("shardwise.mesh", "if typing.TYPE_CHECKING:\n    def f():\n        from . import comm"),
-        ("shardwise.mesh", "import torch\nfrom shardwise_other import comm"),
+        ("shardwise.core.mesh", "if TYPE_CHECKING:\n    from .comm import Group"),
+        (
+            "shardwise.core.mesh",
+            "if typing.TYPE_CHECKING:\n    def f():\n        from . import comm",
+        ),
+        ("shardwise.core.mesh", "import torch\nfrom shardwise_other import comm"),
         ("shardwise.rules.__init__", "from .matmul import rule\nfrom ..tensor import x"),
-        ("shardwise.rules.matmul", "from . import helpers\nfrom ..errors import E"),
+        ("shardwise.rules.linalg.matmul", "from . import helpers\nfrom ..errors import E"),
         ("shardwise.__init__", "from .cli import main\nfrom .tensor import x"),
         ("shardwise.cli", "from shardwise import __version__"),
     ],
@@ -322,7 +325,7 @@ def test_a_module_outside_the_table_is_caught(module: str, source: str) -> None:
 def test_an_import_of_torch_sharding_is_caught(source: str) -> None:
     assert torch_violations("shardwise.cli", source)
     assert torch_violations("shardwise.comm", source)
-    assert torch_violations("shardwise.mesh", source)
+    assert torch_violations("shardwise.core.mesh", source)
     assert not torch_violations("shardwise.interop", source)
 
 
@@ -365,4 +368,4 @@ def test_low_layers_do_without_torch_distributed(source: str) -> None:
     ],
 )
 def test_other_torch_is_allowed(source: str) -> None:
-    assert torch_violations("shardwise.mesh", source) == []
+    assert torch_violations("shardwise.core.mesh", source) == []

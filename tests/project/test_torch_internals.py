@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise import torch_internals
-from shardwise.torch_version import TESTED
+from shardwise.core.torch_version import TESTED
 
 ROOT = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 HOME = "torch_internals.py"

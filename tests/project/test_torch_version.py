@@ -12,7 +12,12 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.torch_version import NEWEST_TESTED, OLDEST_TESTED, untested_because, warn_if_untested
+from shardwise.core.torch_version import (
+    NEWEST_TESTED,
+    OLDEST_TESTED,
+    untested_because,
+    warn_if_untested,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import factories, random, random_words
-from shardwise.random_state import (
-    RandomStateError,
-    check_random_state,
-    watch,
-)
+from shardwise.api import factories
+from shardwise.random import philox, samplers
+from shardwise.random.seed_check import RandomStateError, check_random_state, watch
 from shardwise.testing import layouts_of
 
 MESHES = [(1,), (2,), (3,), (2, 2)]
@@ -46,9 +43,9 @@ def stream(count: int) -> np.ndarray:
 
 def words(layout: sw.Layout, place: tuple[int, ...]) -> np.ndarray:
     """Those of the shard at a place."""
-    ((runs, _),) = random_words.boxes_of(layout, place)
-    made = random_words.blocks(KEY, runs)
-    return np.concatenate([random_words.NONE, *made]).reshape(runs.shape)
+    ((runs, _),) = philox.boxes_of(layout, place)
+    made = philox.blocks(KEY, runs)
+    return np.concatenate([philox.NONE, *made]).reshape(runs.shape)
 
 
 def test_the_word_of_an_element_is_that_of_its_global_position() -> None:
@@ -89,14 +86,14 @@ def test_how_the_words_are_made_does_not_matter(
     layout = sw.Layout.from_placements(mesh, shape, placements)
     expected = stream(math.prod(shape)).reshape(shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_words, "BLOCK", block)
-        patch.setattr(random_words, "_JUMP", jump)
-        random_words.boxes_of.cache_clear()
+        patch.setattr(philox, "BLOCK", block)
+        patch.setattr(philox, "_JUMP", jump)
+        philox.boxes_of.cache_clear()
         for rank in range(mesh.size()):
             place = mesh.coordinate_of(rank)
             found = words(layout, place)
             assert (found == expected[layout.box(place).slices]).all()
-    random_words.boxes_of.cache_clear()
+    philox.boxes_of.cache_clear()
 
 
 def test_a_shard_far_into_a_huge_tensor_is_made_alone() -> None:
@@ -113,7 +110,7 @@ def test_a_shard_far_into_a_huge_tensor_is_made_alone() -> None:
 
 def test_a_key_takes_64_bits_off_the_default_generator() -> None:
     torch.manual_seed(3)
-    keys = [random.draw_key() for _ in range(200)]
+    keys = [samplers.draw_key() for _ in range(200)]
     torch.manual_seed(3)
     drawn = torch.empty(200, dtype=torch.int64).random_(-(2**63), None)
     assert keys == [int(each) % 2**64 for each in drawn]
@@ -122,9 +119,9 @@ def test_a_key_takes_64_bits_off_the_default_generator() -> None:
 
 def test_a_generator_is_drawn_from_instead() -> None:
     before = torch.get_rng_state()
-    first = random.draw_key(generator=torch.Generator().manual_seed(1))
-    assert first == random.draw_key(generator=torch.Generator().manual_seed(1))
-    assert first != random.draw_key(generator=torch.Generator().manual_seed(2))
+    first = samplers.draw_key(generator=torch.Generator().manual_seed(1))
+    assert first == samplers.draw_key(generator=torch.Generator().manual_seed(1))
+    assert first != samplers.draw_key(generator=torch.Generator().manual_seed(2))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -136,7 +133,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_uniform_numbers(dtype: torch.dtype) -> None:
-    values = random.uniform(KEY, MANY, dtype=dtype).double()
+    values = samplers.uniform(KEY, MANY, dtype=dtype).double()
     step = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(dtype, 0)
     assert abs(values.mean() + step / 2 - 0.5) < 0.0015
     assert abs(values.var() - 1 / 12) < 0.0005
@@ -149,17 +146,17 @@ def test_uniform_numbers_stay_below_the_limit_after_rounding(
     dtype: torch.dtype, low: float, high: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extremes = np.array([0, 2**64 - 1], dtype=np.uint64)
-    monkeypatch.setattr(random, "blocks", lambda *_: iter([extremes]))
+    monkeypatch.setattr(samplers, "blocks", lambda *_: iter([extremes]))
     if dtype == torch.float16 and high > 65504:
         return
-    least, largest = random.uniform(KEY, sw.Layout(ONE, (2,)), low, high, dtype).tolist()
+    least, largest = samplers.uniform(KEY, sw.Layout(ONE, (2,)), low, high, dtype).tolist()
     assert least <= largest < high
     assert least == torch.tensor(low, dtype=dtype).item() or least < low
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_normal_numbers(dtype: torch.dtype) -> None:
-    values = random.normal(KEY, MANY, dtype=dtype).double()
+    values = samplers.normal(KEY, MANY, dtype=dtype).double()
     for power, expected, allowed in [(1, 0, 4e-3), (2, 1, 6e-3), (3, 0, 2e-2), (4, 3, 5e-2)]:
         assert abs((values**power).mean() - expected) < allowed
     assert abs((values.abs() > 3).double().mean() - 0.0026998) < 0.0002
@@ -178,29 +175,29 @@ def test_the_tails_of_normal_numbers_are_exact_and_finite() -> None:
         -1.391458e-16,
         -0.6744897501960817,
     ]
-    assert random._gauss_double(words) == pytest.approx(exact, rel=1e-6)
-    single = random._gauss_single(words)
+    assert samplers._gauss_double(words) == pytest.approx(exact, rel=1e-6)
+    single = samplers._gauss_single(words)
     assert np.isfinite(single).all() and single[0] == pytest.approx(6.7637, rel=1e-4)
 
 
 def test_other_distributions() -> None:
-    exponential = random.exponential(KEY, MANY, 2.0, torch.float64)
+    exponential = samplers.exponential(KEY, MANY, 2.0, torch.float64)
     assert exponential.min() > 0
     assert abs(exponential.mean() - 0.5) < 0.003 and abs(exponential.var() - 0.25) < 0.005
-    assert abs(random.cauchy(KEY, MANY, 3.0, 2.0).sub(3).abs().median() - 2) < 0.02
-    trials = random.geometric(KEY, MANY, 0.25)
+    assert abs(samplers.cauchy(KEY, MANY, 3.0, 2.0).sub(3).abs().median() - 2) < 0.02
+    trials = samplers.geometric(KEY, MANY, 0.25)
     assert trials.min() == 1 and abs(trials.mean() - 4) < 0.02
-    log_normal = random.log_normal(KEY, MANY, 0.0, 0.5, torch.float64)
+    log_normal = samplers.log_normal(KEY, MANY, 0.0, 0.5, torch.float64)
     assert abs(log_normal.mean() - math.exp(0.125)) < 0.003
     for p in (0.0, 0.3, 1.0):
-        assert abs(random.bernoulli(KEY, MANY, p, dtype=torch.float64).mean() - p) < 0.002
-    assert set(random.bernoulli(KEY, MANY, 0.3, divisor=0.4).unique().tolist()) == {0.0, 2.5}
-    counts = torch.bincount(random.integers(KEY, MANY, -5, 6) + 5)
+        assert abs(samplers.bernoulli(KEY, MANY, p, dtype=torch.float64).mean() - p) < 0.002
+    assert set(samplers.bernoulli(KEY, MANY, 0.3, divisor=0.4).unique().tolist()) == {0.0, 2.5}
+    counts = torch.bincount(samplers.integers(KEY, MANY, -5, 6) + 5)
     assert len(counts) == 11 and (counts - 1e6 / 11).abs().max() < 1500
-    anything = random.integers(KEY, MANY, -(2**63), 2**63)
+    anything = samplers.integers(KEY, MANY, -(2**63), 2**63)
     assert anything.min() < -(2**62) and anything.max() > 2**62
-    assert random.permutation(KEY, sw.Layout(ONE, (9,))).sort().values.tolist() == list(range(9))
-    complex_ = random.normal(KEY, MANY, 1.0, 2.0, torch.complex64)
+    assert samplers.permutation(KEY, sw.Layout(ONE, (9,))).sort().values.tolist() == list(range(9))
+    complex_ = samplers.normal(KEY, MANY, 1.0, 2.0, torch.complex64)
     assert abs(complex_.mean() - 1) < 0.01 and abs(complex_.var() - 4) < 0.02
 
 
@@ -209,14 +206,14 @@ def test_exponential_numbers_always_have_a_logarithm(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = np.array([2**64 - 1, 0], dtype=np.uint64)
-    monkeypatch.setattr(random, "blocks", lambda *_: iter([largest]))
-    values = random.exponential(KEY, sw.Layout(ONE, (2,)), dtype=dtype)
+    monkeypatch.setattr(samplers, "blocks", lambda *_: iter([largest]))
+    values = samplers.exponential(KEY, sw.Layout(ONE, (2,)), dtype=dtype)
     assert torch.isfinite(values.double().log()).all()
 
 
 def test_neighbours_and_streams_are_not_correlated() -> None:
-    first = random.uniform(KEY, MANY, dtype=torch.float64)
-    other = random.uniform(KEY + 1, MANY, dtype=torch.float64)
+    first = samplers.uniform(KEY, MANY, dtype=torch.float64)
+    other = samplers.uniform(KEY + 1, MANY, dtype=torch.float64)
     pairs = [(first[1:], first[:-1]), (first[4:], first[:-4]), (first, other)]
     for left, right in pairs:
         assert abs(torch.corrcoef(torch.stack([left, right]))[0, 1]) < 0.004

@@ -10,8 +10,8 @@ from support.rules import leaf
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
-from shardwise.errors import DispatchError
-from shardwise.tensor import DTensor
+from shardwise.core.errors import DispatchError
+from shardwise.dtensor.tensor import DTensor
 from shardwise.testing import Sample, check_rule
 
 

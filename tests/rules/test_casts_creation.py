@@ -7,8 +7,8 @@ from support.rules import full, leaf, ranks, split
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
-from shardwise.dispatch.writes import mark_severed
-from shardwise.errors import DispatchError
+from shardwise.core.errors import DispatchError
+from shardwise.dtensor.writes import mark_severed
 from shardwise.testing import Sample, check_rule
 
 CASTS = {

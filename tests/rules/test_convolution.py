@@ -11,8 +11,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Event, listen
-from shardwise.rules.chunks import pieces, same_units
-from shardwise.rules.halo import Exchange, Window
+from shardwise.rules.helpers.chunks import pieces, same_units
+from shardwise.rules.helpers.windows import Exchange, Window
 from shardwise.testing import Sample, check_rule
 
 MESHES = ((2,), (4,), (2, 3))

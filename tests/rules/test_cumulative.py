@@ -7,7 +7,7 @@ import torch
 from support.rules import check_second_order, values, with_zeros
 
 from shardwise import Shard, init_device_mesh, listen, simulate
-from shardwise.layout import Layout
+from shardwise.core.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
 X = values(5, 4)

@@ -9,7 +9,7 @@ import torch
 from support.rules import check_second_order, values
 
 from shardwise import Replicate, init_device_mesh, simulate
-from shardwise.layout import Layout
+from shardwise.core.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
 NAN = float("nan")

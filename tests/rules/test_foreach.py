@@ -9,7 +9,7 @@ from support.rules import leaf
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
-from shardwise.rules import foreach
+from shardwise.rules.pointwise import foreach
 from shardwise.testing import Sample, check_rule
 
 

@@ -11,9 +11,9 @@ from support.rules import leaf
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
-from shardwise.dispatch.state import fallback
-from shardwise.dispatch.writes import is_detached_copy
-from shardwise.tensor import DTensor
+from shardwise.dtensor.state import fallback
+from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.writes import is_detached_copy
 from shardwise.testing import Sample, check_rule
 
 

@@ -5,7 +5,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh
 from shardwise.testing import Sample, check_rule
 
 VALUES = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

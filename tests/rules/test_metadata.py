@@ -5,7 +5,7 @@ import torch
 import shardwise as sw
 from shardwise import Partial, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
-from shardwise.dispatch.state import cache_info
+from shardwise.dtensor.state import cache_info
 
 
 def test_answers_are_those_of_a_plain_tensor():

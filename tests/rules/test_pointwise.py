@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
-from shardwise.rules import pointwise
+from shardwise.rules.pointwise import elementwise
 from shardwise.rules.registry import functions, lookup
 from shardwise.testing import Sample, check_rule
 
@@ -43,7 +43,7 @@ ARGUMENTS = {"mvlgamma": (2,), "polygamma": None, "threshold": (0.3, 0.1)}
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("name", pointwise.UNARY + pointwise.ACTIVATIONS)
+@pytest.mark.parametrize("name", elementwise.UNARY + elementwise.ACTIVATIONS)
 def test_unary(name):
     x = between(0.1, 0.9, 5, 2)
     if name in ("acosh", "arccosh", "mvlgamma"):
@@ -56,7 +56,7 @@ def test_unary(name):
 
 
 def test_unary_functions_of_torch_special():
-    for name in pointwise.SPECIAL:
+    for name in elementwise.SPECIAL:
         function = found(name)
         x = between(0.1, 0.9, 5)
         for sample in (
@@ -79,7 +79,7 @@ INTEGERS_ONLY = {
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("name", pointwise.BINARY)
+@pytest.mark.parametrize("name", elementwise.BINARY)
 def test_binary_with_broadcasting(name):
     if name in INTEGERS_ONLY:
         sample = Sample(integers(5, 2), integers(2))

@@ -11,8 +11,8 @@ from support.rules import ranks
 from torch import nn
 
 import shardwise as sw
-from shardwise.random import draw_key
-from shardwise.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor
+from shardwise.random.samplers import draw_key
 from shardwise.testing import distributed, layouts_of
 
 MESHES = [(2,), (3,), (2, 2)]

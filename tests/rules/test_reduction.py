@@ -7,7 +7,7 @@ import torch
 from support.rules import heard, in_layout, ranks, values, with_zeros
 
 from shardwise import DeviceMesh, DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
-from shardwise.layout import Layout
+from shardwise.core.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
 

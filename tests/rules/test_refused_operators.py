@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import DispatchError, LayoutError
+from shardwise.core.errors import DispatchError, LayoutError
 
 SPARSE = torch.eye(4).to_sparse()
 

@@ -14,8 +14,8 @@ from shardwise import (
     listen,
     simulate,
 )
-from shardwise.policy import PolicyError
-from shardwise.rules.reshape import matched
+from shardwise.core.thread_config import PolicyError
+from shardwise.rules.shape.reshape import matched
 from shardwise.testing import Sample, check_rule, distributed
 
 CASES = {

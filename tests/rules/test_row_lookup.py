@@ -9,16 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise import (
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-    simulate,
-    world,
-)
+from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import Event, listen
+from shardwise.core import world
 from shardwise.redistribute import cost
 
 S0, S1, WHOLE, SUM = Shard(0), Shard(1), Replicate(), Partial()

@@ -7,7 +7,7 @@ import torch
 from support.rules import heard, in_layout, ranks, values
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh, listen, simulate
-from shardwise.layout import Layout
+from shardwise.core.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed, layouts_of
 
 X = values(5, 4)

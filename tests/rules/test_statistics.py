@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import init_device_mesh, simulate
-from shardwise.layout import Layout
+from shardwise.core.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
 INF = math.inf

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import sim, world
 from shardwise.comm.rank_scheduler import user_line
-from shardwise.mesh import init_device_mesh  # unlike sw's, it does not communicate
+from shardwise.core import world
+from shardwise.core.mesh import init_device_mesh  # unlike sw's, it does not communicate
+from shardwise.run import simulate
 
 HERE = Path(__file__).name
 
@@ -47,7 +48,7 @@ def my_rank() -> int:
 @pytest.fixture(autouse=True)
 def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No thread outlives a simulation, on a busy machine either, and the next one works."""
-    monkeypatch.setattr(sim, "_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(simulate, "_GRACE_SECONDS", 30.0)
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import sharded, world
+from shardwise import sharded
+from shardwise.core import world
 from shardwise.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 
 WORLDS = pytest.mark.parametrize("size", [2, 3, 4])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from support.sharded_operators import check, odd, on_ranks, values, whole
 from support.sharded_tilings import tilings
 
-from shardwise.rules import pointwise
+from shardwise.rules.pointwise import elementwise
 from shardwise.rules.registry import functions
 from shardwise.sharded import ShardingSpec
 
@@ -24,12 +24,14 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "hardtanh": (-1.0, 1.0),
 }
 INTEGERS = {
-    *pointwise.names("""
+    *elementwise.names("""
         bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift bitwise_not
         __and__ __or__ __xor__ __lshift__ __rshift__ __invert__ gcd lcm
     """)
 }
-NAMES = sorted({*pointwise.UNARY, *pointwise.ACTIVATIONS, *pointwise.BINARY, *pointwise.SPECIAL})
+NAMES = sorted(
+    {*elementwise.UNARY, *elementwise.ACTIVATIONS, *elementwise.BINARY, *elementwise.SPECIAL}
+)
 
 
 def _calls(name: str) -> list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:

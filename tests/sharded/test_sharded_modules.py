@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import sharded
-from shardwise.mesh import init_device_mesh
+from shardwise.core.mesh import init_device_mesh
 from shardwise.sharded import (
     ShardedStateError,
     ShardedTensor,

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.core.world import current
 from shardwise.export.recording import group_name
-from shardwise.world import current
 
 
 class Routed(TorchDispatchMode):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.core.mesh import init_device_mesh  # unlike sw's, it does not communicate
 from shardwise.fsdp import FSDPModule, fully_shard, replicate
-from shardwise.mesh import init_device_mesh  # unlike sw's, it does not communicate
 from support.rules import heard
 
 WIDTH = 5  # divides nothing

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import torch
 
+from shardwise.dtensor.tensor import as_local
 from shardwise.fsdp import fully_shard
-from shardwise.tensor import as_local
 from support.fsdp_models import Net
 
 WIDTH, HIDDEN, LAYERS = 32, 2560, 6

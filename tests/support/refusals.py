@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from shardwise.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError
 
 
 @contextmanager

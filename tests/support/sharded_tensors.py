@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import world
 from shardwise.comm import Event, listen
+from shardwise.core import world
 from shardwise.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import world
+from shardwise.core import world
 
 RANKS = 4
 

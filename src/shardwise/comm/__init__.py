@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardwise import lineage, world
-from shardwise.checks import as_int
 from shardwise.comm.buffers import is_large
 from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.process_groups import process_world
 from shardwise.comm.trace import Cause, Event, listen
-from shardwise.errors import MeshError
-from shardwise.mesh import Axis, DeviceMesh, as_mesh
+from shardwise.core import mesh_parents, world
+from shardwise.core.checks import as_int
+from shardwise.core.errors import MeshError
+from shardwise.core.mesh import Axis, DeviceMesh, as_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -98,7 +98,7 @@ def carries_values(mesh: DeviceMesh) -> bool:
 def _made(
     own_world: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
 ) -> Communicator:
-    lineage.check_not_aborted(mesh)
+    mesh_parents.check_not_aborted(mesh)
     ranks = mesh.ranks_along(positions)
     if max(ranks) >= own_world.size:  # the mesh was made in another world
         raise MeshError(

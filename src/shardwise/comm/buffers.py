@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checks import as_int
-from shardwise.errors import CollectiveError
+from shardwise.core.checks import as_int
+from shardwise.core.errors import CollectiveError
 
 Shape = tuple[int, ...]
 

@@ -37,7 +37,7 @@ from shardwise.comm.buffers import (
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import BOOL_OPS, UNSIGNED, reduce_contributions
-from shardwise.errors import CollectiveError
+from shardwise.core.errors import CollectiveError
 from shardwise.torch_internals import (
     device_for_objects,
     start_all_gather,

@@ -41,8 +41,8 @@ from shardwise.comm.buffers import (
 from shardwise.comm.engine import Engine
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import as_reduction
-from shardwise.errors import CollectiveError
-from shardwise.placement import ReduceOp
+from shardwise.core.errors import CollectiveError
+from shardwise.core.placement import ReduceOp
 
 P = ParamSpec("P")
 T = TypeVar("T")

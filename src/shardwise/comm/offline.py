@@ -11,8 +11,8 @@ from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.rank_scheduler import simulation_runs
 from shardwise.comm.reduction import reduce_contributions
-from shardwise.errors import CollectiveError
-from shardwise.world import World
+from shardwise.core.errors import CollectiveError
+from shardwise.core.world import World
 
 
 class AbstractCommunicator(Communicator):

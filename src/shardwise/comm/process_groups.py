@@ -20,8 +20,9 @@ from shardwise.comm.buffers import format_tuple
 from shardwise.comm.c10d import C10dCommunicator, living_group
 from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator, AloneWorld
-from shardwise.errors import CollectiveError, MeshError
-from shardwise.mesh import DeviceMesh
+from shardwise.core.errors import CollectiveError, MeshError
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.world import Way, World
 from shardwise.torch_internals import (
     default_group,
     end_coalescing,
@@ -32,7 +33,6 @@ from shardwise.torch_internals import (
     timeout_of,
     world_of_torch,
 )
-from shardwise.world import Way, World
 
 
 class C10dWorld(World):

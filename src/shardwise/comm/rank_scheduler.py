@@ -23,9 +23,9 @@ import torch
 
 from shardwise.comm.buffers import format_list
 from shardwise.comm.trace import Cause, current
-from shardwise.errors import CollectiveError, MismatchError
+from shardwise.core.errors import CollectiveError, MismatchError
+from shardwise.core.world import Way
 from shardwise.torch_internals import version_of
-from shardwise.world import Way
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.errors import CollectiveError
-from shardwise.placement import REDUCE_OPS, ReduceOp, name_of_reduce_op
+from shardwise.core.errors import CollectiveError
+from shardwise.core.placement import REDUCE_OPS, ReduceOp, name_of_reduce_op
 
 BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """On bool, "sum" means any and "product" means all."""

@@ -19,8 +19,8 @@ from shardwise.comm.rank_scheduler import (
     user_line,
 )
 from shardwise.comm.reduction import reduce_contributions
-from shardwise.errors import MismatchError
-from shardwise.world import Way, World
+from shardwise.core.errors import MismatchError
+from shardwise.core.world import Way, World
 
 
 class ThreadsCommunicator(Communicator):

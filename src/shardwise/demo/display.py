@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise import Cause, Event
-from shardwise.box import Box
+from shardwise.core.box import Box
 from shardwise.demo.options import Options
 from shardwise.demo.training import Outcome
 

@@ -21,7 +21,7 @@ from shardwise.demo.display import (
 from shardwise.demo.options import Options
 from shardwise.demo.training import WEIGHTS, Outcome, alone, load_weights, on_each_rank
 from shardwise.examples.text import all_tokens, batches
-from shardwise.launch import launch
+from shardwise.run.launch import launch
 
 TOLERANCE = 1e-4
 """The largest difference between the losses of the two runs."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from shardwise.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError
 from shardwise.examples.llama import Config
 from shardwise.examples.text import VOCABULARY
 

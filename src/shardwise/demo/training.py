@@ -14,8 +14,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shardwise import DeviceMesh, DTensor, Event, Partial, init_device_mesh, listen, world
-from shardwise.box import Box
+from shardwise import DeviceMesh, DTensor, Event, Partial, init_device_mesh, listen
+from shardwise.core import world
+from shardwise.core.box import Box
 from shardwise.demo.options import Mode, Options, Splits
 from shardwise.examples.llama import Config, Llama
 from shardwise.examples.text import all_tokens, batches

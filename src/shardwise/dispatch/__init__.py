@@ -15,10 +15,9 @@ import torch
 import shardwise.rules  # noqa: F401 (registers all rules)
 from shardwise.comm import trace as _trace
 from shardwise.comm.trace import is_running, running
-from shardwise.copies import ViewCopy, as_ordinary, copies_in, link
-from shardwise.copies import linked as _linked
+from shardwise.core.errors import LayoutError, ShardwiseError
+from shardwise.core.tensor_state import ATTRIBUTE
 from shardwise.dispatch import autograd, scalars  # noqa: F401 (register their handlers)
-from shardwise.dispatch.arguments import Args, Kwargs, argument_at, tensor_paths, with_argument_at
 from shardwise.dispatch.cached_call import (
     NEW_RESULT,
     ON_SHARDS,
@@ -28,14 +27,15 @@ from shardwise.dispatch.cached_call import (
 )
 from shardwise.dispatch.errors import clearer_error, error_on_global_shapes
 from shardwise.dispatch.planner import by_position, by_torchs_names, plan
-from shardwise.dispatch.state import add_to_cache
-from shardwise.dispatch.state import state as _state
-from shardwise.dispatch.writes import check_writable
-from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.rules import foreach
+from shardwise.dtensor.call_args import Args, Kwargs, argument_at, tensor_paths, with_argument_at
+from shardwise.dtensor.state import add_to_cache
+from shardwise.dtensor.state import state as _state
+from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.dtensor.view_copy import ViewCopy, as_ordinary, copies_in, link
+from shardwise.dtensor.view_copy import linked as _linked
+from shardwise.dtensor.writes import check_writable
+from shardwise.rules.pointwise import foreach
 from shardwise.rules.registry import Known, RuleError, lookup, name_of
-from shardwise.tensor import DTensor, tensors_in
-from shardwise.tensor_state import ATTRIBUTE
 from shardwise.torch_internals import OpOverload, as_local, is_autograd_excluded, locally
 
 _Tensor = torch.Tensor

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from shardwise.copies import linked, mark_gradients_outdated
-from shardwise.dispatch.arguments import Args, Kwargs, common_mesh
-from shardwise.dispatch.moving import check_gradient
-from shardwise.errors import DispatchError, LayoutError
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.errors import DispatchError, LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.call_args import Args, Kwargs, common_mesh
+from shardwise.dtensor.input_moves import check_gradient
+from shardwise.dtensor.tensor import DTensor, laid_out, unwrap, wrap
+from shardwise.dtensor.view_copy import linked, mark_gradients_outdated
 from shardwise.redistribute.autograd import relabelled
 from shardwise.redistribute.plan import dual
-from shardwise.rules.collectives import used
+from shardwise.rules.helpers.collectives import used
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, laid_out, unwrap, wrap
 from shardwise.torch_internals import (
     BackwardHookFunction,
     CheckpointFunction,

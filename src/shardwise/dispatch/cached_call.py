@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.arguments import (
+from shardwise.core.layout import Layout
+from shardwise.core.tensor_state import ATTRIBUTE
+from shardwise.dtensor.call_args import (
     ArgPath,
     Args,
     Kwargs,
@@ -20,13 +22,11 @@ from shardwise.dispatch.arguments import (
     replace_argument,
     with_argument_at,
 )
-from shardwise.dispatch.moving import InputMove, moved
-from shardwise.dispatch.reduced import find_reduced
-from shardwise.dispatch.writes import check_writable, mark_severed
-from shardwise.layout import Layout
+from shardwise.dtensor.input_moves import InputMove, moved
+from shardwise.dtensor.reduced_cache import find_reduced
+from shardwise.dtensor.tensor import DTensor, wrap
+from shardwise.dtensor.writes import check_writable, mark_severed
 from shardwise.redistribute.cost import communicates
-from shardwise.tensor import DTensor, wrap
-from shardwise.tensor_state import ATTRIBUTE
 from shardwise.torch_internals import as_local
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default

@@ -16,11 +16,11 @@ import torch
 
 from shardwise.comm import carries_values, communicator
 from shardwise.comm.trace import running
-from shardwise.dispatch.arguments import Args, Kwargs, argument_at, tensor_paths
-from shardwise.errors import DispatchError, ShardwiseError
+from shardwise.core.errors import DispatchError, ShardwiseError
+from shardwise.dtensor.call_args import Args, Kwargs, argument_at, tensor_paths
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.rules.registry import handler, name_of
 from shardwise.rules.spec import Here
-from shardwise.tensor import DTensor, tensors_in
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local
 
 _LinAlgError: Any = torch.linalg.LinAlgError  # type: ignore[attr-defined]

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.arguments import ArgPath, Args, Kwargs
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.thread_config import PolicyError
 from shardwise.dispatch.cached_call import CachedCall
-from shardwise.dispatch.moving import InputMove
-from shardwise.dispatch.state import state
-from shardwise.dispatch.writes import mark_severed
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
-from shardwise.policy import PolicyError
-from shardwise.tensor import tensors_in
+from shardwise.dtensor.call_args import ArgPath, Args, Kwargs
+from shardwise.dtensor.input_moves import InputMove
+from shardwise.dtensor.state import state
+from shardwise.dtensor.tensor import tensors_in
+from shardwise.dtensor.writes import mark_severed
 
 
 class FallbackWarning(UserWarning):

@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch.arguments import (
+from shardwise.core.errors import DispatchError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dispatch.cached_call import (
+    CachedCall,
+    CompositeCall,
+    PartialReuseCall,
+    PerDtypeCall,
+)
+from shardwise.dispatch.errors import check_dtype_on_empty_shards, fail_on_all_ranks
+from shardwise.dispatch.fallback import FallbackCall
+from shardwise.dtensor.call_args import (
     ArgPath,
     Args,
     Kwargs,
@@ -22,32 +33,21 @@ from shardwise.dispatch.arguments import (
     layout_of,
     tensor_paths,
 )
-from shardwise.dispatch.aside import (
+from shardwise.dtensor.composite import (
     call_with_numbers,
     compute_into_out,
     compute_then_copy,
     decomposed,
     tensors_for_numbers,
 )
-from shardwise.dispatch.cached_call import (
-    CachedCall,
-    CompositeCall,
-    PartialReuseCall,
-    PerDtypeCall,
-)
-from shardwise.dispatch.errors import check_dtype_on_empty_shards, fail_on_all_ranks
-from shardwise.dispatch.fallback import FallbackCall
-from shardwise.dispatch.moving import InputMove, input_move
-from shardwise.dispatch.state import state
-from shardwise.dispatch.writes import check_target
-from shardwise.errors import DispatchError
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.dtensor.input_moves import InputMove, input_move
+from shardwise.dtensor.state import state
+from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.writes import check_target
 from shardwise.redistribute.cost import when_costs_change
-from shardwise.rules.choose import Choice, choose
 from shardwise.rules.registry import Known, RuleError, name_of
 from shardwise.rules.spec import Spec
-from shardwise.tensor import DTensor
+from shardwise.rules.strategy import Choice, choose
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local, schema_of
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.rules.registry import handler
-from shardwise.tensor import DTensor, unwrap
 from shardwise.torch_internals import as_local
 
 _Tensor = torch.Tensor

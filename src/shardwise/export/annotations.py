@@ -18,13 +18,13 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from shardwise import layout_input
 from shardwise.comm.trace import Event
-from shardwise.errors import LayoutError
+from shardwise.core import layout_input
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.tensor import DTensor
 from shardwise.export.errors import ExportError
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import (
     FakeTensorMode,
     enable_python_dispatcher,

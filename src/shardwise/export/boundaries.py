@@ -14,8 +14,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from shardwise.copies import link
-from shardwise.dispatch.writes import mark_severed
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.view_copy import link
+from shardwise.dtensor.writes import mark_severed
 from shardwise.export.annotations import module_path_of
 from shardwise.export.errors import ExportError
 from shardwise.export.operators import writes
@@ -27,7 +29,6 @@ from shardwise.export.placements import (
     ProgramInputs,
     check_placements_fit,
 )
-from shardwise.mesh import DeviceMesh
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.plan_spec import (
     apply_spec,
@@ -38,7 +39,6 @@ from shardwise.parallel.plan_spec import (
     matches,
     no_match_error,
 )
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import operator_name
 
 _SIZE = torch.ops.aten.sym_size.int

@@ -15,10 +15,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from shardwise.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError
+from shardwise.dtensor.tensor import DTensor
 from shardwise.export.annotations import annotate_tensor
 from shardwise.export.errors import ExportError
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import (
     FakeTensorMode,
     HigherOrderOperator,

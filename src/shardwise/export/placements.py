@@ -10,8 +10,9 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Replicate
 from shardwise.export.errors import ExportError
-from shardwise.mesh import DeviceMesh
 from shardwise.parallel.plan_spec import (
     PlanError,
     as_placements,
@@ -23,7 +24,6 @@ from shardwise.parallel.plan_spec import (
     matches,
     no_match_error,
 )
-from shardwise.placement import Placement, Replicate
 
 Placements = list[Placement]
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from shardwise.core.layout_input import short_dtype
 from shardwise.export.annotations import (
     COLLECTIVE,
     INPUTS,
@@ -26,7 +27,6 @@ from shardwise.export.annotations import (
 )
 from shardwise.export.errors import ExportError
 from shardwise.export.operators import is_collective
-from shardwise.layout_input import short_dtype
 from shardwise.torch_internals import OpOverload, operator_name, pytree
 
 _MAX_CALL_WIDTH = 36

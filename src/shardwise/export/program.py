@@ -18,9 +18,13 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from shardwise import world
 from shardwise.comm import Cause
 from shardwise.comm.trace import acting
+from shardwise.core import world
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.placement import Replicate
+from shardwise.dtensor.tensor import DTensor
 from shardwise.export.annotations import (
     annotate_layout,
     find_constants,
@@ -58,10 +62,6 @@ from shardwise.export.tracing import (
     record_graph,
     without_writes,
 )
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, as_mesh
-from shardwise.placement import Replicate
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import FakeTensorMode, pytree
 
 if TYPE_CHECKING:

@@ -15,18 +15,18 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.export import ExportedProgram
 
-from shardwise import world
 from shardwise.comm import trace
 from shardwise.comm.buffers import Shape
 from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator
 from shardwise.comm.pending import Pending
+from shardwise.core import world
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.world import World
 from shardwise.export.annotations import annotate_collective
 from shardwise.export.errors import ExportError
 from shardwise.export.operators import is_collective
-from shardwise.mesh import DeviceMesh
 from shardwise.torch_internals import functional_collectives, register_group, resolve_group
-from shardwise.world import World
 
 _functional: Any = functional_collectives
 

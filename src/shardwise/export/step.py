@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from shardwise import world
+from shardwise.core import world
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.dtensor.tensor import DTensor
 from shardwise.export.errors import ExportError
 from shardwise.export.recording import RecordingWorld, as_recorded
 from shardwise.export.step_arguments import (
@@ -18,9 +21,6 @@ from shardwise.export.step_arguments import (
     placements_by_leaf,
 )
 from shardwise.export.step_tracing import TENSOR_RESULT, StepFunction, StepTracer
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, as_mesh
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import pytree
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Replicate
 from shardwise.export.errors import ExportError
 from shardwise.export.placements import (
     AXIS_REMEDY,
@@ -17,7 +19,6 @@ from shardwise.export.placements import (
     Placements,
     check_placements_fit,
 )
-from shardwise.mesh import DeviceMesh
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.plan_spec import (
     PlanError,
@@ -27,7 +28,6 @@ from shardwise.parallel.plan_spec import (
     matches,
     no_match_error,
 )
-from shardwise.placement import Replicate
 from shardwise.torch_internals import pytree
 
 

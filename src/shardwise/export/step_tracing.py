@@ -10,9 +10,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 
-from shardwise import world
 from shardwise.comm import Cause
 from shardwise.comm.trace import acting, current
+from shardwise.core import world
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.export.annotations import (
     MODULE,
     NAME,
@@ -31,9 +34,6 @@ from shardwise.export.random import find_draws_of_function, match_draws
 from shardwise.export.recording import RecordingWorld
 from shardwise.export.step_arguments import StepArgument, StepLeaf
 from shardwise.export.tracing import as_local_shard, as_recorded_dtensor, record_graph
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
-from shardwise.tensor import DTensor, unwrap, wrap
 from shardwise.torch_internals import (
     FakeTensorMode,
     pytree,

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from shardwise import world
+from shardwise.core import world
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Replicate, Shard, as_placement
 from shardwise.export.boundaries import Boundary, BoundaryMoves, ProgramModule, find_modules
 from shardwise.export.errors import ExportError
 from shardwise.export.placements import NAME_REMEDY, ProgramInputs
 from shardwise.export.program import ProgramSharder, check_is_program
 from shardwise.export.recording import GroupNaming, RecordingWorld, register_ranks
-from shardwise.mesh import DeviceMesh
 from shardwise.parallel.plan_spec import check_pattern, matches, no_match_error
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleOutput
 from shardwise.parallel.styles import (
@@ -25,7 +26,6 @@ from shardwise.parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from shardwise.placement import Placement, Replicate, Shard, as_placement
 
 _ARGUMENT = "parallel_strategies"
 

@@ -15,13 +15,16 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwise import world
 from shardwise.comm import Cause, trace
 from shardwise.comm.trace import acting
-from shardwise.copies import as_ordinary, copies_in
-from shardwise.dispatch.moving import input_move, moved
-from shardwise.dispatch.state import state
-from shardwise.dispatch.writes import check_writable
+from shardwise.core import world
+from shardwise.core.layout import Layout
+from shardwise.core.world import World
+from shardwise.dtensor.input_moves import input_move, moved
+from shardwise.dtensor.state import state
+from shardwise.dtensor.tensor import DTensor, unwrap, wrap
+from shardwise.dtensor.view_copy import as_ordinary, copies_in
+from shardwise.dtensor.writes import check_writable
 from shardwise.export.annotations import (
     annotate_layout,
     annotate_tensor,
@@ -36,8 +39,6 @@ from shardwise.export.operators import (
     is_data_error,
 )
 from shardwise.export.passes.aliases import viewed_and_written
-from shardwise.layout import Layout
-from shardwise.tensor import DTensor, unwrap, wrap
 from shardwise.torch_internals import (
     FakeTensorMode,
     TracingContext,
@@ -46,7 +47,6 @@ from shardwise.torch_internals import (
     pytree,
     tracing,
 )
-from shardwise.world import World
 
 _META = torch.device("meta")
 _aten: Any = torch.ops.aten

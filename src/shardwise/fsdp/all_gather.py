@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import Communicator, Pending
-from shardwise.errors import CollectiveError
+from shardwise.core.errors import CollectiveError
+from shardwise.core.mesh import DeviceMesh
 from shardwise.fsdp.config import AllGather
 from shardwise.fsdp.errors import ADVICE, GatherError
 from shardwise.fsdp.flat_buffer import (
@@ -20,7 +21,6 @@ from shardwise.fsdp.flat_buffer import (
 )
 from shardwise.fsdp.mesh_info import process_group_or_communicator
 from shardwise.fsdp.unit import PendingGather, Unit, trace_gather
-from shardwise.mesh import DeviceMesh
 
 CHANNEL = "gather"
 SKIP_OWN_BYTES = 1 << 20

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.checks import as_int
-from shardwise.errors import LayoutError
+from shardwise.api.optimizer import note_averaged, note_left_alone, note_replaced
+from shardwise.core.checks import as_int
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout_input import as_dim
+from shardwise.core.placement import Placement, Replicate, Shard, as_placement
+from shardwise.core.tensor_state import user_attributes
+from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.fsdp.config import (
     CPUOffloadPolicy,
     GroupSettings,
@@ -30,17 +35,12 @@ from shardwise.fsdp.param import GradDtype, ParamSlot, is_claimed
 from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
 from shardwise.fsdp.param_sharding import ParamSharding, is_dense, sharded_layout
 from shardwise.fsdp.shared_schedule import share_schedule
-from shardwise.layout_input import as_dim
-from shardwise.optimizers import note_averaged, note_left_alone, note_replaced
-from shardwise.placement import Placement, Replicate, Shard, as_placement
-from shardwise.tensor import DTensor, unwrap, wrap
-from shardwise.tensor_state import user_attributes
 from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-    from shardwise.mesh import DeviceMesh
+    from shardwise.core.mesh import DeviceMesh
 
 PlacementFunction = Callable[[nn.Parameter], Placement | None]
 

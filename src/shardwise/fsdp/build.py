@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.dtensor.tensor import DTensor, laid_out
 from shardwise.fsdp.all_gather import gather_buffer_size
 from shardwise.fsdp.config import CPUOffloadPolicy
 from shardwise.fsdp.errors import FSDPError, ShardedState, StateError
@@ -17,7 +18,6 @@ from shardwise.fsdp.param import ParamSlot, ShardedParam, accumulation_dtype, pr
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.reduce_scatter import ReducePlan
 from shardwise.fsdp.unit import Unit
-from shardwise.tensor import DTensor, laid_out
 from shardwise.torch_internals import as_local, own_parameters
 
 BUCKET_BYTES = 2 << 20

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from shardwise.comm import Communicator
-from shardwise.errors import CollectiveError
+from shardwise.core.errors import CollectiveError
 from shardwise.fsdp.errors import ADVICE, GatherError
 from shardwise.fsdp.unit import Unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any, TypeVar
 
-from shardwise.errors import CollectiveError, ShardwiseError
+from shardwise.core.errors import CollectiveError, ShardwiseError
 
 
 class FSDPError(ShardwiseError, ValueError):

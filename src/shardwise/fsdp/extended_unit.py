@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Pending
+from shardwise.core.mesh import DeviceMesh
 from shardwise.fsdp.all_gather import CHANNEL, RowGather, start_custom_gather
 from shardwise.fsdp.config import AllGather
 from shardwise.fsdp.errors import FSDPError, ShardedState, transition
@@ -22,7 +23,6 @@ from shardwise.fsdp.flat_buffer import BufferPool, RowBuffer, header_digits
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit, trace_gather
-from shardwise.mesh import DeviceMesh
 from shardwise.torch_internals import as_local, preserve_version_counter, storage_id
 
 HEADER_BYTES = 2

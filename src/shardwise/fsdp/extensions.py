@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.tensor import DTensor
 from shardwise.fsdp.config import MixedPrecisionPolicy
 from shardwise.fsdp.errors import FSDPError
-from shardwise.mesh import DeviceMesh
-from shardwise.tensor import DTensor
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.fsdp.param_group import ForwardCall, ParamGroup
 from shardwise.fsdp.shared_schedule import schedule_of
 from shardwise.parallel.containers import on_tensors
-from shardwise.tensor import DTensor, wrap
 from shardwise.torch_internals import as_local, base_of, current_graph_task, storage_id
 
 _TENSOR_TYPES = (torch.Tensor, DTensor)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise import world
 from shardwise.comm import Communicator, communicator
-from shardwise.errors import MeshError
+from shardwise.core import world
+from shardwise.core.errors import MeshError
+from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.fsdp.errors import FSDPError
-from shardwise.mesh import DeviceMesh, as_mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

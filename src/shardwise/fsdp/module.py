@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import nn
 
-from shardwise.checks import as_int
+from shardwise.core.checks import as_int
 from shardwise.fsdp.config import AllGather, ReduceScatter
 from shardwise.fsdp.errors import FSDPError, check_bool
 from shardwise.fsdp.finalization import finalize, set_manual

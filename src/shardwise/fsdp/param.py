@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.layout import Layout
+from shardwise.dtensor.tensor import DTensor, laid_out, unwrap, wrap
 from shardwise.fsdp.config import MixedPrecisionPolicy
 from shardwise.fsdp.extensions import GatherExtension
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param_sharding import ParamSharding
-from shardwise.layout import Layout
-from shardwise.tensor import DTensor, laid_out, unwrap, wrap
 from shardwise.torch_internals import (
     TensorBase,
     backward_hooks_of,

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.box import Range, chunk
-from shardwise.errors import MeshError
+from shardwise.core.box import Range, chunk
+from shardwise.core.errors import MeshError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.tensor import DTensor
 from shardwise.fsdp.errors import FSDPError
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
-from shardwise.tensor import DTensor
 
 Shape = tuple[int, ...]
 

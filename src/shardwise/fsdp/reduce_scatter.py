@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import Communicator, Pending
-from shardwise.errors import CollectiveError
+from shardwise.core.errors import CollectiveError
 from shardwise.fsdp.config import GroupSettings, ReduceScatter
 from shardwise.fsdp.errors import FSDPError, GatherError
 from shardwise.fsdp.flat_buffer import BufferPool, BufferSize, RowBuffer, aligned

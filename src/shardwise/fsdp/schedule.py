@@ -58,7 +58,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from shardwise.errors import CollectiveError
+from shardwise.core.errors import CollectiveError
 from shardwise.fsdp.all_gather import post_forward_mesh
 from shardwise.fsdp.build import UnitSet
 from shardwise.fsdp.divergence import ScheduleGuards

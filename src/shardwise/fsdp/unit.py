@@ -18,14 +18,14 @@ from weakref import ref
 import torch
 from torch import nn
 
-from shardwise import world
 from shardwise.comm import trace
 from shardwise.comm.trace import Cause, acting
+from shardwise.core import world
+from shardwise.core.tensor_state import user_attributes
+from shardwise.dtensor.tensor import wrap
 from shardwise.fsdp.errors import ShardedState, transition
 from shardwise.fsdp.flat_buffer import ALIGNMENT, RowBuffer, aligned, header_digits
 from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad
-from shardwise.tensor import wrap
-from shardwise.tensor_state import user_attributes
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
 
 if TYPE_CHECKING:

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.dispatch.arguments import check_same
-from shardwise.dispatch.state import state
-from shardwise.errors import LayoutError
-from shardwise.layout import Layout
-from shardwise.local_shards import check_shard, found_layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Shard
+from shardwise.core.tensor_state import ensure_state
+from shardwise.dtensor.call_args import check_same
+from shardwise.dtensor.local_shards import check_shard, found_layout
+from shardwise.dtensor.state import state
+from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.parallel.containers import (
     check_fields,
     forward_arguments,
@@ -35,10 +38,7 @@ from shardwise.parallel.plan_spec import (
     drop_unknown_axes,
     is_spec,
 )
-from shardwise.placement import Placement, Shard
 from shardwise.redistribute.autograd import Pair, apply_pair, check_linear, make_pair
-from shardwise.tensor import DTensor, wrap
-from shardwise.tensor_state import ensure_state
 from shardwise.torch_internals import TensorBase, as_local
 
 _requires_grad = TensorBase.requires_grad.__get__

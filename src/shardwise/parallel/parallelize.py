@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.parameters import TensorSlot, check_ties, distribute_slots, find_slots
 from shardwise.parallel.plan_spec import (
@@ -26,7 +27,6 @@ from shardwise.parallel.styles import (
     as_one_axis_mesh,
     check_unstyled,
 )
-from shardwise.placement import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.distribute import distribute_tensor
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
-from shardwise.optimizers import note_replaced
+from shardwise.api.distribute import distribute_tensor
+from shardwise.api.optimizer import note_replaced
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement
+from shardwise.core.tensor_state import user_attributes
+from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel.plan_spec import PlanError, all_modules, join_names
-from shardwise.placement import Placement
-from shardwise.tensor import DTensor
-from shardwise.tensor_state import user_attributes
 from shardwise.torch_internals import own_buffers, own_parameters
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import ShardwiseError
-from shardwise.layout import Layout
-from shardwise.mesh import Axis, DeviceMesh
-from shardwise.placement import Placement, Replicate, as_placement
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Axis, DeviceMesh
+from shardwise.core.placement import Placement, Replicate, as_placement
 from shardwise.torch_internals import own_modules
 
 _MAX_SUGGESTIONS = 5

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardwise.core.placement import Replicate, Shard
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.plan_spec import PlanError, all_modules, join_names
 from shardwise.parallel.prepare import PrepareModuleInput
 from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
-from shardwise.placement import Replicate, Shard
 from shardwise.torch_internals import own_parameters
 
 Plan = dict[str, Any]

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, as_placement
+from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel.activations import ShardLayouts, check_on_mesh, wrap_shared
 from shardwise.parallel.containers import (
     check_fields,
@@ -22,8 +24,6 @@ from shardwise.parallel.containers import (
 )
 from shardwise.parallel.plan_spec import PlanError
 from shardwise.parallel.styles import ModuleStyle, make_output_move
-from shardwise.placement import Placement, as_placement
-from shardwise.tensor import DTensor
 
 PositionalPlacements = Placement | Sequence[Placement | None] | None
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.placement import Placement, Replicate
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.parameters import (
     TensorSlot,
@@ -28,7 +29,6 @@ from shardwise.parallel.plan_spec import (
     no_match_error,
 )
 from shardwise.parallel.styles import ParallelStyle
-from shardwise.placement import Placement, Replicate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh

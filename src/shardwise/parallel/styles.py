@@ -15,8 +15,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.placement import Placement, Replicate, Shard, as_placement
+from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.parallel.activations import (
     Redistributor,
     ShardLayouts,
@@ -32,8 +34,6 @@ from shardwise.parallel.parameters import (
     layout_for,
 )
 from shardwise.parallel.plan_spec import PlanError, join_names
-from shardwise.placement import Placement, Replicate, Shard, as_placement
-from shardwise.tensor import DTensor, unwrap
 from shardwise.torch_internals import forward_pre_hooks
 
 Pieces = int | Sequence[int] | None

@@ -32,12 +32,13 @@ from weakref import ref
 
 import torch
 
-from shardwise import world
 from shardwise.comm import Cause, Pending, communicator, trace
 from shardwise.comm.trace import acting, current
-from shardwise.errors import LayoutError
-from shardwise.layout import Layout
-from shardwise.mesh import Axis
+from shardwise.core import world
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Axis
+from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state
 from shardwise.redistribute.cost import Costs
 from shardwise.redistribute.execute import check_local, execute
 from shardwise.redistribute.plan import (
@@ -47,7 +48,6 @@ from shardwise.redistribute.plan import (
     plan_redistribute,
     planning_costs,
 )
-from shardwise.tensor_state import ATTRIBUTE, TensorState, ensure_state
 from shardwise.torch_internals import backward_node, is_torch_function_enabled
 
 _NO_CAUSE = Cause()

@@ -8,7 +8,7 @@ import time
 import torch
 
 from shardwise.comm import Communicator, communicator
-from shardwise.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh
 from shardwise.redistribute.cost import LOOPBACK, AxisCost, Costs, CostsError, set_costs
 
 _TINY, _LARGE = 8, 1 << 22

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from shardwise.errors import LayoutError
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
 from shardwise.redistribute import step as steps
 from shardwise.redistribute.cost import Costs, prices
 from shardwise.redistribute.step import (

@@ -21,11 +21,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from shardwise import world
 from shardwise.comm import is_large
-from shardwise.errors import ShardwiseError
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core import world
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
 from shardwise.redistribute.step import (
     Sizes,
     Step,

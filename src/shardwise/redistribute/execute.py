@@ -10,16 +10,16 @@ from functools import lru_cache
 
 import torch
 
-from shardwise import world
-from shardwise.box import Box
 from shardwise.comm import Communicator, Pending, communicator, is_large, trace
 from shardwise.comm.reduction import check_reduction, reduce_contributions
 from shardwise.comm.trace import acting, current
-from shardwise.cut import taken
-from shardwise.errors import LayoutError, MeshError
-from shardwise.layout import Layout
+from shardwise.core import world
+from shardwise.core.box import Box
+from shardwise.core.cut import taken
+from shardwise.core.errors import LayoutError, MeshError
+from shardwise.core.layout import Layout
+from shardwise.redistribute.cut_dims import in_order
 from shardwise.redistribute.plan import Plan
-from shardwise.redistribute.segmented import in_order
 from shardwise.redistribute.step import Step, collectives
 from shardwise.redistribute.transfer import (
     Ownership,

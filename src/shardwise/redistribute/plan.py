@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checks import as_int
-from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.layout import Layout
-from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.checks import as_int
+from shardwise.core.errors import LayoutError, ShardwiseError
+from shardwise.core.layout import Layout
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.redistribute import step as steps
 from shardwise.redistribute.candidates import (
     as_steps,
@@ -34,7 +34,7 @@ from shardwise.redistribute.cost import (
     lower_bound,
     peaks,
 )
-from shardwise.redistribute.segmented import stages
+from shardwise.redistribute.cut_dims import stages
 from shardwise.redistribute.step import Step
 
 

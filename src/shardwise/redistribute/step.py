@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
 from shardwise.redistribute.transfer import Roles, split_axes, unsplit_axes
 
 Sizes = Any

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.box import Box, chunk
 from shardwise.comm import Communicator, Pending
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.box import Box, chunk
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
 
 Coordinate = tuple[int, ...]
 

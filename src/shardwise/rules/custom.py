@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.calls import tensors_in
+from shardwise.rules.helpers.composed_ops import tensors_in
 from shardwise.rules.registry import Known, RuleError, enter
 from shardwise.rules.spec import Dims, Out, Spec, parsed
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, overload_of_custom_operator

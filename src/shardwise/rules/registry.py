@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from shardwise.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError
 from shardwise.rules.spec import Spec
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, nn_builtins, overload_name
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from shardwise.cut import Cut
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
+from shardwise.core.cut import Cut
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
 
 Dims = tuple[str | None, ...]
 """The factor of each dim; None for a dim that must be whole."""

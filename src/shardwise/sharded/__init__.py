@@ -3,6 +3,7 @@
 The names are those of torch.distributed._shard and its submodules.
 """
 
+from shardwise.dtensor.dcp import CheckpointStager
 from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.create import empty, full, ones, rand, randn, zeros
 from shardwise.sharded.create import from_local_shards as init_from_local_shards
@@ -44,7 +45,6 @@ from shardwise.sharded.specs import (
 )
 from shardwise.sharded.tensor import ShardedTensor, to_dtensor
 from shardwise.sharded.tiling import check_no_overlap as validate_non_overlapping_shards_metadata
-from shardwise.stored import CheckpointStager
 
 from_dtensor = ShardedTensor.from_dtensor
 

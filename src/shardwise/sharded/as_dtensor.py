@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from shardwise.box import Box
-from shardwise.dispatch.writes import check_writable
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, as_mesh
-from shardwise.placement import Shard
+from shardwise.core.box import Box
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.placement import Shard
+from shardwise.core.tensor_state import ensure_state
+from shardwise.dtensor.tensor import DTensor, unwrap, wrap
+from shardwise.dtensor.writes import check_writable
 from shardwise.rules.registry import name_of
 from shardwise.sharded.base import ShardedTensorCore
 from shardwise.sharded.errors import ShardedTensorError
@@ -30,8 +32,6 @@ from shardwise.sharded.metadata import (
 )
 from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
-from shardwise.tensor import DTensor, unwrap, wrap
-from shardwise.tensor_state import ensure_state
 from shardwise.torch_internals import base_of, locally, pytree, version_of
 
 _Core = TypeVar("_Core", bound=ShardedTensorCore)

@@ -10,9 +10,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from shardwise.box import Box
-from shardwise.checks import as_ints
-from shardwise.layout import Layout
+from shardwise.core.box import Box
+from shardwise.core.checks import as_ints
+from shardwise.core.layout import Layout
 from shardwise.sharded import remote
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import RankGroup

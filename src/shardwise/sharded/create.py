@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from shardwise.checks import as_int
+from shardwise.core.checks import as_int
 from shardwise.sharded import remote
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import (

@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwise.dispatch.arguments import check_same
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
 from shardwise.dispatch.scalars import asked
-from shardwise.dispatch.state import state
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh
-from shardwise.rules.calls import tensors_in
-from shardwise.rules.foreach import one_by_one
-from shardwise.rules.pointwise import names
+from shardwise.dtensor.call_args import check_same
+from shardwise.dtensor.state import state
+from shardwise.dtensor.tensor import DTensor
+from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.rules.pointwise.aliases import SPELLINGS
+from shardwise.rules.pointwise.elementwise import names
+from shardwise.rules.pointwise.foreach import one_by_one
 from shardwise.rules.registry import lookup, name_of
-from shardwise.rules.spellings import SPELLINGS
 from shardwise.sharded import as_dtensor, embedding, per_shard_ops
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.methods import METHODS
 from shardwise.sharded.specs import ShardingSpec, format_spec
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import locally, pytree
 
 

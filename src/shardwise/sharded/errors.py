@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError
 
 
 class ShardedTensorError(ShardwiseError, ValueError):

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardwise import errors, world
 from shardwise.comm import Communicator, communicator
-from shardwise.errors import ShardwiseError
-from shardwise.mesh import DeviceMesh, as_mesh
+from shardwise.core import errors, world
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.metadata import ShardMetadata
 from shardwise.torch_internals import RemoteDevice, current_rpc_agent, is_rpc_running

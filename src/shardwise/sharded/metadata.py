@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardwise.box import Box
-from shardwise.checks import as_ints
+from shardwise.core.box import Box
+from shardwise.core.checks import as_ints
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.torch_internals import RemoteDevice
 

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise import factories
-from shardwise.dispatch.writes import check_writable
-from shardwise.placement import Replicate
-from shardwise.rules.pointwise import names
+from shardwise.api import factories
+from shardwise.core.placement import Replicate
+from shardwise.dtensor.writes import check_writable
+from shardwise.rules.pointwise.elementwise import names
 from shardwise.sharded import autograd, per_shard_ops
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor

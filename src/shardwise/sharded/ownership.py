@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.box import Box
+from shardwise.core.box import Box
 from shardwise.sharded.group import RankGroup
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 

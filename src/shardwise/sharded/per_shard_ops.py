@@ -18,16 +18,16 @@ import torch
 from torch.nn import functional as F
 from torch.nn import init
 
-from shardwise import factories
-from shardwise.box import Box
-from shardwise.placement import Replicate, Shard
-from shardwise.rules.calls import input_of, tensors_in
-from shardwise.rules.pointwise import names
+from shardwise.api import factories
+from shardwise.core.box import Box
+from shardwise.core.placement import Replicate, Shard
+from shardwise.dtensor.tensor import DTensor
+from shardwise.rules.helpers.composed_ops import input_of, tensors_in
+from shardwise.rules.pointwise.elementwise import names
 from shardwise.rules.registry import lookup
 from shardwise.rules.spec import Dims, Spec
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
 from shardwise.sharded.transfer import sum_grads_over_ranks
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import pytree
 
 

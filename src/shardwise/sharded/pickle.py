@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardwise import world
 from shardwise.comm.buffers import owned
+from shardwise.core import world
 from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorCore, new_wrapper
 from shardwise.sharded.errors import ShardedStateError

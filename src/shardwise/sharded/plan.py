@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shardwise.dtensor.tensor import DTensor
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import RankGroup
 from shardwise.sharded.metadata import TensorProperties
 from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import own_buffers, own_modules, own_parameters
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.box import Box, chunk
-from shardwise.checks import as_int, as_ints
+from shardwise.core.box import Box, chunk
+from shardwise.core.checks import as_int, as_ints
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import (
     Placement,

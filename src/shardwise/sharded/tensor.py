@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from shardwise import stored
-from shardwise.box import Box
-from shardwise.layout_input import short_dtype
-from shardwise.mesh import DeviceMesh
+from shardwise.core.box import Box
+from shardwise.core.layout_input import short_dtype
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor import dcp
+from shardwise.dtensor.tensor import DTensor
 from shardwise.sharded import as_dtensor, pickle, remote, transfer
 from shardwise.sharded.base import check_can_pin
 from shardwise.sharded.copying import CopyMethods
@@ -26,7 +27,6 @@ from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetada
 from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata, format_spec
 from shardwise.sharded.transfer import ShardMove
-from shardwise.tensor import DTensor
 from shardwise.torch_internals import PARAMETER_FLAG
 
 
@@ -282,18 +282,18 @@ class ShardedTensor(CopyMethods):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Describe the boxes that this rank holds, for torch.distributed.checkpoint."""
-        return stored.chunks(self._local_boxes(), self.shape)
+        return dcp.chunks(self._local_boxes(), self.shape)
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
         """Describe the shards that this rank writes to a checkpoint."""
         strides = self._metadata.tensor_properties.strides
         boxes, like = self._local_boxes(), self._prototype()
-        return stored.write_items(name, boxes, self.shape, like, strides)
+        return dcp.write_items(name, boxes, self.shape, like, strides)
 
-    global_shape = stored.ProtocolField(stored.global_shape)
-    global_offsets = stored.ProtocolField(stored.global_offsets)
-    local_offsets = stored.ProtocolField(stored.local_offsets)
-    local_sizes = stored.ProtocolField(stored.local_sizes)
+    global_shape = dcp.ProtocolField(dcp.global_shape)
+    global_offsets = dcp.ProtocolField(dcp.global_offsets)
+    local_offsets = dcp.ProtocolField(dcp.local_offsets)
+    local_sizes = dcp.ProtocolField(dcp.local_sizes)
 
     def _stored_parts(self) -> list[tuple[Box, Box]]:
         """Return the boxes of this rank in the whole tensor, and in the shard, which has each

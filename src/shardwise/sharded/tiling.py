@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwise.box import Box
+from shardwise.core.box import Box
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.metadata import ShardMetadata
 

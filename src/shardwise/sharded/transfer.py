@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.box import Box
 from shardwise.comm import is_large
 from shardwise.comm.trace import running
+from shardwise.core.box import Box
 from shardwise.redistribute.transfer import Swap, Transfer
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import RankGroup

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Layout
-from shardwise.local_shards import check_dense
-from shardwise.mesh import DeviceMesh
-from shardwise.placement import Partial, Placement, Replicate, Shard
-from shardwise.rules.calls import tensors_in
-from shardwise.tensor import DTensor, wrap
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.dtensor.local_shards import check_dense
+from shardwise.dtensor.tensor import DTensor, wrap
+from shardwise.rules.helpers.composed_ops import tensors_in
 
 
 def layouts_of(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:

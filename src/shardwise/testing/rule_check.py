@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from shardwise.comm import Event, listen
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh, init_device_mesh
+from shardwise.core.placement import Placement, Replicate, Shard
+from shardwise.core.thread_config import PolicyError
 from shardwise.dispatch.errors import AGREEING
-from shardwise.dispatch.state import fallback
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, init_device_mesh
-from shardwise.placement import Placement, Replicate, Shard
-from shardwise.policy import PolicyError
-from shardwise.rules.calls import tensors_in
+from shardwise.dtensor.state import fallback
+from shardwise.dtensor.tensor import DTensor
+from shardwise.rules.helpers.composed_ops import tensors_in
 from shardwise.rules.registry import RuleError
-from shardwise.sim import simulate
-from shardwise.tensor import DTensor
+from shardwise.run.simulate import simulate
 from shardwise.testing.inputs import Sample, combinations, distributed, layouts_of, whole_of
 from shardwise.testing.reference import (
     Reference,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
 
 MESHES = ((2,), (3,), (2, 2))
 

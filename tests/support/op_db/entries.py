@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Layout
-from shardwise.tensor import DTensor
+from shardwise.core.layout import Layout
+from shardwise.dtensor.tensor import DTensor
 from shardwise.testing import Sample, distributed
 from support.op_db.cases import ways
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from shardwise.comm import Event, listen
-from shardwise.dispatch.state import fallback, fallback_counts
-from shardwise.errors import ShardwiseError
-from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, init_device_mesh
-from shardwise.rules.calls import tensors_in
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh, init_device_mesh
+from shardwise.dtensor.state import fallback, fallback_counts
+from shardwise.dtensor.tensor import DTensor, as_local, severed_by
+from shardwise.rules.helpers.composed_ops import tensors_in
 from shardwise.rules.registry import RuleError
-from shardwise.sim import simulate
-from shardwise.tensor import DTensor, as_local, severed_by
+from shardwise.run.simulate import simulate
 from shardwise.testing import distributed, loss_of, whole_of
 from support.op_db.cases import Case, shown
 from support.op_db.entries import Call

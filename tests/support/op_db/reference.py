@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Layout
-from shardwise.mesh import init_device_mesh
-from shardwise.rules.calls import tensors_in
-from shardwise.sim import simulate
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import init_device_mesh
+from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.run.simulate import simulate
 from shardwise.testing import distributed, loss_of, value_difference, whole_of, widened
 from support.op_db.entries import Call
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.dispatch.moving import InputMove, is_slice
-from shardwise.dispatch.state import state
+from shardwise.core.layout import Layout
+from shardwise.dtensor.input_moves import InputMove, is_slice
+from shardwise.dtensor.state import state
+from shardwise.dtensor.tensor import DTensor
 from shardwise.export.operators import writes
 from shardwise.export.tracing import ValueMoves
-from shardwise.layout import Layout
-from shardwise.tensor import DTensor
 
 Edge = tuple[fx.Node, fx.Node]
 """A node of the original, and a node that uses its value."""

@@ -1,0 +1,1 @@
+"""Functions that make DTensors and lay out modules, and optimizers of DTensors."""

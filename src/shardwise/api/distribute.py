@@ -1,0 +1,373 @@
+"""`distribute_tensor`, `distribute_module` and `local_map`: DTensors of plain tensors and modules,
+and functions of local tensors that run on DTensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.api.local_types import LocalTypes
+from shardwise.api.optimizer import note_replaced
+from shardwise.comm import communicator
+from shardwise.core.checks import as_int
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.placement import Partial, Placement, Replicate
+from shardwise.dtensor.local_shards import check_dense
+from shardwise.dtensor.tensor import DTensor, wrap
+from shardwise.redistribute.autograd import redistribute_local
+from shardwise.torch_internals import own_buffers, own_parameters, pytree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+Placements = Sequence[Placement]
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | TorchMesh,
+    placements: Placements | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    shard_order: Any = None,
+) -> DTensor:
+    """Make a DTensor of a tensor that one rank, or every rank, has whole.
+
+    Arguments:
+        tensor: a leaf. On ranks other than the source only its shape and dtype count.
+        device_mesh: the mesh of the result.
+        placements: one per axis of the mesh; all `Replicate()` by default.
+        src_data_rank: the position, along every axis, of the rank whose data is distributed; None
+            lets each rank take its shard of its own tensor, without communication.
+        shard_order: for each dim that several axes split, those axes outer to inner.
+    """
+    mesh = as_mesh(device_mesh)
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    check_dense("tensor", tensor)
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    layout = Layout.from_placements(mesh, tensor.shape, placements, shard_order)
+    if isinstance(tensor, DTensor):
+        if tensor._layout is layout:
+            return tensor
+        raise LayoutError(
+            f"tensor: it is a DTensor {tensor._layout!r} already; "
+            "move it with tensor.redistribute(mesh, placements)"
+        )
+    if not tensor.is_leaf:
+        raise LayoutError(
+            "tensor: expected a leaf, got a tensor with a history; detach() it, or use "
+            "DTensor.from_local(tensor, mesh).redistribute(...), which is differentiable"
+        )
+    with torch.no_grad():
+        whole = tensor.detach()
+        if mesh.is_abstract or whole.is_meta:
+            local = whole.new_empty(layout.local_shape((0,) * mesh.ndim))
+            if not mesh.is_abstract:
+                local = whole.new_empty(layout.local_shape())
+        elif src_data_rank is None:
+            local = _own_shard(whole, layout)
+        else:
+            local = _scatter_shard(whole, layout, _as_source(src_data_rank, mesh))
+        result = wrap(local, layout)
+    result.requires_grad = tensor.requires_grad
+    return result
+
+
+def _own_shard(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    local: torch.Tensor = redistribute_local(whole, Layout(layout.mesh, layout.shape), layout)
+    shares = local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return local.clone() if shares else local
+
+
+def _as_source(src_data_rank: int, mesh: DeviceMesh) -> int:
+    source = as_int(src_data_rank)
+    if source is None or not 0 <= source < min(mesh.shape):
+        raise LayoutError(
+            f"src_data_rank: expected a position on every axis of {mesh!r}, or None; "
+            f"got {src_data_rank!r}"
+        )
+    return source
+
+
+def _scatter_shard(whole: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
+    """Scatter from the source over the axes that split the tensor; then broadcast over the others.
+
+    In a pending sum, the source contributes its data and the other ranks zeros.
+    """
+    mesh = layout.mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return whole.new_empty(0)
+    split = tuple(axis for axis, each in enumerate(layout.placements) if each.is_shard())
+    others = tuple(axis for axis in range(mesh.ndim) if axis not in split)
+    bare = layout.relaid(partial={})
+    piece = whole.new_empty(bare.local_shape())
+    if split and all(place[axis] == source for axis in others):
+        group = communicator(mesh, split)
+        root = group.ranks.index(
+            mesh.rank_at([source if axis in split else place[axis] for axis in range(mesh.ndim)])
+        )
+        pieces = None
+        if group.ranks[root] == mesh.get_rank():
+            places = map(mesh.coordinate_of, group.ranks)
+            pieces = [bare.piece_of(whole, place).contiguous() for place in places]
+        piece = group.scatter(piece, pieces, root)
+    elif not split:
+        piece = whole.contiguous()
+    if others:
+        group = communicator(mesh, others)
+        first = [source if axis in others else place[axis] for axis in range(mesh.ndim)]
+        piece = group.broadcast(piece, group.ranks.index(mesh.rank_at(first)))
+    elif not split:
+        piece = piece.clone()
+    return redistribute_local(piece, bare, layout)  # type: ignore[no-any-return]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | TorchMesh,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Make the parameters and buffers of a module DTensors, in place.
+
+    Arguments:
+        partition_fn: called with each submodule's name, the submodule and the mesh; it makes its
+            parameters DTensors. Parameters that it leaves plain are replicated; tied parameters
+            stay tied.
+        input_fn: called with the module, the tuple of its inputs and the mesh before each forward.
+        output_fn: called with the module, its outputs and the mesh after each forward.
+    """
+    mesh = as_mesh(device_mesh)
+    slots = [
+        (parameter, submodule, key)
+        for submodule in module.modules()
+        for key, parameter in own_parameters(submodule).items()
+        if parameter is not None
+    ]
+    if partition_fn is not None:
+        for name, submodule in module.named_modules():
+            partition_fn(name, submodule, mesh)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, submodule, key in slots:
+        now = own_parameters(submodule).get(key)
+        if isinstance(now, DTensor):
+            made[parameter] = now
+            if now is not parameter:
+                note_replaced(parameter, key)
+    for submodule in module.modules():
+        _replicate(submodule, mesh, made)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda module, inputs: input_fn(module, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(
+            lambda module, inputs, outputs: output_fn(module, outputs, mesh)
+        )
+    return module
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Replicate the parameters and buffers of a module that are still plain.
+
+    Arguments:
+        made: the DTensor that each plain parameter has become; new ones are added.
+    """
+    for name, parameter in list(own_parameters(module).items()):
+        if parameter is not None and not isinstance(parameter, DTensor):
+            if parameter not in made:
+                whole = distribute_tensor(parameter.detach(), mesh)
+                made[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                note_replaced(parameter, name)
+            module.register_parameter(name, made[parameter])
+    for name, buffer in list(own_buffers(module).items()):
+        if buffer is not None and not isinstance(buffer, DTensor):
+            own_buffers(module)[name] = distribute_tensor(buffer, mesh)
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: Any = None,
+    in_grad_placements: Any = None,
+    device_mesh: DeviceMesh | TorchMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+    spmd_types: bool = False,
+) -> Any:
+    """Turn a function of local tensors into a function of DTensors.
+
+    Arguments:
+        func: gets local shards and returns local shards. Without it, a decorator is returned.
+        out_placements: the placements of the result; a tuple with one entry per result if there
+            are several, None for a result that is no tensor.
+        in_placements: the placements that inputs must have, one entry per flattened positional
+            argument; None for an argument that is no tensor. By default any placements.
+        in_grad_placements: the placements of the gradients that `func` gives for its inputs. By
+            default those of the inputs, but `Partial()` on an axis where an input is replicated
+            and another is not: there each rank's gradient is a contribution.
+        device_mesh: the mesh of the results; by default that of the first DTensor.
+        redistribute_inputs: whether to move inputs with other placements, rather than refuse them.
+        spmd_types: whether the package `spmd_types` checks `func`: that it never takes a
+            contribution for a value, and that the results fit `out_placements`. Replicated inputs
+            then have gradients `Partial()`, unless `in_grad_placements` says `Replicate()`. See
+            `shardwise.local_types`.
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+            spmd_types=spmd_types,
+        )
+
+    @functools.wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        flat, structure = pytree.tree_flatten(args)
+        found = [arg for arg in flat if isinstance(arg, DTensor)]
+        if not found:
+            return func(*args, **kwargs)
+        mesh = found[0]._layout.mesh if device_mesh is None else as_mesh(device_mesh)
+        flat = _move_inputs(flat, in_placements, redistribute_inputs)
+        if not spmd_types:
+            local = _local_inputs(flat, in_grad_placements)
+            result = func(*pytree.tree_unflatten(local, structure), **kwargs)
+            return _global_outputs(result, out_placements, mesh)
+        types = LocalTypes(mesh)
+        local = _typed_inputs(flat, in_placements, in_grad_placements, types)
+        with types.checking():
+            result = func(*pytree.tree_unflatten(local, structure), **kwargs)
+        return _global_outputs(result, out_placements, mesh, types)
+
+    return mapped
+
+
+def _per_argument(given: Any, count: int, argument: str) -> list[Any]:
+    if not isinstance(given, list | tuple) or len(given) != count:
+        raise LayoutError(
+            f"{argument}: expected {count} entries, one per flattened argument (None for one that "
+            f"is no tensor); got {given!r}"
+        )
+    return list(given)
+
+
+def _move_inputs(flat: list[Any], in_placements: Any, redistribute_inputs: bool) -> list[Any]:
+    if in_placements is None:
+        return flat
+    result = []
+    for at, (arg, wanted) in enumerate(
+        zip(flat, _per_argument(in_placements, len(flat), "in_placements"), strict=True)
+    ):
+        if isinstance(arg, DTensor):
+            if wanted is None:
+                raise LayoutError(f"in_placements[{at}]: expected placements, as it is a DTensor")
+            layout = Layout.from_placements(arg._layout.mesh, arg.shape, wanted)
+            if arg._layout is not layout:
+                if not redistribute_inputs:
+                    raise LayoutError(
+                        f"in_placements[{at}]: expected an input of layout {layout!r}, got "
+                        f"{arg._layout!r}; pass redistribute_inputs=True, or move it before"
+                    )
+                arg = arg.redistribute(placements=wanted)
+        elif wanted is not None and not isinstance(arg, torch.Tensor):
+            raise LayoutError(f"in_placements[{at}]: expected None, as the argument is {arg!r}")
+        result.append(arg)
+    return result
+
+
+def _local_inputs(flat: list[Any], in_grad_placements: Any) -> list[Any]:
+    if in_grad_placements is not None:
+        given = _per_argument(in_grad_placements, len(flat), "in_grad_placements")
+        return [
+            arg.to_local(grad_placements=how) if isinstance(arg, DTensor) else arg
+            for arg, how in zip(flat, given, strict=True)
+        ]
+    layouts = [arg._layout for arg in flat if isinstance(arg, DTensor)]
+    split_axes = {
+        axis
+        for layout in layouts
+        for axis, placement in enumerate(layout.placements)
+        if not placement.is_replicate()
+    }
+    result = []
+    for arg in flat:
+        if isinstance(arg, DTensor):
+            grads: list[Placement] = [
+                each if each.is_shard() else Replicate() for each in arg.placements
+            ]
+            for axis in split_axes:
+                if arg.placements[axis].is_replicate():
+                    grads[axis] = Partial()
+            arg = arg.to_local(grad_placements=grads)
+        result.append(arg)
+    return result
+
+
+def _typed_inputs(
+    flat: list[Any], in_placements: Any, in_grad_placements: Any, types: LocalTypes
+) -> list[Any]:
+    """Return the local tensors of the inputs, typed by their placements and their gradients'."""
+    count = len(flat)
+    nothing = [None] * count
+    wanted = nothing if in_placements is None else list(in_placements)
+    grads = nothing
+    if in_grad_placements is not None:
+        grads = _per_argument(in_grad_placements, count, "in_grad_placements")
+    result = []
+    for at, (arg, placements, gradients) in enumerate(zip(flat, wanted, grads, strict=True)):
+        argument = f"in_placements[{at}]"
+        if isinstance(arg, DTensor):
+            if arg._layout.mesh is not types.mesh:
+                raise LayoutError(
+                    f"{argument}: expected a DTensor on {types.mesh!r}, as spmd_types=True checks "
+                    f"one mesh; got one on {arg._layout.mesh!r}"
+                )
+            placements = arg.placements
+        if placements is not None and isinstance(arg, torch.Tensor):
+            if gradients is None:
+                gradients = types.input_gradients(argument, placements)
+            if isinstance(arg, DTensor):
+                arg = arg.to_local(grad_placements=gradients)
+            types.annotate(argument, arg, placements, gradients)
+        result.append(arg)
+    return result
+
+
+def _global_outputs(
+    result: Any, out_placements: Any, mesh: DeviceMesh, types: LocalTypes | None = None
+) -> Any:
+    flat, structure = pytree.tree_flatten(result)
+    several = isinstance(out_placements, tuple)
+    wanted = list(out_placements) if several else [out_placements]
+    if several and len(flat) == 1 and wanted and isinstance(wanted[0], Placement):
+        wanted = [out_placements]  # one result, whose placements came as a tuple
+    if len(wanted) != len(flat):
+        raise LayoutError(
+            f"out_placements: expected {len(flat)}, a tuple with one entry per result; "
+            f"got {out_placements!r}"
+        )
+    made = []
+    for at, (value, placements) in enumerate(zip(flat, wanted, strict=True)):
+        if not isinstance(value, torch.Tensor):
+            if placements is not None:
+                raise LayoutError(f"out_placements[{at}]: expected None, as the result is {value}")
+        elif isinstance(value, DTensor):
+            raise LayoutError(f"func: expected a local tensor as result {at}, got a DTensor")
+        else:
+            back = None
+            if types is not None:
+                placements = placements or [Replicate()] * mesh.ndim
+                back = types.output_gradients(f"out_placements[{at}]", value, placements)
+            value = DTensor.from_local(value, mesh, placements, grad_placements=back)
+        made.append(value)
+    return pytree.tree_unflatten(made, structure)

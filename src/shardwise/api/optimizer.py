@@ -1,0 +1,230 @@
+"""Steps of pointwise optimizers on the shards, at the speed of plain tensors; checks of steps.
+
+The state of a pointwise optimizer has the layouts of the parameters, so that parameters, gradients
+and state can be plain local tensors during a step. Every other optimizer, and a step with a
+closure (which runs the model), goes through dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import optim
+from torch.autograd.graph import increment_version
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.dtensor.tensor import DTensor, laid_out, wrap
+from shardwise.dtensor.view_copy import linked, mark_outdated
+
+
+class OptimizerError(ShardwiseError, RuntimeError):
+    """A step of an optimizer that would not train the module's parameters."""
+
+
+POINTWISE: frozenset[type[optim.Optimizer]] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adagrad,
+        optim.RMSprop,
+        optim.Adamax,
+        optim.Adadelta,
+        optim.NAdam,
+        optim.RAdam,
+        optim.ASGD,
+        optim.Rprop,
+    }
+)
+"""Optimizers whose step is pointwise. Subclasses do not count: they may do anything in a step."""
+
+_COUNTERS = ("step", "eta", "mu", "mu_product")
+"""State that belongs to the parameter as a whole, and does not have its shape."""
+
+
+def load_value(
+    load: Callable[..., torch.Tensor],
+    param: torch.Tensor,
+    value: torch.Tensor,
+    param_id: Any,
+    param_groups: Any,
+    key: Any = None,
+) -> torch.Tensor:
+    """Convert one tensor of a state dict for an optimizer that loads it.
+
+    State of the parameter's shape gets the parameter's layout, also if a single process saved it.
+
+    Arguments:
+        load: torch's conversion, of dtype and device.
+    """
+    result = load(param, value, param_id, param_groups, key)
+    if type(param) is not DTensor or key in _COUNTERS or param._layout.partial:
+        return result
+    shape = tuple(result.shape)
+    is_piece = type(result) is not DTensor and shape == param._layout.local_shape()
+    if shape != param._layout.shape and not is_piece:
+        return result
+    return laid_out(result, param._layout, f"state {key}")
+
+
+# ---- notes on parameters: attributes, because they must survive copies and pickles of a model
+
+
+def note_replaced(parameter: torch.Tensor, name: str) -> None:
+    """Note that a DTensor has replaced this parameter in its module: it gets no gradients now."""
+    parameter._replaced_name = name  # type: ignore[attr-defined]
+
+
+def note_averaged(parameter: torch.Tensor, ranks: int) -> None:
+    """Note the number of ranks over which the gradient of this parameter is averaged."""
+    parameter._averaged_over = ranks  # type: ignore[attr-defined]
+
+
+def note_left_alone(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that the user does not want the gradients of these parameters to be averaged."""
+    for parameter in parameters:
+        parameter._is_left_alone = True  # type: ignore[attr-defined]
+
+
+# ---- checks before a step
+
+_stepped: WeakSet[optim.Optimizer] = WeakSet()
+"""Optimizers that have made a step."""
+
+
+def _warn_of_forgotten(optimizer: optim.Optimizer) -> None:
+    """Warn at the first step if some parameters are data-parallel and others were left out."""
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(getattr(each, "_averaged_over", 1) > 1 for each in every):
+        return
+    forgotten = [
+        each
+        for each in every
+        if type(each) is not DTensor
+        and each.grad is not None
+        and not hasattr(each, "_is_left_alone")
+    ]
+    if forgotten:
+        warnings.warn(
+            f"{type(optimizer).__name__}: {len(forgotten)} of {len(every)} parameters, the "
+            f"first of shape {tuple(forgotten[0].shape)}, are in no module that fully_shard or "
+            "replicate was called on, and others are: nobody averages their gradients, so they "
+            "will differ from rank to rank. Call it on the whole model too, after its layers; or "
+            "name them in ignored_params if you see to them yourself",
+            stacklevel=4,
+        )
+
+
+def _check_replaced(optimizer: optim.Optimizer) -> None:
+    """Refuse a step on parameters that were replaced in their module: it would have no effect."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is DTensor or parameter.grad is not None:
+                continue
+            name = getattr(parameter, "_replaced_name", None)
+            if name is not None:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__}: expected the parameters that the module has, got "
+                    f"{name} as it was before it became a DTensor; make the optimizer after "
+                    "fully_shard, replicate, shard_module, parallelize_module or distribute_module"
+                )
+
+
+def before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Check an optimizer's parameters: torch calls this before every step of every optimizer."""
+    _check_replaced(optimizer)
+    _warn_of_forgotten(optimizer)
+
+
+def after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Note that parameters have changed: torch calls this after every step of every optimizer."""
+    if type(optimizer) not in POINTWISE:  # `on_shards` notes it for these, also after an error
+        _note_changes(optimizer)
+
+
+# ---- steps on shards
+
+
+def on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the step of a pointwise optimizer so that it runs on the shards as plain tensors.
+
+    Hooks run outside of the wrapped step, and see DTensors.
+    """
+
+    @functools.wraps(step)
+    def step_on_shards(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        shards = None
+        if type(self) in POINTWISE and not args and not kwargs:
+            shards = _shards(self)
+        if not shards:
+            try:
+                return step(self, *args, **kwargs)
+            finally:
+                _note_changes(self)
+        for tensor in shards:
+            tensor.__class__ = torch.Tensor
+        try:
+            return step(self)
+        finally:
+            for tensor in shards:
+                tensor.__class__ = DTensor
+                if linked.by_memory:
+                    mark_outdated(tensor, type(self).__name__)
+            _wrap_new_state(self)
+            _note_changes(self)
+
+    return step_on_shards
+
+
+def _note_changes(optimizer: optim.Optimizer) -> None:
+    """Mark gathered and copied values of the parameters as out of date.
+
+    Fused kernels of torch change parameters without a change of their versions.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([each for each in group["params"] if type(each) is DTensor])
+        if linked.by_memory:
+            for each in group["params"]:
+                mark_outdated(each, type(optimizer).__name__)
+
+
+def _shards(optimizer: optim.Optimizer) -> list[Any] | None:
+    """List the DTensors of a step; None if a gradient or state has another layout than its
+    parameter."""
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or any(type(each) is DTensor for each in group.values()):
+            return None
+        for parameter in group["params"]:
+            if type(parameter) is not DTensor:
+                continue
+            layout = parameter._layout
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state = optimizer.state.get(parameter, {}).values()
+            tensors = [gradient, *(each for each in state if type(each) is DTensor)]
+            if layout.partial or any(each._layout is not layout for each in tensors):
+                return None
+            found.append(parameter)
+            found += tensors
+    return found
+
+
+def _wrap_new_state(optimizer: optim.Optimizer) -> None:
+    """Wrap the state that the first step made as plain tensors of a shard's shape."""
+    for parameter, state in optimizer.state.items():
+        if type(parameter) is DTensor:
+            for name, value in state.items():
+                is_new = type(value) is torch.Tensor and name not in _COUNTERS
+                if is_new and tuple(value.shape) == parameter._layout.local_shape():
+                    wrap(value, parameter._layout)

@@ -1,0 +1,1 @@
+"""Values that need no communication: errors, meshes, placements, boxes, layouts."""

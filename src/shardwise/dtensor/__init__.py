@@ -1,0 +1,1 @@
+"""The DTensor, and what both rules and dispatch need to know about one."""

@@ -1,0 +1,143 @@
+"""Composite calls: calls that are made of other calls on DTensors.
+
+Results that cannot be computed in place are computed out of place, then copied into the target.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import DispatchError
+from shardwise.core.layout import Layout
+from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.writes import check_writable
+from shardwise.torch_internals import OpOverload
+
+Run = Callable[..., Any]
+
+
+# ---- results that are copied into a target
+
+
+def compute_then_copy(name: str, outplace: Run, target_layout: Layout) -> Run:
+    """Return an in-place call that computes out of place, then copies into its first argument.
+
+    Arguments:
+        outplace: the operator that returns a new tensor.
+        target_layout: the layout of the first argument, which stays.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        target = args[0]
+        check_writable(name, target)
+        if torch.is_grad_enabled() and target.requires_grad:
+            args = (target.clone(), *args[1:])  # its gradient may need what is overwritten
+        result = outplace(*args, **kwargs)
+        if result.shape != target_layout.size:
+            raise DispatchError(
+                f"{name}: output with shape {list(target_layout.shape)} doesn't match the "
+                f"broadcast shape {list(result.shape)}; a DTensor is not resized in place"
+            )
+        _check_cast(result, target)
+        target.copy_(result)
+        return target
+
+    return run
+
+
+def compute_into_out(func: Any, name: str) -> Run:
+    """Return a call with `out=` that computes a new result, then copies it into `out`."""
+    # torch.ops.aten.add.out cannot run without `out`: the operator finds its overload.
+    outplace = func.overloadpacket if isinstance(func, OpOverload) else func
+
+    def run(*args: Any, out: Any, **kwargs: Any) -> Any:
+        copy_into(name, outplace(*args, **kwargs), out)
+        return out
+
+    return run
+
+
+def copy_into(name: str, made: Any, target: Any) -> None:
+    """Copy the results of a call into the tensors given as `out=`."""
+    if not isinstance(target, torch.Tensor):
+        for one, where in zip(made, target, strict=True):
+            copy_into(name, one, where)
+        return
+    if not isinstance(target, DTensor):
+        raise DispatchError(
+            f"{name}(out=): expected a DTensor, as the inputs are; got a plain tensor. "
+            "Give out= a DTensor, or use to_local() or full_tensor() of the result"
+        )
+    if torch.is_grad_enabled() and (made.requires_grad or target.requires_grad):
+        raise DispatchError(
+            f"{name}(out=): expected tensors that require no grad, as out= has no gradient in "
+            "torch either; use the result, or torch.no_grad()"
+        )
+    if target.shape != made.shape:
+        raise DispatchError(
+            f"{name}(out=): expected a DTensor of shape {tuple(made.shape)}, "
+            f"got {tuple(target.shape)}; a DTensor is not resized in place"
+        )
+    _check_cast(made, target)
+    target.copy_(made)
+
+
+def _check_cast(made: torch.Tensor, target: torch.Tensor) -> None:
+    if not torch.can_cast(made.dtype, target.dtype):
+        raise RuntimeError(
+            f"result type {made.dtype} can't be cast to the desired output type {target.dtype}"
+        )
+
+
+# ---- keywords that are numbers to torch
+
+_NUMBERS = ("alpha", "beta")
+"""Keywords that are numbers to torch, which also accepts 0-d tensors for them."""
+
+
+def tensors_for_numbers(name: str, kwargs: dict[str, Any]) -> list[str]:
+    """List the keywords that are numbers to torch and were given as tensors."""
+    numbers = (*_NUMBERS, "value") if name.startswith("addc") else _NUMBERS
+    return [each for each in numbers if isinstance(kwargs.get(each), torch.Tensor)]
+
+
+def call_with_numbers(func: Any, keywords: list[str]) -> Run:
+    """Return a call that replaces the tensors at these keywords by their values."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **{**kwargs, **{each: kwargs[each].item() for each in keywords}})
+
+    return run
+
+
+# ---- functions that torch wrote in Python
+
+
+@lru_cache(maxsize=4096)
+def decomposed(func: Any) -> Run | None:
+    """Return a copy of a Python function of torch that skips the check for overrides.
+
+    The copy calls the functions that `func` is made of, and these are dispatched. None if torch
+    did not write `func` in Python.
+    """
+    func = getattr(func, "__wrapped__", func)
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
+        return None
+    names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    if not names or "overrides" in func.__code__.co_names:  # it asks through torch.overrides
+        return None
+    changed = {**func.__globals__, **dict.fromkeys(names, _never)}
+    copy = types.FunctionType(
+        func.__code__, changed, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _never(*args: Any) -> bool:
+    return False

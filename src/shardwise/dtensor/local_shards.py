@@ -1,0 +1,187 @@
+"""Checks of the local tensors that ranks bring: do they fit together, and to what global shape?"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from shardwise.comm import communicator
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Shard, as_placement
+from shardwise.core.thread_config import Policy
+
+_MOST_DIMS = 32
+
+
+class _Setting(threading.local):
+    """The policy of one thread; simulated ranks are threads."""
+
+    piece_sizes = "ask"
+
+
+_setting = _Setting()
+
+
+def piece_sizes(policy: str) -> Policy:
+    """Set, on this thread, how ranks find the global size of a dim of which each brings a shard.
+
+    `DTensor.from_local` without `shape` needs it, and so do styles whose plain inputs are split
+    along a dim of a size that the module does not know, such as a sequence.
+
+    Arguments:
+        policy: `"ask"` makes the ranks exchange their sizes, in one small collective each time
+            (the default); `"even"` assumes shards of equal size, as torch does: no communication,
+            but uneven shards give wrong shapes, or a deadlock.
+
+    Example:
+        >>> with sw.piece_sizes("even"):
+        ...     model(x)
+    """
+    return Policy(_setting, "piece_sizes", policy, ("ask", "even"))
+
+
+def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """Return the layout of shards whose global shape was not given.
+
+    The ranks exchange their sizes, unless `piece_sizes("even")` is set; all of them call this.
+    """
+    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
+    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
+    probe = Layout.from_placements(mesh, local.shape, ordinary)
+    if not any(probe.shard_order) or mesh.is_abstract or _setting.piece_sizes == "even":
+        shape = [
+            size * math.prod(mesh.shape[axis] for axis in axes)
+            for size, axes in zip(probe.shape, probe.shard_order, strict=True)
+        ]
+        return Layout.from_placements(mesh, shape, placements)
+    sizes = _all_sizes(local, mesh)
+    shape = []
+    for dim, axes in enumerate(probe.shard_order):
+        first = [0] * mesh.ndim
+        total = 0
+        for number in range(math.prod(mesh.shape[axis] for axis in axes)):
+            for axis in reversed(axes):
+                number, first[axis] = divmod(number, mesh.shape[axis])
+            total += sizes[tuple(first)][dim]
+        shape.append(total if axes else sizes[tuple(first)][dim])
+    layout = Layout.from_placements(mesh, shape, placements)
+    for place, found in sizes.items():
+        if found != layout.local_shape(place):
+            raise LayoutError(
+                f"local_tensor: the pieces are no legal sharding {tuple(placements)} of one "
+                f"tensor: rank {mesh.rank_at(place)} has {found}, and would have "
+                f"{layout.local_shape(place)} of {layout!r}, as torch.chunk cuts it; "
+                "redistribute the rows, or gather them and use distribute_tensor"
+            )
+    return layout
+
+
+def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Gather the shape of every rank's shard, by the rank's coordinate on the mesh."""
+    if local.dim() > _MOST_DIMS:
+        raise LayoutError(f"local_tensor: expected at most {_MOST_DIMS} dims, got {local.dim()}")
+    mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=local.device)
+    mine[0, : 1 + local.dim()] = torch.tensor([local.dim(), *local.shape])
+    rows = communicator(mesh).all_gather(mine).tolist()
+    ranks = mesh.mesh.flatten().tolist()
+    found = {}
+    for rank, (ndim, *sizes) in zip(ranks, rows, strict=True):
+        place = mesh.coordinate_of(rank)
+        assert place is not None, "it is of the mesh"
+        found[place] = tuple(sizes[:ndim])
+        if ndim != local.dim():
+            raise LayoutError(
+                f"local_tensor: expected pieces of as many dims on every rank; this one has "
+                f"{tuple(local.shape)}, rank {rank} has {found[place]}"
+            )
+    return found
+
+
+def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """Return the strides of the global tensor if it were stored as a shard with these strides."""
+    shape = layout.shape
+    if layout.is_replicated:
+        return tuple(local)
+    sizes = layout.local_shape()
+    if 0 in sizes:
+        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    result = []
+    for stride in local:
+        inner = [dim for dim, other in enumerate(local) if 0 < other < stride and sizes[dim] > 1]
+        grown = stride * math.prod(shape[dim] for dim in inner)
+        result.append(grown // math.prod(sizes[dim] for dim in inner))
+    return tuple(result)
+
+
+def check_dense(argument: str, tensor: torch.Tensor) -> None:
+    """Refuse a sparse or nested tensor: no layout describes its pieces."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"one with layout {tensor.layout}"
+        raise LayoutError(f"{argument}: expected a dense tensor, got {kind}; to_dense() it first")
+
+
+def check_shard(local: torch.Tensor, layout: Layout) -> None:
+    """Refuse a local tensor that does not have the shape of this rank's shard."""
+    place = layout.mesh.get_coordinate()
+    if layout.mesh.is_abstract or place is None:
+        return
+    expected = layout.local_shape(place)
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"local_tensor: expected {expected}, the piece at {place} of {layout!r}; "
+            f"got {tuple(local.shape)}"
+        )
+
+
+def check_replicas(local: torch.Tensor, layout: Layout) -> None:
+    """Refuse shards that should be replicas and differ; collective over the mesh."""
+    mesh = layout.mesh
+    mine = (tuple(layout.shape), str(local.dtype), local.requires_grad)
+    facts = communicator(mesh).gather_objects(mine)
+    ranks = mesh.mesh.flatten().tolist()
+    for rank, theirs in zip(ranks, facts, strict=True):
+        if theirs != facts[0]:
+            raise LayoutError(
+                f"local_tensor: expected the same shape, dtype and requires_grad on every rank; "
+                f"rank {ranks[0]} has {facts[0]}, rank {rank} has {theirs}"
+            )
+    whole = [axis for axis, each in enumerate(layout.placements) if each.is_replicate()]
+    if not whole or layout.numel == 0:
+        return  # decided by the layout: a rank whose own shard is empty takes part
+    group = communicator(mesh, whole)
+    first = group.broadcast(local.detach().contiguous(), 0)
+    same = bool(((first == local) | ((first != first) & (local != local))).all())
+    verdicts = communicator(mesh).gather_objects(same)
+    wrong = [rank for rank, good in zip(ranks, verdicts, strict=True) if not good]
+    if wrong:
+        raise LayoutError(
+            f"local_tensor: called Replicate over {', '.join(map(mesh.axis_name, whole))}, "
+            f"but the values on ranks {wrong} differ from the first rank's"
+        )
+
+
+def differing_ranks(mesh: DeviceMesh, content: Any) -> tuple[list[int], list[int]]:
+    """Return the ranks whose bytes differ from those of the majority, and all other ranks.
+
+    The ranks compare digests: an all_gather of 8 bytes per rank. All ranks of the mesh call it.
+
+    Arguments:
+        content: this rank's bytes, or an object with a buffer of them.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.size() == 1 or mesh.is_abstract or mesh.device_type == "meta":
+        return [], ranks
+    digest = blake2b(content, digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=mesh.device_type)
+    digests = communicator(mesh).all_gather(mine).tolist()
+    common, _ = Counter(digests).most_common(1)[0]
+    others = [rank for rank, each in zip(ranks, digests, strict=True) if each != common]
+    return others, [rank for rank in ranks if rank not in others]

@@ -1,0 +1,129 @@
+"""The state of dispatch on one thread: its policies and the cache of planned calls.
+
+Simulated ranks are threads, so neither a policy nor a plan of one rank reaches another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from shardwise.core.tensor_state import leaf_moves
+from shardwise.core.thread_config import Policy
+
+MOST_ENTRIES = 16384
+
+
+class CacheInfo(NamedTuple):
+    """The state of this thread's cache of planned calls."""
+
+    hits: int
+    misses: int
+    entries: int
+    most_entries: int
+
+
+class DispatchState(threading.local):
+    """The policies and the planned calls of one thread."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Any, Any] = {}
+        """The planned calls (`CachedCall`), by key."""
+        self.misses = 0
+        self.hits_of_evicted = 0
+        """The hits of calls that left the cache."""
+        self.fallback = "warn"
+        self._plain_tensors = "assume"
+        self.explicit = False
+        self.keeps_gathers = False
+        """Whether tensors keep all their moved versions, and not only those without pending sums.
+        The exporter of programs sets it."""
+        self.heard: list[tuple[Any, Any]] | None = None
+        """A log of the inputs that calls moved, each with its `InputMove`, if a listener wants
+        one."""
+        self.warned: set[Any] = set()
+        """The operators and lines that a `FallbackWarning` was given for."""
+        self.fallbacks: dict[str, int] = {}
+        """How often each operator fell back to replicated inputs."""
+
+    @property
+    def plain_tensors(self) -> str:
+        """The policy for plain tensors beside DTensors."""
+        return self._plain_tensors
+
+    @plain_tensors.setter
+    def plain_tensors(self, policy: str) -> None:
+        self._plain_tensors = policy
+        self.entries.clear()  # planned calls may now need a check, or be forbidden
+
+
+state = DispatchState()
+
+
+def cache_info() -> CacheInfo:
+    """Return the hits, misses, size and limit of this thread's cache of planned calls."""
+    hits = state.hits_of_evicted + sum(entry.hits for entry in state.entries.values())
+    return CacheInfo(hits, state.misses, len(state.entries), MOST_ENTRIES)
+
+
+def cache_clear() -> None:
+    """Clear this thread's planned calls, all statistics, and the inputs kept for other uses."""
+    state.entries.clear()
+    leaf_moves.clear()
+    state.fallbacks.clear()
+    state.misses = state.hits_of_evicted = 0
+
+
+def add_to_cache(key: Any, call: Any) -> None:
+    """Put a planned call into the cache; the oldest leaves when the cache is full."""
+    if len(state.entries) >= MOST_ENTRIES:
+        oldest = state.entries.pop(next(iter(state.entries)))
+        state.hits_of_evicted += oldest.hits
+    state.entries[key] = call
+
+
+def fallback(policy: str) -> Policy:
+    """Set, on this thread, what happens when an operator has no rule for a call.
+
+    A fallback replicates the inputs and every rank runs the operator: always right, never fast.
+
+    Arguments:
+        policy: `"warn"` falls back with a warning, once for each operator and line (the default);
+            `"replicate"` falls back silently; `"error"` refuses.
+
+    Example:
+        >>> with sw.fallback("error"):
+        ...     model(x)
+    """
+    return Policy(state, "fallback", policy, ("warn", "replicate", "error"))
+
+
+def fallback_counts() -> dict[str, int]:
+    """Return how often each operator without a rule replicated its inputs on this thread."""
+    return dict(state.fallbacks)
+
+
+def plain_tensors(policy: str) -> Policy:
+    """Set, on this thread, what happens when a plain tensor meets a DTensor in a call.
+
+    Arguments:
+        policy: `"assume"` takes it for the same on every rank (the default); `"check"` compares
+            the ranks, at the cost of a small collective each time: to find a mistake; `"error"`
+            refuses it, unless it is 0-d.
+    """
+    return Policy(state, "plain_tensors", policy, ("assume", "check", "error"))
+
+
+@contextmanager
+def explicit() -> Iterator[None]:
+    """Within, an operator that would communicate to make its inputs fit is an error.
+
+    `redistribute`, `full_tensor` and the like are explicit, and allowed.
+    """
+    before, state.explicit = state.explicit, True
+    try:
+        yield
+    finally:
+        state.explicit = before

@@ -1,0 +1,535 @@
+"""DTensor: the local shard, re-typed, with one attribute: the layout of the global tensor.
+
+C++ (autograd, kernels, storage) sees an ordinary local tensor. Python sees the global one: shape
+and sizes are properties that read the layout, and every torch function goes through
+`shardwise.dispatch`, which gives the class its `__torch_function__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.comm import Pending
+from shardwise.core.box import Box
+from shardwise.core.errors import LayoutError
+from shardwise.core.layout import Layout
+from shardwise.core.layout_input import short_dtype
+from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
+from shardwise.core.placement import Placement, Replicate
+from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
+from shardwise.dtensor import dcp
+from shardwise.dtensor.local_shards import (
+    check_dense,
+    check_replicas,
+    check_shard,
+    found_layout,
+    global_stride,
+)
+from shardwise.redistribute.autograd import redistribute_local, relabelled
+from shardwise.redistribute.plan import dual, placed
+from shardwise.torch_internals import (
+    PARAMETER_FLAG,
+    TensorBase,
+    as_local,
+    base_of,
+    is_torch_function_enabled,
+    locally,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+_grad_of: Any = TensorBase.grad.__get__
+_dtype_of: Any = TensorBase.dtype.__get__
+_device_of: Any = TensorBase.device.__get__
+_requires_grad: Any = TensorBase.requires_grad.__get__
+_shape_of: Callable[[torch.Tensor], torch.Size] = TensorBase.shape.__get__
+_numel_of: Callable[[torch.Tensor], int] = TensorBase.numel
+
+
+def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
+    """Re-type a new local tensor, which nobody else may hold, as the DTensor with this shard."""
+    local.__class__ = DTensor
+    local._layout = layout  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def unwrap(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's shard as a plain tensor: a differentiable alias with the same gradient."""
+    if type(tensor) is not DTensor:
+        tensor._renew()
+    with as_local():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def severed_by(tensor: torch.Tensor) -> str | None:
+    """Return the operator that made a tensor, or its base, a copy where torch would return a view.
+
+    None for an ordinary tensor. Runs within `as_local()`.
+    """
+    # Every in-place operator runs this: `state_of`, without its frames.
+    notes = tensor.__dict__.get(ATTRIBUTE)
+    if type(notes) is not TensorState or notes.detached_by is None:
+        base = base_of(tensor)
+        notes = None if base is None else base.__dict__.get(ATTRIBUTE)
+    return notes.detached_by if type(notes) is TensorState else None
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or results, in order; lists, tuples and dicts are searched."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+class DTensor(torch.Tensor):
+    """A tensor on a device mesh. `from_local`, `distribute_tensor` and the factories make it.
+
+    Shapes, sizes and results are those of the global tensor; `to_local()` is this rank's shard.
+
+    Example:
+        >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        >>> x.shape, x.to_local().shape, (x * 2).sum().item()
+        (torch.Size([8]), torch.Size([4]), 56.0)
+    """
+
+    _layout: Layout
+
+    # ---- conversions and moves
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | TorchMesh,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """Make a DTensor of the shards that the ranks hold; differentiable.
+
+        Forward: nothing moves. Backward: the gradient moves to `grad_placements`.
+
+        Arguments:
+            local_tensor: this rank's shard. The result shares its memory.
+            device_mesh: the mesh of the ranks.
+            placements: one per axis of the mesh; all `Replicate()` by default.
+            run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
+                (they are compared, never overwritten).
+            shape: the global shape. Without it, if a dim is split, the ranks exchange their sizes,
+                so that the shape is right for uneven shards, too.
+            stride: accepted because torch does; strides follow from the local tensor.
+            grad_placements: the placements of the gradient of `local_tensor`; by default those of
+                the shards, with pending sums reduced.
+        """
+        mesh = as_mesh(device_mesh)
+        if not isinstance(local_tensor, torch.Tensor) or isinstance(local_tensor, DTensor):
+            raise LayoutError(
+                f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
+                + (": it is one already" if isinstance(local_tensor, DTensor) else "")
+            )
+        check_dense("local_tensor", local_tensor)
+        placements = _placements(mesh, placements)
+        if shape is None:
+            layout = found_layout(local_tensor, mesh, placements)
+        else:
+            layout = Layout.from_placements(mesh, shape, placements)
+            check_shard(local_tensor, layout)
+        if run_check:
+            check_replicas(local_tensor, layout)
+        back = dual(layout)
+        wanted = back
+        if grad_placements is not None:
+            wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
+        return wrap(relabelled(local_tensor, back, wanted), layout)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's shard, sharing memory; differentiable.
+
+        Forward: nothing moves. Backward: the gradient moves from `grad_placements`.
+
+        Arguments:
+            grad_placements: the placements of the gradient of the result; by default those of this
+                tensor, with pending sums reduced.
+        """
+        if grad_placements is None:
+            return unwrap(self)
+        layout = self._layout
+        given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+        return relabelled(unwrap(self), given, dual(layout))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the whole tensor, on every rank; differentiable.
+
+        Forward: gather and reduce. Backward: the gradient moves from `grad_placements` to the
+        layout of this tensor.
+
+        Arguments:
+            grad_placements: the placements of the gradient of the result, such as `[Partial()]` if
+                the gradient of each rank is a contribution; by default it is the same on every
+                rank.
+        """
+        whole: DTensor = self.redistribute(placements=[Replicate()] * self._layout.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        shard_order: Any = None,
+    ) -> Any:
+        """Return the same tensor in another layout; differentiable.
+
+        Forward: the cheapest plan between the two layouts. Backward: the plan between their duals.
+
+        Arguments:
+            device_mesh: the mesh of the result; by default that of this tensor.
+            placements: the placements of the result; all `Replicate()` by default.
+            async_op: return a `Pending` at once, whose `wait()` gives the DTensor.
+            forward_dtype: the dtype that is sent, and that of the result.
+            backward_dtype: the dtype that is sent backward; the gradient has this tensor's dtype.
+            shard_order: for each dim that several axes split, those axes outer to inner.
+        """
+        source = self._layout
+        if isinstance(device_mesh, list | tuple):
+            raise LayoutError(
+                f"device_mesh: expected a DeviceMesh, got {device_mesh!r}; placements are the "
+                "second argument: x.redistribute(placements=[...])"
+            )
+        mesh = source.mesh if device_mesh is None else as_mesh(device_mesh)
+        wanted = _placements(mesh, placements)
+        if mesh is source.mesh and shard_order is None:
+            target = placed(source, wanted)
+        else:
+            target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
+        local = unwrap(self)
+        if target is source and forward_dtype is None and backward_dtype is None:
+            result = wrap(local, source)
+            return Pending.done(result) if async_op else result
+        moved: Any = redistribute_local(
+            local,
+            source,
+            target,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            async_op=async_op,
+        )
+        if async_op:
+            pending: Pending[torch.Tensor] = moved
+            return pending.then(lambda moved: _as_new(moved, local, target))
+        return _as_new(moved, local, target)
+
+    # ---- the layout
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """The layout of the global tensor."""
+        # within `as_local()` torch's: some Python functions of torch pass it on
+        return self._layout if is_torch_function_enabled() else torch.strided  # type: ignore[return-value]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the layout."""
+        return self._layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement on each axis of the mesh."""
+        return self._layout.placements
+
+    @property
+    def box(self) -> Box:
+        """The indices of the global tensor that this rank holds."""
+        return self._layout.box()
+
+    # ---- properties of the global tensor, from the layout. Within `as_local()` those of the shard:
+    # code that runs there, such as the hooks of activation checkpointing, must see one tensor
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return self._layout.size if is_torch_function_enabled() else _shape_of(self)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or its size along `dim`."""
+        shape = self.shape
+        return shape if dim is None else shape[dim]
+
+    def numel(self) -> int:
+        """The number of elements of the global tensor."""
+        return self._layout.numel if is_torch_function_enabled() else _numel_of(self)
+
+    nelement = numel
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    ndimension = dim
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def stride(self, dim: int | None = None) -> Any:
+        """The strides of the global tensor if it were stored as its shards are."""
+        strides = locally(TensorBase.stride, (), (self,))
+        if is_torch_function_enabled():
+            strides = global_stride(strides, self._layout)
+        return strides if dim is None else strides[dim]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes of the global tensor."""
+        return self.numel() * self.dtype.itemsize
+
+    # ---- properties of the local tensor, without dispatch
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype."""
+        return locally(_dtype_of, (), (self,))  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device of this rank's shard."""
+        return locally(_device_of, (), (self,))  # type: ignore[no-any-return]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are recorded for it."""
+        return locally(_requires_grad, (), (self,))  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with as_local():
+            TensorBase.requires_grad.__set__(self, value)
+
+    @property
+    def grad(self) -> DTensor | None:
+        """The gradient, in the layout of this tensor, with pending sums reduced."""
+        local = locally(_grad_of, (), (self,))
+        if local is None:
+            return None
+        layout = self._layout
+        if layout.partial:
+            layout = dual(layout)
+        if type(local) is DTensor:
+            if local._layout is layout:
+                return local
+            with as_local():  # autograd may give one tensor to two leaves
+                local = local.view_as(local)
+        ensure_state(local).is_gradient = True
+        return wrap(local, layout)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            value = laid_out(value, dual(self._layout), "grad")
+            notes = ensure_state(value)
+            if notes.link is not None:
+                raise LayoutError(
+                    "grad: this tensor is a part of another one, and of a dim that was split: what "
+                    "backward adds to it would not reach that; clone() it"
+                )
+            notes.is_gradient = True
+        with as_local():
+            TensorBase.grad.__set__(self, value)
+
+    @property
+    def data(self) -> DTensor:
+        """The tensor without its history, sharing memory."""
+        if self._layout.partial:  # a write to the result does not change the tensor's version
+            forget_moves(self)
+        with as_local():
+            result = wrap(TensorBase.data.__get__(self), self._layout)
+            severed = severed_by(self)
+        if severed is not None:
+            ensure_state(result).detached_by = severed
+        return result
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        layout = value._layout if isinstance(value, DTensor) else self._layout
+        if not isinstance(value, DTensor):
+            value = laid_out(value, layout, "data")
+        forget_moves(self)
+        with as_local():
+            TensorBase.data.__set__(self, value)
+        self._layout = layout
+
+    def _renew(self) -> None:
+        """Bring it up to date. Only a `ViewCopy` can be out of date, and overrides this."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert as `torch.Tensor.to` does; return itself at once for the device it is on."""
+        asks_device = len(args) == 1 and not kwargs and type(args[0]) is torch.device
+        if asks_device and args[0] == locally(_device_of, (), (self,)):
+            return self
+        return super().to(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Take another DTensor's memory and layout, as `torch.nn.utils.parametrize` does.
+
+        Other arguments are refused: torch does not call `__torch_function__` here, and set_ would
+        make the layout wrong.
+        """
+        if len(args) == 1 and not kwargs and isinstance(args[0], DTensor):
+            self.data = args[0]
+            return self
+        raise LayoutError(
+            f"set_: the memory of a DTensor is a piece of its layout ({self._layout!r}) and cannot "
+            "be replaced; copy with x.copy_(other), or say x.data = other. If torch.distributed."
+            "checkpoint.async_save asked: give it async_stager=shardwise.CheckpointStager()"
+        )
+
+    # ---- as an object
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with as_local(), torch.no_grad():
+            local = self.as_subclass(torch.Tensor)
+            text = repr(local.detach())
+        name = "Parameter, " if getattr(self, PARAMETER_FLAG, False) else ""
+        history = ", requires_grad=True" if self.requires_grad else ""
+        return f"DTensor({name}{short_dtype(self.dtype)}{self._layout!r}{history}, local={text})"
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0 and not self.is_meta:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise LayoutError(
+                "copy.deepcopy: only leaves of the graph can be copied, as in torch; "
+                "detach() it, or clone() it to keep its history"
+            )
+        with as_local(), torch.no_grad():
+            result = wrap(self.as_subclass(torch.Tensor).clone(), self._layout)
+        result.requires_grad = self.requires_grad
+        memo[id(self)] = result
+        for name, value in self.__dict__.items():
+            if name == PARAMETER_FLAG:
+                result.__dict__[name] = value
+        if self.grad is not None:
+            if self.grad.dtype is not self.dtype:
+                result.grad_dtype = self.grad_dtype
+            result.grad = self.grad.__deepcopy__(memo)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        with as_local(), torch.no_grad():
+            local = self.as_subclass(torch.Tensor).detach()
+        is_param = getattr(self, PARAMETER_FLAG, False)
+        return rebuilt, (local, self._layout, self.requires_grad, is_param)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.dim() == 0:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    # ---- the protocol of torch.distributed.checkpoint
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """List the boxes that this rank holds, as torch's checkpoints describe them."""
+        return dcp.chunks(dcp.boxes_of(self._layout), self._layout.shape)
+
+    def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
+        """List the items that this rank writes to a checkpoint: its shard."""
+        boxes = dcp.boxes_of(self._layout)
+        local = unwrap(self).detach()
+        return dcp.write_items(name, boxes, self._layout.shape, local, local.stride())
+
+    global_shape = dcp.ProtocolField(dcp.global_shape)
+    global_offsets = dcp.ProtocolField(dcp.global_offsets)
+    local_offsets = dcp.ProtocolField(dcp.local_offsets)
+    local_sizes = dcp.ProtocolField(dcp.local_sizes)
+
+    def _stored_parts(self) -> list[tuple[Box, Box]]:
+        return dcp.parts_of(self._layout)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """Return the memory that a checkpoint is read into, or written from."""
+        return dcp.chunk_at(unwrap(self).detach(), self._layout, index.offset)
+
+
+def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+    """Make a DTensor from its pickle."""
+    check_shard(local, layout)
+    result = wrap(local, layout)
+    result.requires_grad = requires_grad
+    if is_param:
+        setattr(result, PARAMETER_FLAG, True)
+    return result
+
+
+def laid_out(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor:
+    """Return a tensor in a layout: move a DTensor; take a plain tensor for the shard or the whole.
+
+    Arguments:
+        argument: the name of the value in messages.
+    """
+    if isinstance(value, DTensor):
+        if value._layout is layout:
+            return value
+        if value._layout.shape != layout.shape:
+            raise LayoutError(
+                f"{argument}: expected a tensor of shape {tuple(layout.shape)}, "
+                f"got {tuple(value.shape)}"
+            )
+        return wrap_moved(value, layout)
+    if tuple(value.shape) == layout.local_shape():
+        return wrap(value.view_as(value), layout)
+    if tuple(value.shape) == layout.shape:
+        whole = wrap(value.view_as(value), Layout(layout.mesh, layout.shape))
+        return wrap_moved(whole, layout)
+    raise LayoutError(
+        f"{argument}: expected this rank's piece, {layout.local_shape()}, or the whole tensor, "
+        f"{layout.shape}; got {tuple(value.shape)}"
+    )
+
+
+def wrap_moved(tensor: DTensor, layout: Layout) -> DTensor:
+    """Return a DTensor in another layout of the same shape; differentiable."""
+    local = unwrap(tensor)
+    return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
+
+
+def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    """Wrap the result of a move, which is the input itself if nothing had to move."""
+    return wrap(moved.view_as(moved) if moved is local else moved, layout)
+
+
+def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Sequence[Placement]:
+    if placements is None:
+        return [Replicate()] * mesh.ndim
+    if isinstance(placements, Sequence) and not isinstance(placements, str):
+        return placements
+    raise LayoutError(
+        f"placements: expected a list of {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
+    )
+
+
+# The parts of a pickled DTensor: torch.load accepts it as it accepts torch's own.
+torch.serialization.add_safe_globals([rebuilt, Layout, unpickled])

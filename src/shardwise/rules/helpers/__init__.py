@@ -1,0 +1,1 @@
+"""Parts that rules and lowerings of several families share."""

@@ -1,0 +1,1 @@
+"""Rules of operators that read or write by index."""

@@ -1,0 +1,314 @@
+"""Reading by index: `x[key]`.
+
+Indexing has two steps (`shardwise.rules.keys`): the basic part of a key gives a view, then the
+tensors of the key select elements of it. A slice of a split dim stays split: rows move between
+ranks. A single row, and elements selected by tensors, are a sum over ranks: each contributes what
+it holds, and zeros for the rest. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.core.cut import Cut
+from shardwise.core.layout import Layout
+from shardwise.dtensor.tensor import DTensor
+from shardwise.rules.helpers.collectives import total
+from shardwise.rules.helpers.composed_ops import Function, composed
+from shardwise.rules.helpers.dims import Inputs, broadcast_dims
+from shardwise.rules.helpers.index_key import (
+    ALL,
+    Pick,
+    is_simple,
+    local_region,
+    mesh_of,
+    region,
+    static,
+    taken_apart,
+    whole,
+)
+from shardwise.rules.helpers.padding import padded, with_a_row
+from shardwise.rules.helpers.row_exchange import exchange, severed
+from shardwise.rules.registry import handler, rule
+from shardwise.rules.shape.splitting import whole_pieces
+from shardwise.rules.spec import Here, Out, Spec, dims_of
+
+# ---- parts of lookups in a split dim
+
+
+def located(
+    index: torch.Tensor, layout: Layout, dim: int, *, wraps: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Translate global indices to places in this rank's shard; also return which of them it holds.
+
+    The place of an index that the rank does not hold is 0.
+
+    Arguments:
+        wraps: whether negative indices count from the end; otherwise they are refused.
+    """
+    size = layout.shape[dim]
+    lowest = -size if wraps else 0
+    check_bounds(index, lowest, size)
+    if wraps:
+        index = torch.where(index < 0, index + size, index)
+    start, stop = layout.range(dim)
+    inside = (index >= start) & (index < stop)
+    return (index - start).masked_fill(~inside, 0), inside
+
+
+def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:
+    """Refuse indices that are out of range."""
+    fine = ((index >= lowest) & (index < size)).all()
+    error = out_of_range(lowest, size)
+    try:
+        torch._assert_async(fine, str(error))
+    except RuntimeError:
+        raise error from None
+
+
+def out_of_range(lowest: int, size: int) -> IndexError:
+    """Return the error for indices that are out of range."""
+    return IndexError(f"index out of range: expected indices from {lowest} to {size - 1}")
+
+
+def unravelled(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return the coordinates of indices into a flattened tensor."""
+    count = math.prod(shape)
+    check_bounds(index, -count, count)
+    index = torch.where(index < 0, index + count, index)
+    result = []
+    for size in reversed(shape):
+        result.append(index % max(size, 1))
+        index = torch.div(index, max(size, 1), rounding_mode="floor")
+    return tuple(reversed(result))
+
+
+# ---- the basic part of a key
+
+BASIC = Function("__getitem__", lambda input, key: input[key])
+
+
+@rule(BASIC)
+def basic(input: torch.Tensor, key: Any) -> Spec:
+    """Return the spec of an index of ints, slices, None and Ellipsis: a view."""
+    where = region(key, input)
+    single = [name for name in where.parts if name not in where.rows]
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        if not here.axes(*where.parts):
+            return None
+        local = local_region(where, here, but_long=True)
+        axes = here.axes(*single) if 0 not in where.shape else ()
+        moves = {at: _rows_moved(here, *taken, at) for at, taken in local.whole.items()}
+
+        def run(input: torch.Tensor, key: Any) -> torch.Tensor:
+            result = input[local.key]
+            for move in moves.values():
+                result = move(result)
+            for dim, (before, _, after) in local.spans.items():
+                result = padded(result, {dim: (before, after)})
+            result = total(result, here.mesh, axes)
+            for dim in reversed(local.dropped):
+                result = result.select(dim, 0)
+            return severed(result, "__getitem__", key) if local.severed else result
+
+        return run
+
+    def recut(factor: str, number: int, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
+        pick = taken[where.whole.index(factor)]
+        return cut if pick.is_all else whole_pieces(factor, [pick.rows])(factor, 0, cut, counts)
+
+    taken = [pick for pick in where.picks if pick is not None]
+
+    return Spec(
+        [(input, where.whole)],
+        [Out(where.rows, where.shape)],
+        reduces=dict.fromkeys(single, "whole"),
+        linear=[(0,)],
+        lower=lower,
+        positions=single,
+        recut=recut,
+        is_view=True,
+    )
+
+
+def _rows_moved(here: Here, dim: int, pick: Pick, at: int) -> Callable[..., torch.Tensor]:
+    """Plan the exchange of a part of a split dim, which is dim `at` of the result."""
+    sizes = [here.inputs[0].shape[dim]], [pick.count]
+    return exchange("__getitem__", here.mesh, here.axes(f"d{dim}"), at, *sizes, pick.rows)
+
+
+# ---- the tensors of a key
+
+Indices = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The dims of a result of index tensors: the broadcast dims of the indices stand together."""
+
+    at: int
+    """The first dim of the indices in the result."""
+    common: tuple[int, ...]
+    """The shape that the indices broadcast to."""
+    rest: tuple[int, ...]
+    """The dims of the tensor that have no index."""
+
+    def arranged(self, rest: Sequence[Any], common: Sequence[Any]) -> tuple[Any, ...]:
+        """Order values for the other dims and for the dims of the indices as in the result."""
+        return (*rest[: self.at], *common, *rest[self.at :])
+
+
+def picked(ndim: int, indices: Indices) -> Picked:
+    """Return the dims of the result of these index tensors."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    together = dims == list(range(dims[0], dims[-1] + 1))
+    shapes = [tuple(each.shape) for each in indices if each is not None]
+    common = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    rest = tuple(dim for dim in range(ndim) if dim not in dims)
+    return Picked(dims[0] if together else 0, tuple(common), rest)
+
+
+def held(
+    local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
+) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    """Translate indices to places in this rank's shard, for the split dims; and which it holds."""
+    result = list(indices)
+    common = picked(local.dim(), indices).common
+    inside = torch.ones((), dtype=torch.bool, device=local.device)
+    for dim in dims:
+        index = result[dim]
+        assert index is not None, "it has an index"
+        result[dim], found = located(index, layout, dim)
+        inside = inside & found
+    return result, inside.expand(common)
+
+
+def looked_up(
+    local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
+) -> torch.Tensor:
+    """Return this rank's elements at global indices; 0 for elements of other ranks."""
+    where = picked(local.dim(), indices)
+    found, inside = held(local, indices, layout, dims)
+    for dim in dims:
+        local = with_a_row(local, dim)
+    result = local[tuple(ALL if each is None else each for each in found)]
+    trailing = len(where.rest) - where.at
+    return result.masked_fill(~inside.reshape((*inside.shape, *[1] * trailing)), 0)
+
+
+ADVANCED = Function(
+    "__getitem__",
+    lambda input, indices: input[tuple(ALL if each is None else each for each in indices)],
+)
+
+
+@rule(ADVANCED)
+def advanced(input: torch.Tensor, indices: Indices) -> Spec:
+    """Return the spec of an index of integer tensors, one or None for each dim: a copy."""
+    where = picked(input.dim(), indices)
+    names = dims_of(input)
+    common = [f"b{dim}" for dim in range(len(where.common))]
+    inputs: Inputs = [(input, names)]
+    for index in indices:
+        if index is not None:
+            inputs.append((index, broadcast_dims(index, common, where.common)))
+    indexed = [dim for dim in range(input.dim()) if dim not in where.rest]
+    shape = where.arranged([input.shape[dim] for dim in where.rest], where.common)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        split = [dim for dim in indexed if here.axes(names[dim])]
+        if not split:
+            return None
+        axes = here.axes(*(names[dim] for dim in split)) if 0 not in shape else ()
+        return lambda input, indices: total(
+            looked_up(input, indices, here.inputs[0], split), here.mesh, axes
+        )
+
+    return Spec(
+        inputs,
+        [Out(where.arranged([names[dim] for dim in where.rest], common), shape)],
+        reduces={f"d{dim}": "whole" for dim in indexed},
+        linear=[(0,)],
+        lower=lower,
+        positions=[f"d{dim}" for dim in indexed],
+    )
+
+
+# ---- a whole key
+
+
+@handler(torch.Tensor.__getitem__)
+def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `x[key]`."""
+    input, key = args
+    if isinstance(input, DTensor) and is_simple(key):
+        return BASIC.dispatched(input, key)
+    parts = taken_apart(input, key, mesh_of(input, key))
+    if parts.basic is not None or not parts.indices:
+        basic = () if parts.basic is None else parts.basic
+        input = BASIC.dispatched(input, basic) if isinstance(input, DTensor) else input[basic]
+    if not parts.indices or (not isinstance(input, DTensor) and mesh_of(parts.indices) is None):
+        return input
+    return ADVANCED.dispatched(input, parts.indices)
+
+
+@handler(torch.ops.aten.index, torch.ops.aten.index.Tensor, "_unsafe_index")
+def aten_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `x[key]` as aten takes it: a tensor or None for each dim."""
+    input, indices = args
+    return getitem(func, (input, tuple(ALL if each is None else each for each in indices)), {})
+
+
+@composed("_unsafe_masked_index")
+def masked_index(
+    input: torch.Tensor, mask: torch.Tensor, indices: Sequence[Any], fill: Any
+) -> torch.Tensor:
+    """Return `x[indices]` where a mask is true; other indices may be out of bounds."""
+    if input.numel():
+        return input[within(input, indices)].masked_fill(mask.logical_not(), fill)
+    where = picked(input.dim(), indices)
+    return input.new_full(
+        where.arranged([input.shape[dim] for dim in where.rest], where.common), fill
+    )
+
+
+def within(input: torch.Tensor, indices: Sequence[Any]) -> tuple[Any, ...]:
+    """Clamp indices to the bounds of the dims; return them as a key."""
+    sizes = zip(indices, input.shape, strict=False)
+    return tuple(ALL if each is None else each.clamp(-size, size - 1) for each, size in sizes)
+
+
+# ---- selection by a mask or by nonzero elements
+
+
+@composed("masked_select")
+def masked_select(input: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Return `x[mask]`, with broadcasting."""
+    shape = torch.broadcast_shapes(tuple(input.shape), tuple(mask.shape))  # type: ignore[no-untyped-call]
+    return input.expand(shape)[mask.expand(shape)]
+
+
+@composed("nonzero", "argwhere")
+def nonzero(input: DTensor, as_tuple: bool = False) -> Any:
+    """Return the places of nonzero elements on every rank; one byte per element is gathered."""
+    mesh = input._layout.mesh
+    with torch.no_grad():
+        mask: Any = whole(input != 0, "nonzero")
+        found = mask.nonzero(as_tuple=as_tuple)
+    if as_tuple:
+        return tuple(static(each, mesh) for each in found)
+    return static(found, mesh)
+
+
+@composed("nonzero_static")
+def nonzero_static(input: DTensor, *, size: int, fill_value: int = -1) -> Any:
+    """Return the places of nonzero elements, as a list of given length."""
+    found = nonzero(input)
+    return F.pad(found, (0, 0, 0, size - len(found)), value=fill_value)

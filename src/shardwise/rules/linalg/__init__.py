@@ -1,0 +1,1 @@
+"""Rules of products, factorizations, solvers and Fourier transforms."""

@@ -1,0 +1,1 @@
+"""Rules of operators that create tensors, random ones included."""

@@ -1,0 +1,1 @@
+"""Rules of the layers and losses of torch.nn.functional."""

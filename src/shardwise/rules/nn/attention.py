@@ -1,0 +1,262 @@
+"""Scaled dot product attention: batch, heads, queries and the values' features are free factors.
+
+The keys are a summed factor: each rank normalises its weights by the sum over all keys, so only a
+maximum and a sum per query are communicated, and the result is pending a sum. Attention is linear
+in the values.
+
+torch's own kernel runs wherever it can. `Local.by_parts` handles the other cases: split keys,
+dropout by global position, broadcast dims, and empty shards, for which torch drops the mask's
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.core.cut import rescaled
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.random.samplers import bernoulli
+from shardwise.random.source import drawn
+from shardwise.rules.helpers.collectives import extreme, total_used
+from shardwise.rules.helpers.precision import autocast, widened, without_autocast
+from shardwise.rules.linalg.matmul import contraction, expanded_dims, leading
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Here, Spec
+from shardwise.torch_internals import nn_builtins
+
+Tensor = torch.Tensor
+
+_kernel = nn_builtins.scaled_dot_product_attention
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Spec:
+    batch = leading(max(query.dim(), key.dim(), value.dim()) - 2)
+    names = [batch[len(batch) - (each.dim() - 2) :] for each in (query, key, value)]
+    heads = None
+    if enable_gqa:
+        batch[-1] = names[0][-1] = "h"
+        names[1][-1], names[2][-1] = "heads of keys", "heads of values"
+        heads = Heads(query.shape[-3], key.shape[-3], value.shape[-3])
+        if heads.queries % heads.keys or heads.queries % heads.values:
+            raise RuntimeError(f"expected heads of queries to be a multiple, got {heads}")
+    spec = contraction(
+        [
+            (query, [*names[0], "l", "e"]),
+            (key, [*names[1], "s", "e"]),
+            (value, [*names[2], "s", "w"]),
+        ],
+        [*batch, "l", "w"],
+    )
+    inputs = list(spec.inputs)
+    is_shared = heads is not None and heads.split_alike(query, key)
+    if is_shared:
+        inputs = [(each, tuple("h" if name and name.startswith("h") else name for name in dims))
+                  for each, dims in inputs]  # fmt: skip
+    whole = (*spec.outputs[0].shape[:-1], key.shape[-2])
+    if attn_mask is not None:
+        inputs.append((attn_mask, expanded_dims(attn_mask, [*batch, "l", "s"], whole)))
+    queries = axes_of(query, -2)
+    gathers_queries = _gathering_queries_is_cheaper(query, key, value)
+
+    def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
+        # If one axis splits keys and queries, the queries stay split, as the result is.
+        return gathers_queries or not set(queries) & set(splits.get("s", ()))
+
+    def lower(here: Here) -> Callable[..., Tensor] | None:
+        order = [here.axes(name) for name in (*batch, "l", "s")]
+        weights = Layout(here.mesh, whole, order, {}, (*here.outputs[0].cuts[:-1], None))
+        local = Local(weights, here.axes("s"), heads, is_shared)
+        is_empty = 0 in here.outputs[0].local_shape()
+        if dropout_p > 0 or here.axes("s") or is_empty:
+            return local.by_parts
+        is_offset = is_causal and here.axes("l")
+        is_regrouped = heads is not None and not is_shared and here.axes("h")
+        return local.by_kernel if is_offset or is_regrouped else None
+
+    return Spec(
+        inputs,
+        spec.outputs,
+        reduces={"s": "sum"},
+        linear=[(2,)],
+        allows=allows,
+        lower=lower,
+        positions=["l", "s", *(["h"] if heads is not None and not is_shared else [])],
+        scales=is_shared,
+    )
+
+
+def axes_of(tensor: Tensor, dim: int) -> tuple[int, ...]:
+    """Return the axes that split a dim of a tensor; none for a plain tensor."""
+    layout = getattr(tensor, "_layout", None)
+    return () if layout is None else layout.shard_order[dim]
+
+
+def _gathering_queries_is_cheaper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether gathering queries and summing results moves less than gathering keys and
+    values.
+    """
+    features, width = query.shape[-1], value.shape[-1]
+    return query.shape[-2] * (features + 2 * width) < key.shape[-2] * (features + width)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The numbers of heads, where several heads of queries share one head of keys and values."""
+
+    queries: int
+    keys: int
+    values: int
+
+    def split_alike(self, query: Tensor, key: Tensor) -> bool:
+        """Return whether keys and values can be split with the queries.
+
+        The heads of queries on each rank must be those of its keys and values; otherwise keys and
+        values must be whole.
+        """
+        for tensor in (query, key):
+            axes = axes_of(tensor, -3)
+            if axes:
+                layout: Layout = tensor._layout  # type: ignore[attr-defined]
+                counts = tuple(layout.mesh.shape[axis] for axis in axes)
+                cut = layout.cuts[-3] or ((layout.shape[-3], 1),)
+                sizes = (self.queries, self.keys, self.values)
+                return all(rescaled(cut, size, counts) is not None for size in sizes)
+        return True
+
+
+@dataclass(frozen=True)
+class Local:
+    """Attention on one rank's shards."""
+
+    weights: Layout
+    """The layout of the attention weights: a row for each query, a column for each key."""
+    summed: tuple[int, ...]
+    """The axes that split the keys."""
+    heads: Heads | None
+    is_shared: bool
+
+    def by_kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Run torch's operator: this rank has all keys, and there is no dropout."""
+        if enable_gqa and not self.is_shared:
+            key, value = self._of_queries(key, value)
+            enable_gqa = False
+        if is_causal:
+            _, last = self.weights.range(-2)
+            if (
+                query.shape[-2] and last < key.shape[-2]
+            ):  # no query of this rank attends to later keys
+                key, value = key[..., :last, :], value[..., :last, :]
+                attn_mask = _cut(attn_mask, last)
+            attn_mask = self._causal(attn_mask, query, key)
+        result: Tensor = _kernel(
+            query, key, value, attn_mask, 0.0, False, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
+
+    def by_parts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Compute scores, their softmax over the keys of all ranks, dropout, and the weighted
+        sum."""
+        query, key, value = map(autocast, (query, key, value))
+        if enable_gqa:
+            key, value = self._of_queries(key, value)
+        if is_causal:
+            attn_mask = self._causal(attn_mask, query, key)
+        if scale is None:
+            scale = 1 / math.sqrt(query.shape[-1])
+        with without_autocast(query.device.type):
+            scores = widened(query) @ widened(key).mT * scale
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                scores = scores.masked_fill(~attn_mask, -math.inf)
+            elif attn_mask is not None:
+                scores = scores + attn_mask
+            weights = self._softmax(scores)
+            if dropout_p > 0:
+                weights = weights * self._kept(dropout_p, weights)
+            return (weights @ widened(value)).to(query.dtype)
+
+    def _of_queries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Repeat heads of keys and values, so that each head of queries has its own."""
+        assert self.heads is not None, "only called for groups"
+        ranges = self.weights.ranges(-3)
+        count_here = sum(stop - start for start, stop in ranges)
+        found = []
+        for tensor, count in ((key, self.heads.keys), (value, self.heads.values)):
+            each = self.heads.queries // count
+            # If keys are split with the queries, the shards begin at the same head.
+            first = 0 if self.is_shared else ranges[0][0]
+            wanted = torch.arange(first, first + count_here, device=tensor.device) // each
+            found.append(tensor.index_select(-3, wanted))
+        return found[0], found[1]
+
+    def _causal(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        """Return the mask with later keys masked for each query, by global positions."""
+        (query_start, _), (key_start, _) = self.weights.range(-2), self.weights.range(-1)
+        past = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril(query_start - key_start)
+        if mask is None:
+            return past
+        return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -math.inf)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """Return softmax over the last dim, which is split over ranks; a fully masked row gives
+        0."""
+        mesh = self.weights.mesh
+        if scores.shape[-1]:
+            largest = scores.detach().amax(-1, keepdim=True)
+        else:
+            largest = scores.new_full((*scores.shape[:-1], 1), -math.inf)
+        largest = extreme(largest, mesh, self.summed, "max")
+        # Autograd treats the maximum as a constant: the result does not depend on it.
+        exps = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
+        sums = total_used(exps.sum(-1, keepdim=True), mesh, self.summed)
+        return exps / sums.masked_fill(sums == 0, 1)
+
+    def _kept(self, dropout_p: float, like: Tensor) -> Tensor:
+        """Return the dropout mask, scaled; it is the same for every layout."""
+        if dropout_p == 1:  # nothing is drawn
+            return torch.zeros_like(like)
+        kept = 1 - dropout_p
+        return drawn(bernoulli, self.weights, kept, kept, dtype=like.dtype, device=like.device)
+
+
+def _cut(mask: Tensor | None, last: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]

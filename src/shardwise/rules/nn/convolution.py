@@ -1,0 +1,309 @@
+"""Convolutions.
+
+The batch and the channels of the result are free; the channels of the input are summed. Along
+spatial dims each rank receives the rows that its results read (`shardwise.rules.halo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.core.box import Range
+from shardwise.core.mesh import DeviceMesh
+from shardwise.rules.helpers.chunks import clipped, same_units
+from shardwise.rules.helpers.padding import cropped, filled, is_empty, padded
+from shardwise.rules.helpers.windows import Exchange, Window, exchange, expanded
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Dims, Here, Out, Spec
+
+_FORWARD: dict[int, Callable[..., torch.Tensor]]
+_FORWARD = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+_TRANSPOSED: dict[int, Callable[..., torch.Tensor]]
+_TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """One convolution, with the sizes of the global tensors."""
+
+    input: tuple[int, ...]
+    windows: tuple[Window, ...]
+    """One window per spatial dim; for a transposed convolution the results that each *input* adds
+    to."""
+    groups: int
+    result: tuple[int, ...]
+    """The shape of the result."""
+    output_padding: tuple[int, ...] | None = None
+    """None unless the convolution is transposed."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the convolution is transposed (conv_transpose2d)."""
+        return self.output_padding is not None
+
+    @property
+    def first(self) -> int:
+        """The first spatial dim; the dim before it has the channels."""
+        return len(self.input) - len(self.windows)
+
+    def spec(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Spec:
+        """Return the spec; factors: n batch, c and o channels, x0, x1, ... spatial dims."""
+        space = tuple(f"x{at}" for at in range(len(self.windows)))
+        batch = ("n",) if self.first == 2 else ()
+        kernel = (None,) * len(space)
+        c, o = ("c", "o") if self.groups == 1 else ("g", "g")
+        # with groups, the other channel dim of the weight is whole
+        rest = None if self.groups > 1 else (o if self.is_transposed else c)
+        inputs: list[tuple[torch.Tensor, Dims]] = [
+            (input, (*batch, c, *space)),
+            (weight, (c if self.is_transposed else o, rest, *kernel)),
+        ]
+        if bias is not None:
+            inputs.append((bias, (o,)))
+        extra = (2,) if bias is not None else ()
+        return Spec(
+            inputs,
+            [Out((*batch, o, *space), self.result)],
+            reduces={"c": "sum"} if self.groups == 1 else {},
+            linear=[(0, *extra), (1, *extra)],
+            additive=extra,
+            lower=self.lower,
+            allows=self.allows,
+            positions=(c, o, *space),
+        )
+
+    def allows(self, splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
+        """Return whether each rank has whole groups: the same of input and result channels."""
+        channels = [self.input[self.first - 1], self.result[self.first - 1]]
+        return "g" not in splits or same_units(self.groups, channels, mesh, splits["g"])
+
+    def needs(self, at: int, results: Range) -> Range:
+        """Return the inputs along a spatial dim that some results depend on."""
+        window = self.windows[at]
+        if not self.is_transposed:
+            return window.needs(results)
+        first, end = results[0] + window.before, results[1] + window.before
+        if results[0] >= results[1]:
+            return 0, 0
+        found = -(-(first - window.reach + 1) // window.stride), (end - 1) // window.stride + 1
+        return clipped(found, window.size)
+
+    def lower(self, here: Here) -> Callable[..., torch.Tensor] | None:
+        """Return the local convolution: fewer groups, exchanged windows, padded empty dims."""
+        space = [at for at in range(len(self.windows)) if f"x{at}" in here.splits]
+        empty = any(is_empty(each.local_shape()) for each in (*here.inputs, *here.outputs))
+        if not space and "g" not in here.splits and not empty:
+            return None
+        exchanges = [self.exchange(here, at) for at in space]
+        groups, missing = _channels(self, here)
+        make = _transposed if self.is_transposed else _forward
+        sides, operator = make(self, here, space, groups)
+        result = here.outputs[0].local_shape()
+
+        def run(
+            input: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None = None,
+            *_: Any,
+            **__: Any,
+        ) -> torch.Tensor:
+            for get in exchanges:
+                input = get(input)
+            return cropped(operator(*missing(padded(input, sides), weight, bias)), result)
+
+        return run
+
+    def exchange(self, here: Here, at: int) -> Exchange:
+        """Plan the exchange along one spatial dim: the inputs of each rank's results."""
+        dim = self.first + at
+        return exchange(
+            here, f"x{at}", dim, (self.input[dim], self.result[dim]), partial(self.needs, at)
+        )
+
+
+Local = tuple[dict[int, Range], Callable[..., torch.Tensor]]
+"""The padding of each dim of a rank's window, and the function that then runs on it."""
+
+
+def _forward(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
+    windows, result = conv.windows, here.outputs[0]
+    sides: dict[int, Range] = {}
+    padding = [window.before for window in windows]
+    for at, window in enumerate(windows):
+        if at in space or window.before != window.after:
+            dim = conv.first + at
+            sides[dim] = window.padding(result.range(dim))
+            padding[at] = 0
+    strides, dilation = [each.stride for each in windows], [each.dilation for each in windows]
+    operator = _FORWARD[len(windows)]
+    return sides, lambda input, weight, bias: operator(
+        input, weight, bias, strides, padding, dilation, groups
+    )
+
+
+def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
+    assert conv.output_padding is not None, "it is transposed"
+    windows, result = conv.windows, here.outputs[0]
+    padding, output_padding = [window.before for window in windows], list(conv.output_padding)
+    sides: dict[int, Range] = {}
+    cuts: dict[int, Range] = {}
+    for at in space:
+        window, dim = windows[at], conv.first + at
+        mine = result.range(dim)
+        have = conv.needs(at, mine)
+        padding[at] = output_padding[at] = 0
+        if have[0] == have[1]:
+            # no input adds to these results, but torch needs one: a zero
+            sides[dim] = 0, 1
+            cuts[dim] = 0, mine[1] - mine[0] - window.reach
+        else:
+            start = have[0] * window.stride - window.before
+            stop = (have[1] - 1) * window.stride - window.before + window.reach
+            cuts[dim] = start - mine[0], mine[1] - stop
+    strides, dilation = [each.stride for each in windows], [each.dilation for each in windows]
+    operator = _TRANSPOSED[len(windows)]
+
+    def run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        made = operator(input, weight, None, strides, padding, output_padding, groups, dilation)
+        made = padded(made, cuts)
+        if bias is not None:  # after the crop and padding, as the bias is added to padding too
+            made = made + bias.to(made.dtype).view(-1, *[1] * len(windows))
+        return made
+
+    return sides, run
+
+
+def _channels(conv: Convolution, here: Here) -> tuple[int, Callable[..., Any]]:
+    """Return the number of groups of this rank, and a function that pads empty channels or
+    batch."""
+    channel, groups = conv.first - 1, conv.groups
+    each_in = each_out = 1
+    if "g" in here.splits:
+        each_in, each_out = conv.input[channel] // groups, conv.result[channel] // groups
+        groups = max(here.inputs[0].local_shape()[channel] // each_in, 1)
+    of_weight = (each_in, each_out) if conv.is_transposed else (each_out, each_in)
+    to_fill = ((1, each_in) if channel else (each_in,)), of_weight, (each_out,)
+
+    def missing(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return [
+            None if tensor is None else filled(tensor, amounts)
+            for tensor, amounts in zip(tensors, to_fill, strict=True)
+        ]
+
+    return groups, missing
+
+
+# ---- the rules
+
+
+@rule("conv1d", "conv2d", "conv3d", inplace=False)
+def conv(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Spec:
+    """Return the spec of a convolution: each result reads a window of the input."""
+    space, dilations, strides = _space(input, weight, stride, dilation)
+    sizes = tuple(input.shape[-space:])
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(p, p) for p in expanded(0 if padding == "valid" else padding, space)]
+    windows = tuple(
+        Window(size, kernel, step, *side, apart)
+        for size, kernel, step, side, apart in zip(
+            sizes, weight.shape[2:], strides, sides, dilations, strict=True
+        )
+    )
+    given, result = _shapes(input, weight, [each.count for each in windows], weight.shape[0])
+    channels = given[-space - 1]
+    if channels != weight.shape[1] * groups or weight.shape[0] % groups:
+        raise RuntimeError(f"channels: {channels} of the input, weight {tuple(weight.shape)}")
+    if padding == "same" and set(strides) != {1}:
+        raise RuntimeError("padding='same' is not supported for strided convolutions")
+    return Convolution(given, windows, groups, result).spec(input, weight, bias)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", inplace=False)
+def conv_transpose(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Spec:
+    """Return the spec of a transposed convolution: each input adds to a window of the result."""
+    space, dilations, strides = _space(input, weight, stride, dilation)
+    more = expanded(output_padding, space)
+    windows = tuple(
+        Window(size, kernel, step, before, before, apart)
+        for size, kernel, step, before, apart in zip(
+            input.shape[-space:],
+            weight.shape[2:],
+            strides,
+            expanded(padding, space),
+            dilations,
+            strict=True,
+        )
+    )
+    sizes = [
+        (each.size - 1) * each.stride - 2 * each.before + each.reach + extra
+        for each, extra in zip(windows, more, strict=True)
+    ]
+    given, result = _shapes(input, weight, sizes, weight.shape[1] * groups)
+    if given[-space - 1] != weight.shape[0] or weight.shape[0] % groups:
+        raise RuntimeError(f"channels: {given[-space - 1]}, weight {tuple(weight.shape)}")
+    return Convolution(given, windows, groups, result, more).spec(input, weight, bias)
+
+
+@rule("convolution", inplace=False)
+def convolution(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Spec | None:
+    """Return the spec of aten's operator for both kinds."""
+    if transposed:
+        return conv_transpose(
+            input, weight, bias, stride, padding, output_padding, groups, dilation
+        )
+    return conv(input, weight, bias, stride, padding, dilation, groups)
+
+
+def _space(
+    input: torch.Tensor, weight: torch.Tensor, stride: Any, dilation: Any
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the number of spatial dims, and dilation and stride along each."""
+    space = weight.dim() - 2
+    if space not in _FORWARD or input.dim() not in (space + 1, space + 2):
+        raise RuntimeError(f"dims: input {tuple(input.shape)}, weight {tuple(weight.shape)}")
+    return space, expanded(dilation, space), expanded(stride, space)
+
+
+def _shapes(
+    input: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int], channels: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of input and result."""
+    if min(sizes) <= 0:
+        raise RuntimeError(f"kernel {tuple(weight.shape[2:])}, input {tuple(input.shape)}")
+    given = tuple(input.shape)
+    return given, (*given[: -len(sizes) - 1], channels, *sizes)

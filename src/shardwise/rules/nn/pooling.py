@@ -1,0 +1,375 @@
+"""Pooling: batch and channels are free; along spatial dims ranks exchange the inputs they need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.core.box import Range
+from shardwise.rules.helpers.composed_ops import composed
+from shardwise.rules.helpers.padding import cropped, filled, is_empty, padded
+from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.windows import Exchange, Window, exchange, expanded
+from shardwise.rules.pointwise.elementwise import tensors_among
+from shardwise.rules.registry import Aten, rule
+from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.torch_internals import nn_builtins
+
+_MAX: dict[int, Callable[..., Any]]
+_MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
+_MAX_AND_WHERE: dict[int, Callable[..., Any]] = {
+    1: torch.max_pool1d_with_indices,
+    2: nn_builtins.max_pool2d_with_indices,
+    3: nn_builtins.max_pool3d_with_indices,
+}
+_AVERAGE: dict[int, Callable[..., Any]]
+_AVERAGE = {1: torch.avg_pool1d, 2: nn_builtins.avg_pool2d, 3: nn_builtins.avg_pool3d}
+
+Operator = Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pooling with arguments for each spatial dim; these are the last dims of the input."""
+
+    input: tuple[int, ...]
+    windows: tuple[Window, ...]
+    is_max: bool = False
+
+    @property
+    def first(self) -> int:
+        """The first spatial dim."""
+        return len(self.input) - len(self.windows)
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return (*self.input[: self.first], *(window.count for window in self.windows))
+
+    @property
+    def shared(self) -> tuple[list[int], list[int]]:
+        """Kernel and stride as lists, as torch takes them."""
+        return [each.kernel for each in self.windows], [each.stride for each in self.windows]
+
+    def spec(self, input: torch.Tensor, lower: Callable[[Here], Operator], **extra: Any) -> Spec:
+        """Return the spec; every dim is free. `lower` returns the operator for padded windows."""
+
+        def windowed(here: Here) -> Callable[..., Any] | None:
+            split = [at for at in range(self.first, len(self.input)) if here.axes(f"d{at}")]
+            if not split and not is_empty(here.inputs[0].local_shape()):
+                return None
+            return self.on_windows(here, split, lower(here))
+
+        names = dims_of(input)
+        extra = {"positions": names[self.first :], **extra}
+        return Spec([(input, names)], [Out(names, self.result)], lower=windowed, **extra)
+
+    def on_windows(self, here: Here, split: Iterable[int], operator: Operator) -> Operator:
+        """Wrap an operator so that the shard is exchanged and padded before it runs."""
+        exchanges = [self.exchange(here, dim) for dim in split]
+        shape = here.outputs[0].local_shape()
+        sides = dict(enumerate(map(Window.padding, self.windows, self.mine(here)), self.first))
+
+        def run(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            for get in exchanges:
+                input = get(input)
+            value = _lowest(input.dtype) if self.is_max else 0
+            return cropped(operator(filled(padded(input, sides, value))), shape)
+
+        return run
+
+    def mine(self, here: Here) -> list[Range]:
+        """Return this rank's range of results along each spatial dim."""
+        return [here.outputs[0].range(dim) for dim in range(self.first, len(self.input))]
+
+    def exchange(self, here: Here, dim: int) -> Exchange:
+        """Plan the exchange along one spatial dim: the inputs that each rank's results read."""
+        window = self.windows[dim - self.first]
+        return exchange(here, f"d{dim}", dim, (window.size, window.count), window.needs)
+
+
+def _lowest(dtype: torch.dtype) -> float | int:
+    """Return the smallest value of a dtype, the neutral element of a maximum."""
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _pool(
+    input: torch.Tensor,
+    space: int,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    is_max: bool = False,
+) -> Pool:
+    """Return the pooling of a call; raise where torch would."""
+    sizes = tuple(input.shape)
+    kernels = expanded(kernel_size, space)
+    strides = kernels if stride is None or stride == () or stride == [] else stride
+    windows = []
+    for size, kernel, step, before, apart in zip(
+        sizes[-space:],
+        kernels,
+        expanded(strides, space),
+        expanded(padding, space),
+        expanded(dilation, space),
+        strict=True,
+    ):
+        reach = apart * (kernel - 1) + 1
+        count = (size + 2 * before - reach + (step - 1 if ceil_mode else 0)) // step + 1
+        if ceil_mode and (count - 1) * step >= size + before:
+            count -= 1  # the last window would start behind the input
+        most = (kernel if space == 1 else reach) // 2  # the limit of torch
+        ranks = space + 1, space + 2
+        if count < 1 or not 0 <= before <= most or len(sizes) not in ranks or 0 in sizes[~space:]:
+            raise RuntimeError(f"pooling: input {sizes}, kernel {kernels}, padding {padding}")
+        after = (count - 1) * step + reach - size - before
+        windows.append(Window(size, kernel, step, before, after, apart))
+    return Pool(sizes, tuple(windows), is_max)
+
+
+# ---- max pooling
+
+
+def _largest(pool: Pool, here: Here) -> Operator:
+    """Return the operator for the maximum of each window."""
+    operator, dilation = _MAX[len(pool.windows)], [each.dilation for each in pool.windows]
+    return lambda input: operator(input, *pool.shared, 0, dilation)
+
+
+def _max_rule(space: int) -> Callable[..., Spec]:
+    def max_pool(
+        input: torch.Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Spec:
+        pool = _pool(input, space, kernel_size, stride, padding, dilation, ceil_mode, True)
+        return pool.spec(input, lambda here: _largest(pool, here))
+
+    return max_pool
+
+
+def _max_and_where_rule(space: int) -> Callable[..., Spec]:
+    def max_pool_with_indices(
+        input: torch.Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = True,
+    ) -> Spec:
+        pool = _pool(input, space, kernel_size, stride, padding, dilation, ceil_mode)
+        kernel, step = pool.shared
+        operator = _MAX_AND_WHERE[space]
+        return planes(
+            [input],
+            [pool.result] * 2,
+            space,
+            lambda input: operator(input, kernel, step, padding, dilation, ceil_mode),
+        )
+
+    return max_pool_with_indices
+
+
+def planes(
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[tuple[int, ...]],
+    space: int,
+    operator: Callable[..., Any],
+    **extra: Any,
+) -> Spec:
+    """Return the spec of an operator on each plane by itself: dims before the spatial ones are
+    free.
+
+    Arguments:
+        operator: the operator as a function of tensors only, for a rank without planes.
+    """
+    count = tensors[0].dim() - space
+    dims = (*dims_of(tensors[0])[:count], *(None,) * space)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        shapes = [layout.local_shape() for layout in here.outputs]
+        if not any(map(is_empty, shapes)):
+            return None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made = operator(*map(filled, tensors_among(*args, *kwargs.values())))
+            if isinstance(made, torch.Tensor):
+                return cropped(made, shapes[0])
+            return tuple(map(cropped, made, shapes))
+
+        return run
+
+    inputs = [(tensor, dims) for tensor in tensors]
+    return Spec(inputs, [Out(dims, shape) for shape in results], lower=lower, **extra)
+
+
+# ---- average pooling
+
+
+def _average(pool: Pool, here: Here, includes_padding: bool, divisor: int | None) -> Operator:
+    """Return the operator for the sum over each window, divided by torch's divisor."""
+    kernel, stride = pool.shared
+    if len(kernel) == 1:
+        return _flat_average(pool, here, includes_padding)
+    operator = _AVERAGE[len(kernel)]
+    if divisor is None:
+        divisors = _divisors(pool, here, includes_padding)
+        if any(each != math.prod(kernel) for each in divisors.flatten().tolist()):
+            return lambda input: _divided(
+                operator(input, kernel, stride, 0, False, True, 1), divisors
+            )
+    return lambda input: operator(input, kernel, stride, 0, False, True, divisor)
+
+
+def _flat_average(pool: Pool, here: Here, includes_padding: bool) -> Operator:
+    """Return the operator for one spatial dim, as for a plane of height 1: avg_pool1d has no
+    divisor.
+    """
+    (kernel,), (stride,) = pool.shared
+    divisors = _divisors(pool, here, includes_padding)
+    return lambda input: _divided(
+        nn_builtins.avg_pool2d(
+            input.unsqueeze(-2), (1, kernel), (1, stride), 0, False, True, 1
+        ).squeeze(-2),
+        divisors,
+    )
+
+
+def _divided(total: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+    if total.is_floating_point():
+        return total / divisors.to(total)
+    return torch.div(total, divisors.to(total), rounding_mode="trunc")
+
+
+def _divisors(pool: Pool, here: Here, includes_padding: bool) -> torch.Tensor:
+    """Return the number of inputs in the window of each of this rank's results, at least 1."""
+    found = torch.ones((), dtype=torch.int64)
+    for window, mine in zip(pool.windows, pool.mine(here), strict=True):
+        counts = []
+        for at in range(*mine):
+            start, stop = window.looks_at((at, at + 1))
+            stop = min(stop, window.size + (window.before if includes_padding else 0))
+            counts.append(stop - (start if includes_padding else max(start, 0)))
+        found = found.unsqueeze(-1) * torch.tensor(counts or [1])
+    return found
+
+
+def _average_rule(space: int) -> Callable[..., Spec]:
+    def avg_pool(
+        input: torch.Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Spec:
+        pool = _pool(input, space, kernel_size, stride, padding, 1, ceil_mode)
+        return pool.spec(
+            input,
+            lambda here: _average(pool, here, count_include_pad, divisor_override),
+            linear=[(0,)] if keeps_sums(input.dtype) else (),
+        )
+
+    return avg_pool
+
+
+# ---- unpooling, and the backward of max pooling
+
+
+def _unpool_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec]:
+    def max_unpool(
+        input: torch.Tensor, indices: torch.Tensor, output_size: Sequence[int], *rest: Any
+    ) -> Spec:
+        shape = (*input.shape[:-space], *output_size)
+        return planes(
+            [input, indices],
+            [shape],
+            space,
+            lambda input, indices: operator(input, indices, output_size, *rest),
+            linear=[(0,)],
+        )
+
+    return max_unpool
+
+
+def _max_backward_rule(space: int) -> Callable[..., Spec]:
+    def max_pool_backward(
+        grad_output: torch.Tensor,
+        self: torch.Tensor,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        indices: torch.Tensor,
+    ) -> Spec:
+        operator = getattr(torch.ops.aten, f"max_pool{space}d_with_indices_backward")
+        windows = kernel_size, stride, padding, dilation, ceil_mode
+        return planes(
+            [grad_output, self, indices],
+            [tuple(self.shape)],
+            space,
+            lambda grad, input, indices: operator(grad, input, *windows, indices),
+            linear=[(0,)],
+        )
+
+    return max_pool_backward
+
+
+# ---- fractional pooling, with random windows
+
+
+def _fractional_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec]:
+    def fractional_max_pool(
+        input: torch.Tensor, kernel_size: Any, output_size: Any, random_samples: torch.Tensor
+    ) -> Spec:
+        shape = (*input.shape[:-space], *expanded(output_size, space))
+        spec = planes(
+            [input],
+            [shape] * 2,
+            space,
+            lambda input, samples: operator(input, kernel_size, output_size, samples),
+        )
+        names = dims_of(input)[:-space]
+        no_batch = (None,) * (2 - len(names))
+        samples = random_samples, (*no_batch, *names, None)
+        return replace(spec, inputs=[*spec.inputs, samples])
+
+    return fractional_max_pool
+
+
+@composed(F.fractional_max_pool2d)
+def fractional_max_pool2d(*args: Any, **kwargs: Any) -> Any:
+    """Run it; all ranks draw the same windows, as their generators have the same state."""
+    return F.fractional_max_pool2d_with_indices(*args, **kwargs)[0]
+
+
+@composed(F.fractional_max_pool3d)
+def fractional_max_pool3d(*args: Any, **kwargs: Any) -> Any:
+    """Run it; all ranks draw the same windows, as their generators have the same state."""
+    return F.fractional_max_pool3d_with_indices(*args, **kwargs)[0]
+
+
+for _space in (1, 2, 3):
+    rule(f"max_pool{_space}d", inplace=False)(_max_rule(_space))
+    rule(f"max_pool{_space}d_with_indices", inplace=False)(_max_and_where_rule(_space))
+    rule(f"avg_pool{_space}d", inplace=False, by_dtype=True)(_average_rule(_space))
+for _space in (2, 3):
+    _unpool = getattr(nn_builtins, f"max_unpool{_space}d")
+    rule(f"max_pool{_space}d_with_indices_backward")(_max_backward_rule(_space))
+    rule(_unpool, Aten(f"max_unpool{_space}d"))(_unpool_rule(_space, _unpool))
+    _fractional = getattr(nn_builtins, f"fractional_max_pool{_space}d")
+    rule(_fractional, Aten(f"fractional_max_pool{_space}d"))(_fractional_rule(_space, _fractional))

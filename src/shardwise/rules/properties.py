@@ -1,0 +1,65 @@
+"""Properties of a tensor that do not depend on its values, answered without planning.
+
+Global properties (shape, number of elements) come from DTensor's own methods; all others are those
+of the local shard.
+"""
+
+from __future__ import annotations
+
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+
+from shardwise.dtensor.tensor import DTensor, unwrap
+from shardwise.rules.registry import handler
+from shardwise.torch_internals import TensorBase, as_local
+
+_OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
+"""Properties that compute a result, and so have rules."""
+
+
+@handler(
+    "is_complex", "is_floating_point", "is_signed", "is_contiguous", "is_inference", "is_conj",
+    "is_neg", "is_pinned", "is_shared", "is_coalesced", "is_distributed", "is_set_to", "_is_view",
+    "_is_zerotensor", "element_size", "data_ptr", "storage_offset", "storage", "storage_type",
+    "untyped_storage", "_typed_storage", "get_device", "dense_dim", "sparse_dim", "result_type",
+    "_has_compatible_shallow_copy_type", "__dlpack_device__",
+)  # fmt: skip
+def of_piece(func: Any, args: Any, kwargs: Any) -> Any:
+    with as_local():
+        return func(*args, **kwargs)
+
+
+@handler("is_same_size")
+def is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    first, second = (*args, *kwargs.values())
+    return bool(first.shape == second.shape)
+
+
+@handler("dim_order")
+def dim_order(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(unwrap(args[0]), *args[1:], **kwargs)
+
+
+def _own(name: str) -> Any:
+    """Return a handler that calls DTensor's own property or method instead of torch's."""
+    own = DTensor.__dict__[name]
+    if isinstance(own, property):
+        return lambda func, args, kwargs: own.fget(args[0])  # type: ignore[misc]
+    return lambda func, args, kwargs: own(*args, **kwargs)
+
+
+for _name in ("size", "stride", "dim", "ndimension", "numel", "nelement"):
+    for _function in (getattr(torch.Tensor, _name), getattr(torch, _name, None)):
+        if callable(_function):
+            handler(_function)(_own(_name))
+
+for _name, _property in vars(TensorBase).items():
+    if not isinstance(_property, GetSetDescriptorType) or _name in _OPERATORS:
+        continue
+    # torch's `layout` (strided, sparse) is another thing than DTensor's.
+    _is_own = _name in DTensor.__dict__ and _name != "layout"
+    handler(_property.__get__)(_own(_name) if _is_own else of_piece)
+    if not _is_own:
+        handler(_property.__set__)(of_piece)

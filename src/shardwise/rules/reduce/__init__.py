@@ -1,0 +1,1 @@
+"""Rules of operators that reduce, accumulate or order dims."""

@@ -1,0 +1,145 @@
+"""Running sums, products and extremes along a dim.
+
+Along a split dim each rank computes its own and combines it with the totals of the ranks before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.comm import communicator
+from shardwise.rules.helpers.chunks import shapes_along
+from shardwise.rules.helpers.collectives import stacked
+from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
+from shardwise.rules.helpers.constants import picked
+from shardwise.rules.helpers.dims import as_dims, whole_along, without
+from shardwise.rules.helpers.padding import with_a_row
+from shardwise.rules.helpers.precision import keeps_sums, widened
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Here, Out, Spec, dims_of
+
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _running(
+    input: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype | None,
+    run: Callable[..., torch.Tensor],
+    reduce: Callable[..., torch.Tensor],
+    combine: Combine,
+) -> Spec:
+    """The spec of a running sum or product.
+
+    Arguments:
+        run: the operator.
+        reduce: computes the last value of the operator, the total of a part.
+        combine: combines the totals of two adjacent parts.
+    """
+    names = dims_of(input)
+    split = names[as_dims(dim, input.dim())[0]] if input.dim() else None
+    kind = {} if dtype is None else {"dtype": dtype}
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = here.axes(split)
+        if not axes:
+            return None
+        before = communicator(here.mesh, axes).index
+
+        def lowered(*args: Any, **kwargs: Any) -> torch.Tensor:
+            local = input_of(args, kwargs)
+            # Every rank uses the totals beside its own shard, so their gradients are contributions.
+            totals = stacked(reduce(local, dim, True, **kind), here.mesh, axes, is_used=True)
+            running = run(local, dim, **kind)
+            return combine(running, reduce(totals[:before], 0)).to(running.dtype)
+
+        return lowered
+
+    linear = [(0,)] if run is torch.cumsum and keeps_sums(dtype) else ()
+    out = Out(names, tuple(input.shape))
+    positions = () if split is None else (split,)
+    return Spec([(input, names)], [out], linear=linear, lower=lower, positions=positions)
+
+
+@rule("cumsum", inplace=False)
+@with_synonyms
+def cumsum(input: torch.Tensor, dim: int, *, dtype: Any = None) -> Spec:
+    return _running(input, dim, dtype, torch.cumsum, torch.sum, torch.add)
+
+
+@rule("cumprod", inplace=False)
+@with_synonyms
+def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> Spec:
+    return _running(input, dim, dtype, torch.cumprod, torch.prod, torch.mul)
+
+
+@rule("logcumsumexp", by_dtype=True)
+@with_synonyms
+def logcumsumexp(input: torch.Tensor, dim: int) -> Spec:
+    if input.is_complex():  # complex logarithms are unique only up to multiples of 2 pi
+        dims = as_dims(dim, input.dim())
+        out = Out(without(dims_of(input), dims, True), tuple(input.shape))
+        return whole_along(input, dims, [out])
+    return _running(input, dim, None, torch.logcumsumexp, torch.logsumexp, _log_added)
+
+
+def _log_added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return torch.logaddexp with a second gradient that is right for -inf, the first rank's
+    offset.
+    """
+    one, other = widened(one), widened(other)
+    finite = torch.finfo(one.dtype)
+    largest = torch.maximum(one, other).detach().clamp(finite.min, finite.max)
+    return ((one - largest).exp() + (other - largest).exp()).log() + largest
+
+
+# ---- running extremes with their indices
+
+
+def _latest(name: str) -> Callable[..., Spec]:
+    """Return the rule of a running extreme: the last of equal ones, and NaN from the first NaN
+    on."""
+    run = getattr(torch, name)
+    is_beyond = torch.gt if name == "cummax" else torch.lt
+
+    def made(input: torch.Tensor, dim: int) -> Spec:
+        names = dims_of(input)
+        along = as_dims(dim, input.dim())
+        split = [f"d{each}" for each in along]
+
+        def lower(here: Here) -> Callable[..., Any] | None:
+            axes = here.axes(*split)
+            if not axes:
+                return None
+            (at,) = along
+            shapes = shapes_along(here.inputs[0], axes)[: communicator(here.mesh, axes).index]
+            before = [rank for rank, shape in enumerate(shapes) if shape[at]]
+            start, _ = here.inputs[0].range(at)
+
+            def lowered(*args: Any, **kwargs: Any) -> Any:
+                local = input_of(args, kwargs)
+                values, indices = run(local, at)
+                indices = indices + start
+                last = [with_a_row(each, at).narrow(at, -1, 1) for each in (values, indices)]
+                theirs, places = (stacked(each, here.mesh, axes, is_used=True) for each in last)
+                theirs, places = (picked(each, 0, before or [0]) for each in (theirs, places))
+                theirs, which = run(theirs, 0)
+                theirs, places = theirs[-1], places.gather(0, which[-1:])[0]
+                wins = is_beyond(theirs, values) | (theirs.isnan() & ~values.isnan())
+                wins &= bool(before)
+                return kind((theirs.where(wins, values), places.where(wins, indices)))
+
+            return lowered
+
+        out = Out(names, tuple(input.shape))
+        return Spec([(input, names)], [out, out], lower=lower, positions=split)
+
+    kind = getattr(torch.return_types, name)
+    return with_synonyms(made)
+
+
+rule("cummax")(_latest("cummax"))
+rule("cummin")(_latest("cummin"))

@@ -1,0 +1,1 @@
+"""Rules of operators that change the shape or the order of elements."""

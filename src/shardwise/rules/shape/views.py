@@ -1,0 +1,260 @@
+"""Views that permute, squeeze or expand dims, diagonals, and windows (`unfold`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import LayoutError
+from shardwise.dtensor.view_copy import has_other_dims, is_copy
+from shardwise.dtensor.writes import is_detached_copy
+from shardwise.rules.helpers.composed_ops import composed
+from shardwise.rules.helpers.dims import as_dims, as_sizes
+from shardwise.rules.helpers.row_exchange import owned_part, severed
+from shardwise.rules.registry import Aten, handler, rule
+from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
+from shardwise.torch_internals import as_local
+
+_TENSOR: Any = torch.Tensor
+
+# ---- dims in another order
+
+
+def permuted(input: torch.Tensor, order: Sequence[int]) -> Spec:
+    """The spec of a view with the dims in this order."""
+    dims = dims_of(input)
+    out = Out(tuple(dims[dim] for dim in order), tuple(input.shape[dim] for dim in order))
+    return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
+
+
+def swapped(input: torch.Tensor, first: int, second: int) -> Spec:
+    """The spec of a view with two dims swapped."""
+    order = list(range(input.dim()))
+    if order:
+        one, other = normalized(first, input.dim()), normalized(second, input.dim())
+        order[one], order[other] = other, one
+    return permuted(input, order)
+
+
+@rule("transpose", "swapdims", inplace=False)
+def transpose(input: torch.Tensor, dim0: int, dim1: int) -> Spec:
+    return swapped(input, dim0, dim1)
+
+
+@rule("swapaxes", inplace=False)
+def swapaxes(input: torch.Tensor, axis0: int, axis1: int) -> Spec:
+    return swapped(input, axis0, axis1)
+
+
+@rule("t", "adjoint", _TENSOR.mT.__get__, _TENSOR.mH.__get__, _TENSOR.H.__get__,
+      Aten("matrix_H"), Aten("mT"), Aten("mH"), inplace=False)  # fmt: skip
+def matrix_transpose(input: torch.Tensor) -> Spec:
+    return swapped(input, -2, -1) if input.dim() > 1 else permuted(input, range(input.dim()))
+
+
+@rule(_TENSOR.T.__get__, Aten("numpy_T"), inplace=False)
+def reversed_dims(input: torch.Tensor) -> Spec:
+    return permuted(input, range(input.dim())[::-1])
+
+
+@rule("permute", inplace=False)
+def permute(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
+    order = [normalized(dim, input.dim()) for dim in as_sizes(given or (dims,))]
+    if sorted(order) != list(range(input.dim())):
+        raise RuntimeError(f"permute: expected each of {input.dim()} dims once, got {order}")
+    return permuted(input, order)
+
+
+@rule("movedim", "moveaxis", inplace=False)
+def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
+    sources, destinations = (
+        [normalized(dim, input.dim()) for dim in ((dims,) if isinstance(dims, int) else dims)]
+        for dims in (source, destination)
+    )
+    moved = dict(zip(destinations, sources, strict=True))
+    rest = iter(dim for dim in range(input.dim()) if dim not in sources)
+    return permuted(input, [moved[at] if at in moved else next(rest) for at in range(input.dim())])
+
+
+# ---- dims of size 1
+
+
+def _squeezed(input: torch.Tensor, dim: Any = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dims that a call names, and those of them with size 1; None names all dims."""
+    wanted = () if dim in ((), []) else as_dims(dim, input.dim())
+    return wanted, tuple(at for at in wanted if input.shape[at] == 1)
+
+
+@rule("squeeze", inplace=False)
+def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
+    wanted, gone = _squeezed(input, dim)
+    dims = tuple(None if at in gone else f"d{at}" for at in range(input.dim()))
+    kept = [at for at in range(input.dim()) if at not in gone]
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        local = here.inputs[0].local_shape()
+        if all((local[at] == 1) == (at in gone) for at in wanted):
+            return None
+        # A shard may have one row of a longer dim.
+        return takes_shards(lambda x, *args, **kwargs: x.squeeze(gone))
+
+    out = Out(tuple(dims[at] for at in kept), tuple(input.shape[at] for at in kept))
+    return Spec([(input, dims)], [out], linear=[(0,)], lower=lower, positions=(), is_view=True)
+
+
+@rule("unsqueeze", inplace=False)
+def unsqueeze(input: torch.Tensor, dim: int) -> Spec:
+    at = normalized(dim, input.dim() + 1)
+    dims, shape = dims_of(input), tuple(input.shape)
+    out = Out((*dims[:at], None, *dims[at:]), (*shape[:at], 1, *shape[at:]))
+    return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
+
+
+# ---- in-place forms: the tensor gets another layout and keeps its memory
+
+
+@handler("t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_")
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    name = func.__name__.partition(".")[0].removesuffix("_")
+    if is_copy(target):
+        raise LayoutError(
+            f"{name}_: this tensor is a part of another one, and of a dim that was split: it must "
+            f"keep its dims, to be kept as that part is; use x = x.{name}(...)"
+        )
+    result = getattr(target.detach(), name)(*args[1:], **kwargs)
+    if is_detached_copy(result):
+        raise LayoutError(
+            f"{name}_: it would have to move {target._layout!r}, and so cannot be done in place; "
+            f"use x = x.{name}(...)"
+        )
+    if name == "squeeze":  # a shard may have one row of a longer dim
+        _, gone = _squeezed(target, *args[1:], **kwargs)
+        func, args, kwargs = torch.Tensor.squeeze_, (target, gone), {}
+    with as_local():
+        func(*args, **kwargs)
+    target._layout = result._layout
+    has_other_dims(target)
+    return target
+
+
+# ---- expansion: dims repeated without a copy
+
+
+@rule("expand", "broadcast_to", inplace=False)
+def expand(input: torch.Tensor, *sizes: Any, size: Any = (), implicit: bool = False) -> Spec:
+    given = as_sizes(sizes or (size,))
+    added = len(given) - input.dim()
+    dims: list[str | None] = [None] * input.dim()
+    shape = list(given)
+    for at, found in enumerate(input.shape):
+        wanted = given[at + added]
+        if wanted in (-1, found):
+            dims[at], shape[at + added] = f"d{at}", found
+        elif found != 1:
+            raise RuntimeError(f"expand: expected {found} at dim {at + added}, got {wanted}")
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        local = here.outputs[0].local_shape()
+        if all(want in (-1, have) for want, have in zip(given, local, strict=True)):
+            return None
+        return takes_shards(lambda x, *args, **kwargs: x.expand(local))
+
+    out = Out((*[None] * added, *dims), tuple(shape))
+    return Spec(
+        [(input, tuple(dims))], [out], linear=[(0,)], lower=lower, positions=(), is_view=True
+    )
+
+
+# ---- diagonals and windows
+
+
+def diagonal_of(
+    input: torch.Tensor, offset: int, dim1: int, dim2: int, name: str, is_view: bool
+) -> Spec:
+    """Return the spec of a diagonal; if a dim is split, each rank contributes its elements."""
+    row, column = normalized(dim1, input.dim()), normalized(dim2, input.dim())
+    if row == column:
+        raise RuntimeError(f"{name}: expected two dims, got {dim1} and {dim2}")
+    dims = dims_of(input)
+    rest = [dim for dim in range(input.dim()) if dim not in (row, column)]
+    length = min(input.shape[row] + min(offset, 0), input.shape[column] - max(offset, 0))
+    length = max(length, 0)
+
+    def lower(here: Here) -> Callable[..., Any] | None:
+        axes = here.axes(dims[row], dims[column])
+        if not axes:
+            return None
+        (start, _), (left, _) = (here.inputs[0].range(dim) for dim in (row, column))
+        shift = offset + start - left
+        first = start + max(0, -shift) - max(0, -offset)
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            part = x.diagonal(shift, row, column)
+            whole = owned_part(name, part, part.dim() - 1, first, length, here.mesh, axes)
+            return severed(whole, name) if is_view else whole
+
+        return run
+
+    out = Out((*(dims[dim] for dim in rest), None), (*(input.shape[dim] for dim in rest), length))
+    split = {f"d{row}": "whole", f"d{column}": "whole"}
+    return Spec(
+        [(input, dims)],
+        [out],
+        reduces=split,
+        linear=[(0,)],
+        lower=lower,
+        positions=[*split],
+        is_view=is_view,
+    )
+
+
+@rule("diagonal", inplace=False)
+def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
+    return diagonal_of(input, offset, dim1, dim2, "diagonal", is_view=True)
+
+
+@rule("linalg.diagonal")  # its defaults differ from torch.diagonal's
+def linalg_diagonal(A: torch.Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
+    return diagonal_of(A, offset, dim1, dim2, "diagonal", is_view=True)
+
+
+@rule("diag", inplace=False)
+def diag(input: torch.Tensor, diagonal: int = 0) -> Spec | None:
+    if input.dim() == 2:
+        return diagonal_of(input, diagonal, 0, 1, "diag", is_view=False)
+    return diag_embed(input, diagonal)
+
+
+@rule("diag_embed", inplace=False)
+def diag_embed(input: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
+    dims = (*dims_of(input)[:-1], None)
+    places = {normalized(dim, input.dim() + 1) for dim in (dim1, dim2)}
+    size = input.shape[-1] + abs(offset)
+    rest = iter(range(input.dim() - 1))
+    order = [None if at in places else next(rest) for at in range(input.dim() + 1)]
+    out = Out(
+        tuple(None if dim is None else dims[dim] for dim in order),
+        tuple(size if dim is None else input.shape[dim] for dim in order),
+    )
+    return Spec([(input, dims)], [out], linear=[(0,)])
+
+
+@composed("diagflat")
+def diagflat(input: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Return a matrix with all elements of the input on a diagonal."""
+    return input.flatten().diag_embed(offset)
+
+
+@rule(torch.Tensor.unfold, Aten("unfold"), inplace=False)
+def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> Spec:
+    at = normalized(dimension, input.dim())
+    dims = [*dims_of(input)]
+    shape = [*input.shape]
+    if input.dim():
+        dims[at] = None
+        shape[at] = (shape[at] - size) // step + 1
+    out = Out((*dims, None), (*shape, size))
+    return Spec([(input, tuple(dims))], [out], linear=[(0,)], is_view=True)

@@ -1,0 +1,1 @@
+"""Starting ranks: as threads, as processes, and checking an installation."""
