@@ -20,7 +20,7 @@ from shardwise.api.factories import (
     randperm,
     zeros,
 )
-from shardwise.api.optimizer import OptimizerError
+from shardwise.api.optimizers import OptimizerError
 from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
 from shardwise.core.box import Box
 from shardwise.core.errors import (

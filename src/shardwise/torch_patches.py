@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise.api import optimizer
+from shardwise.api import optimizers
 from shardwise.comm import trace
 from shardwise.comm.trace import in_module
 from shardwise.core.errors import DispatchError
@@ -216,22 +216,22 @@ def _make_masks_of_dtensors() -> Undo:
 
 def _watch_optimizer_steps() -> Undo:
     handles = [
-        register_optimizer_step_pre_hook(optimizer.before_step),
-        register_optimizer_step_post_hook(optimizer.after_step),
+        register_optimizer_step_pre_hook(optimizers.before_step),
+        register_optimizer_step_post_hook(optimizers.after_step),
     ]
     return _all([handle.remove for handle in handles])
 
 
 def _step_on_shards() -> Undo:
     # All are read before any is changed: AdamW inherits its step from Adam.
-    steps: dict[Any, Any] = {kind: kind.step for kind in optimizer.POINTWISE}
+    steps: dict[Any, Any] = {kind: kind.step for kind in optimizers.POINTWISE}
     undos = []
     for kind, step in steps.items():
         ours: Any
         if getattr(step, "hooked", False):  # one was made before shardwise was imported
-            ours = _hooked(optimizer.on_shards(step.__wrapped__))
+            ours = _hooked(optimizers.on_shards(step.__wrapped__))
         else:
-            ours = optimizer.on_shards(step)
+            ours = optimizers.on_shards(step)
         undos.append(_restored_step(kind, ours, step, "step" in vars(kind)))
         kind.step = ours
     return _all(undos)
@@ -259,7 +259,7 @@ def _hooked(step: Any) -> Any:
 
 def _lay_out_loaded_state() -> Undo:
     name = "_process_value_according_to_param_policy"
-    load = functools.partial(optimizer.load_value, getattr(optim.Optimizer, name))
+    load = functools.partial(optimizers.load_value, getattr(optim.Optimizer, name))
     return _replace(optim.Optimizer, name, staticmethod(load))
 
 

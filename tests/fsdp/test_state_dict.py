@@ -21,7 +21,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise.api.optimizer import OptimizerError
+from shardwise.api.optimizers import OptimizerError
 from shardwise.fsdp import FSDPModule, StateError, fully_shard, replicate
 
 

@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 
 import shardwise as sw
 from shardwise import torch_internals, torch_patches
-from shardwise.api import optimizer
+from shardwise.api import optimizers
 from shardwise.parallel import shard_module
 
 
@@ -42,17 +42,17 @@ def changed_places() -> dict[str, Any]:
         "foreach": tuple(map(tuple, torch_internals.foreach_types)),
         "hooks": tuple(_global_optimizer_pre_hooks.values()),
         "after": tuple(_global_optimizer_post_hooks.values()),
-        **{kind.__name__: vars(kind).get("step") for kind in optimizer.POINTWISE},
+        **{kind.__name__: vars(kind).get("step") for kind in optimizers.POINTWISE},
     }
 
 
 def is_ours(function: Any) -> bool:
     """Whether a function is a wrapper of shardwise, whatever name it took over."""
-    return bool(function.__code__.co_filename == optimizer.__file__)
+    return bool(function.__code__.co_filename == optimizers.__file__)
 
 
 def test_no_step_is_wrapped_twice() -> None:
-    for kind in optimizer.POINTWISE:
+    for kind in optimizers.POINTWISE:
         ours = inspect.unwrap(kind.step, stop=is_ours)
         assert is_ours(ours) and not is_ours(inspect.unwrap(ours.__wrapped__, stop=is_ours))
 
@@ -76,7 +76,7 @@ def test_uninstall_takes_every_change_back_and_install_makes_it_again() -> None:
     assert not torch_patches.is_installed()
     assert [name for name in ours if ours[name] == without[name]] == []
     assert [name for name, value in without.items() if is_of_shardwise(value)] == []
-    steps = [inspect.unwrap(kind.step, stop=is_ours) for kind in optimizer.POINTWISE]
+    steps = [inspect.unwrap(kind.step, stop=is_ours) for kind in optimizers.POINTWISE]
     assert not any(map(is_ours, steps))
     torch_patches.uninstall()
     assert changed_places() == without

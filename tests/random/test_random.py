@@ -100,9 +100,9 @@ def test_a_shard_far_into_a_huge_tensor_is_made_alone() -> None:
     mesh = sw.DeviceMesh.abstract((2**20,))
     layout = sw.Layout.from_placements(mesh, (2**40,), [sw.Shard(0)])
     place = (2**20 - 1,)
-    philox = np.random.Philox(key=KEY)
-    philox.advance((2**40 - 2**20) // 4)
-    assert (words(layout, place) == philox.random_raw(2**20)).all()
+    stream = np.random.Philox(key=KEY)
+    stream.advance((2**40 - 2**20) // 4)
+    assert (words(layout, place) == stream.random_raw(2**20)).all()
 
 
 # ---- the key

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.api.local_types import LocalTypes
-from shardwise.api.optimizer import note_replaced
+from shardwise.api.optimizers import note_replaced
 from shardwise.comm import communicator
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.api.optimizer import note_averaged, note_left_alone, note_replaced
+from shardwise.api.optimizers import note_averaged, note_left_alone, note_replaced
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout_input import as_dim

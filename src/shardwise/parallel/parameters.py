@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.api.distribute import distribute_tensor
-from shardwise.api.optimizer import note_replaced
+from shardwise.api.optimizers import note_replaced
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
