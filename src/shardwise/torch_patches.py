@@ -24,11 +24,11 @@ from torch.optim.optimizer import (
 
 from shardwise.api import optimizers
 from shardwise.comm import trace
-from shardwise.comm.trace import in_module
+from shardwise.comm.trace import module_scope
 from shardwise.core.errors import DispatchError
 from shardwise.dispatch.autograd import apply_to_dtensors
 from shardwise.dtensor.tensor import DTensor
-from shardwise.dtensor.view_copy import as_ordinary, copies_in
+from shardwise.dtensor.view_copy import call_with_copies, view_copies_in
 from shardwise.torch_internals import (
     CheckpointFrame,
     as_local,
@@ -131,7 +131,7 @@ def _guard_function_apply() -> Undo:
                     run = functools.partial(
                         apply_to_dtensors, apply_of(None, cls), cls, args, kwargs
                     )
-                    return as_ordinary(copies_in(args, kwargs), run)
+                    return call_with_copies(view_copies_in(args, kwargs), run)
                 break
         return apply_of(None, cls)(*args, **kwargs)
 
@@ -183,7 +183,7 @@ def _renew_inputs_of_checkpoints() -> Undo:
     save_inputs = CheckpointFrame.save_inputs
 
     def save_renewed(self: Any, *args: Any) -> None:
-        for each in copies_in(args):
+        for each in view_copies_in(args):
             each._renew()
         save_inputs(self, *args)
 
@@ -277,7 +277,7 @@ def _name_running_modules() -> Undo:
     call: Any = nn.Module.__call__
 
     def named_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with in_module(module):
+        with module_scope(module):
             return call(module, *args, **kwargs)
 
     def watch(is_watched: bool) -> None:

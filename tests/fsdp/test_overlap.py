@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Pending
-from shardwise.comm.simulated import ThreadsCommunicator
+from shardwise.comm.simulated import SimulatedCommunicator
 from shardwise.core import world
 from shardwise.fsdp import build, fully_shard, replicate
 
@@ -60,7 +60,7 @@ class Clock:
         here.communicator = communicator
 
 
-class SlowCommunicator(ThreadsCommunicator):
+class SlowCommunicator(SimulatedCommunicator):
     def __init__(self, clock, place, ranks, index, axes, channel):
         super().__init__(place, ranks, index, axes, channel)
         self._clock = clock

@@ -23,9 +23,9 @@ from shardwise.core.errors import DispatchError
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules import registry
-from shardwise.rules.helpers.row_exchange import severed
-from shardwise.rules.registry import Known
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.helpers.row_exchange import mark_copy
+from shardwise.rules.registry import OpInfo
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.testing import Sample
 
 
@@ -34,16 +34,20 @@ def with_rule(monkeypatch) -> Callable[..., Row]:
     """What comes of an operator whose rule is replaced, or taken away."""
 
     def row(name: str, rule: Any, effort: Effort = PART) -> Row:
-        for function in registry.functions(name):
+        for function in registry.functions_named(name):
             table = registry._aten if isinstance(function, registry.Aten) else registry._table
             key = function.name if isinstance(function, registry.Aten) else function
-            monkeypatch.setitem(table, key, rule if isinstance(rule, Known) else Known(name, rule))
+            monkeypatch.setitem(
+                table, key, rule if isinstance(rule, OpInfo) else OpInfo(name, rule)
+            )
         return row_of(name, effort)
 
     return row
 
 
-def unary(lower: Callable[[Here], Any] | None = None, **options: Any) -> Callable[..., Spec]:
+def unary(
+    lower: Callable[[SplitContext], Any] | None = None, **options: Any
+) -> Callable[..., Spec]:
     """The rule of an operator of one tensor, element by element."""
 
     def rule(input: torch.Tensor, **_: Any) -> Spec:
@@ -134,11 +138,11 @@ def test_a_copy_in_place_of_a_view_is_seen_unless_it_says_so(with_rule):
     row = transposed(torch.clone)
     assert row.outcome == "wrong"
     assert "unmarked" in row.texts[0]
-    assert transposed(lambda x: severed(x.clone(), "t")).outcome == "rule"
+    assert transposed(lambda x: mark_copy(x.clone(), "t")).outcome == "rule"
 
 
 def test_a_plain_tensor_is_seen(with_rule):
-    known = Known("exp", handler=lambda func, args, kwargs: args[0].full_tensor().exp())
+    known = OpInfo("exp", handler=lambda func, args, kwargs: args[0].full_tensor().exp())
     row = with_rule("exp", known)
     assert row.outcome == "wrong"
     assert "a plain tensor" in row.texts[0]
@@ -160,10 +164,10 @@ def test_a_rule_that_does_not_fit_is_wrong_and_no_refusal(with_rule):
 
 
 def test_ranks_that_part_are_seen(with_rule):
-    def lower(here: Here) -> Any:
+    def lower(context: SplitContext) -> Any:
         def run(x: torch.Tensor, **_: Any) -> torch.Tensor:
-            if here.mesh.get_rank() == 0:
-                communicator(here.mesh, 0).all_reduce(torch.ones(1))
+            if context.mesh.get_rank() == 0:
+                communicator(context.mesh, 0).all_reduce(torch.ones(1))
             return x.exp()
 
         return run

@@ -10,8 +10,8 @@ import pytest
 PACKAGE = "shardwise"
 ROOT = Path(__file__).resolve().parents[2] / "src" / PACKAGE
 
-# Low to high. A folder is a layer of its own: it imports only folders before it. Names in one line do
-# not import each other. __init__ is the root of the package.
+# Low to high. A folder is a layer of its own: it imports only folders before it. Names in one line
+# do not import each other. __init__ is the root of the package.
 LAYERS: list[set[str]] = [
     {"core"},
     {"torch_internals"},

@@ -8,7 +8,7 @@ import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
 from shardwise.core.errors import DispatchError
-from shardwise.dtensor.writes import mark_severed
+from shardwise.dtensor.writes import mark_detached_copy
 from shardwise.testing import Sample, check_rule
 
 CASTS = {
@@ -255,7 +255,7 @@ def test_a_copy_that_looks_like_a_view_is_not_written_to():
     def run(mesh):
         x = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
         copy = x.detach()
-        mark_severed(copy, "view")  # as the rules of views mark it
+        mark_detached_copy(copy, "view")  # as the rules of views mark it
         for write in (copy.zero_, lambda: copy.fill_(1), lambda: copy.copy_(copy)):
             with pytest.raises(DispatchError, match="is a copy"):
                 write()

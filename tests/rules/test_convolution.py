@@ -11,8 +11,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Event, listen
-from shardwise.rules.helpers.chunks import pieces, same_units
-from shardwise.rules.helpers.windows import Exchange, Window
+from shardwise.rules.helpers.chunks import chunks_of, same_units
+from shardwise.rules.helpers.windows import Window, WindowExchange
 from shardwise.testing import Sample, check_rule
 
 MESHES = ((2,), (4,), (2, 3))
@@ -103,9 +103,9 @@ def test_windows() -> None:
     assert window.padding((0, 1)) == (1, 0)
     assert window.needs((3, 3))[0] == window.needs((3, 3))[1]
     mesh = sw.DeviceMesh.abstract((2, 2))
-    assert pieces(5, mesh, (1, 0)) == ((0, 2), (2, 3), (3, 4), (4, 5))
-    assert Exchange(mesh, (0,), 0, ((0, 2), (2, 4)), ((0, 2), (4, 4))).is_local
-    assert not Exchange(mesh, (0,), 0, ((0, 2), (2, 4)), ((0, 3), (3, 4))).is_local
+    assert chunks_of(5, mesh, (1, 0)) == ((0, 2), (2, 3), (3, 4), (4, 5))
+    assert WindowExchange(mesh, (0,), 0, ((0, 2), (2, 4)), ((0, 2), (4, 4))).is_local
+    assert not WindowExchange(mesh, (0,), 0, ((0, 2), (2, 4)), ((0, 3), (3, 4))).is_local
 
 
 # ---- values and gradients in every layout

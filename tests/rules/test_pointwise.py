@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
 from shardwise.rules.pointwise import elementwise
-from shardwise.rules.registry import functions, lookup
+from shardwise.rules.registry import functions_named, lookup
 from shardwise.testing import Sample, check_rule
 
 generator = torch.Generator().manual_seed(5)
@@ -31,7 +31,7 @@ def integers(*shape):
 
 
 def found(name):
-    return functions(name)[0]
+    return functions_named(name)[0]
 
 
 # ---- every name of the table

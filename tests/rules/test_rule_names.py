@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.rules import registry
-from shardwise.rules.registry import Aten, RuleError, functions, lookup, rule
+from shardwise.rules.registry import Aten, RuleError, functions_named, lookup, rule
 
 MODULES = {
     "torch": torch,
@@ -119,8 +119,8 @@ def test_a_short_name_does_not_stand_for_what_another_module_calls_so(monkeypatc
         return A
 
     monkeypatch.setattr(MODULES[namespace], "sin", sin, raising=False)
-    assert functions("sin") == [torch.sin, torch.Tensor.sin, Aten("sin")]
-    assert functions(f"{namespace}.sin") == [sin, Aten(f"{namespace}_sin")]
+    assert functions_named("sin") == [torch.sin, torch.Tensor.sin, Aten("sin")]
+    assert functions_named(f"{namespace}.sin") == [sin, Aten(f"{namespace}_sin")]
 
 
 def test_a_rule_for_a_qualified_name_is_for_no_other(monkeypatch):

@@ -13,7 +13,7 @@ from support.sharded_operators import check, odd, on_ranks, values, whole
 from support.sharded_tilings import tilings
 
 from shardwise.rules.pointwise import elementwise
-from shardwise.rules.registry import functions
+from shardwise.rules.registry import functions_named
 from shardwise.sharded import ShardingSpec
 
 DATA = values(5, 4, grad=False)
@@ -39,7 +39,7 @@ def _calls(name: str) -> list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:
     data = (DATA * 3).to(torch.int64).abs() if name in INTEGERS else DATA.abs() / 4 + 0.1
     other = data.flip(0) if name not in INTEGERS else data.flip(0) % 5
     found = []
-    for function in functions(name):
+    for function in functions_named(name):
         if not callable(function):
             continue
         for rest in (NUMBERS.get(name, ()), (other,), (other[0],), (2,)):

@@ -18,7 +18,7 @@ from torch import optim
 from torch.autograd.graph import increment_version
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.dtensor.tensor import DTensor, laid_out, wrap
+from shardwise.dtensor.tensor import DTensor, as_layout, wrap
 from shardwise.dtensor.view_copy import linked, mark_outdated
 
 
@@ -69,7 +69,7 @@ def load_value(
     is_piece = type(result) is not DTensor and shape == param._layout.local_shape()
     if shape != param._layout.shape and not is_piece:
         return result
-    return laid_out(result, param._layout, f"state {key}")
+    return as_layout(result, param._layout, f"state {key}")
 
 
 # ---- notes on parameters: attributes, because they must survive copies and pickles of a model

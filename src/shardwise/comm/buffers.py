@@ -48,7 +48,7 @@ def contiguous_copy(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def owned(x: torch.Tensor) -> torch.Tensor:
+def with_own_storage(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, or a copy if its storage holds more than `x`."""
     return x if x.untyped_storage().nbytes() == size_in_bytes(x) else contiguous_copy(x)
 

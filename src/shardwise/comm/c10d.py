@@ -30,9 +30,9 @@ from shardwise.comm.buffers import (
     empty_like,
     format_tuple,
     is_large,
-    owned,
     pack,
     unpack,
+    with_own_storage,
 )
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
@@ -266,7 +266,9 @@ class C10dCommunicator(Communicator):
         nothing = x.new_empty(0)
         sent = [x if peer == destination else nothing for peer in range(self.size)]
         if destination == self.index:
-            return self._start_all_to_all(sent, shapes).then(lambda got: list(map(owned, got)))
+            return self._start_all_to_all(sent, shapes).then(
+                lambda got: list(map(with_own_storage, got))
+            )
         return self._start_all_to_all(sent, [(0,)] * self.size).then(lambda received: None)
 
     def _start_exchange(

@@ -56,7 +56,7 @@ class Engine(ABC):
     ) -> Pending[T]:
         if not trace.listeners:
             return start()
-        return trace.ending(self._tell(kind, x, received), start())
+        return trace.end_with(self._tell(kind, x, received), start())
 
     def _tell(self, kind: str, x: torch.Tensor | None, received: int) -> trace.Event | None:
         if not trace.listeners:

@@ -359,7 +359,7 @@ class Communicator(Engine):
         if event is not None:
             event.bytes = sum(lengths) - len(data)
         gathered = self._start_gather_bytes(data, lengths)
-        return trace.ending(event, gathered.then(lambda each: list(map(pickle.loads, each))))
+        return trace.end_with(event, gathered.then(lambda each: list(map(pickle.loads, each))))
 
     all_reduce = _waiting(all_reduce_async)
     reduce_scatter = _waiting(reduce_scatter_async)

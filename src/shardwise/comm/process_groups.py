@@ -22,7 +22,7 @@ from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator, AloneWorld
 from shardwise.core.errors import CollectiveError, MeshError
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.world import Way, World
+from shardwise.core.world import Link, World
 from shardwise.torch_internals import (
     default_group,
     end_coalescing,
@@ -96,7 +96,7 @@ class C10dWorld(World):
             return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
         return TorchMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
-    def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:
+    def _end(self, ways: Set[Link], along_one_axis: Set[Link]) -> None:
         """Abort the groups and remove them from torch.
 
         The default group is left alone if it only carried collectives over several axes: the

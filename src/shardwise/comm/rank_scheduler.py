@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from shardwise.comm.buffers import format_list
-from shardwise.comm.trace import Cause, current
+from shardwise.comm.trace import Cause, current_cause
 from shardwise.core.errors import CollectiveError, MismatchError
-from shardwise.core.world import Way
+from shardwise.core.world import Link
 from shardwise.torch_internals import version_of
 
 _PACKAGE = __name__.partition(".")[0]
@@ -35,7 +35,7 @@ class Stopped(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class RankGroup:
+class SimulatedGroup:
     """Ranks that meet on one channel, since they last aborted their mesh."""
 
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class RankGroup:
     """How often the calling rank has left these ranks before."""
 
 
-MeetingKey = tuple[RankGroup, tuple[int, int] | None]
+MeetingKey = tuple[SimulatedGroup, tuple[int, int] | None]
 """Who meets: all ranks of a group, or (by their indices) a sender and a receiver of it."""
 
 
@@ -61,7 +61,7 @@ class CollectiveCall:
     """The inputs, which must not change until the collective is complete."""
     payload: Any
     site: str
-    cause: Cause = field(default_factory=current)
+    cause: Cause = field(default_factory=current_cause)
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class _Rank:
 
 Combine = Callable[[list[Any]], list[Any]]
 
-_running: set[MeetingPlace] = set()
+_running: set[RankScheduler] = set()
 
 
 def simulation_runs() -> bool:
@@ -125,7 +125,7 @@ def simulation_runs() -> bool:
     return bool(_running)
 
 
-class MeetingPlace:
+class RankScheduler:
     """The meetings and the turns of the ranks of one simulation."""
 
     def __init__(self, size: int, parallel: bool) -> None:
@@ -141,7 +141,7 @@ class MeetingPlace:
         """The rank whose random state torch has now."""
         self._meetings: dict[tuple[MeetingKey, int], Meeting] = {}
         self._counts: dict[tuple[int, MeetingKey], int] = {}
-        self._generations: Counter[tuple[int, Way]] = Counter()
+        self._generations: Counter[tuple[int, Link]] = Counter()
         """How often a rank has left a group of ranks."""
         self._first_crossing = ""
         """The first meeting that ranks joined from different lines: legal, but seldom meant."""
@@ -213,16 +213,16 @@ class MeetingPlace:
                 self._sleep(rank)
             return meeting.result(rank)
 
-    def generation(self, rank: int, way: Way) -> int:
+    def generation(self, rank: int, way: Link) -> int:
         """Return how often a rank has left a group of ranks."""
         return self._generations[rank, way] if self._generations else 0
 
-    def leave_groups(self, rank: int, ways: Set[Way]) -> None:
+    def leave_groups(self, rank: int, ways: Set[Link]) -> None:
         """Fail the incomplete meetings of these ranks, and those that other ranks still join."""
         with self.lock:
             self._check_running()
             for way in ways:
-                left = RankGroup(*way, self._generations[rank, way])
+                left = SimulatedGroup(*way, self._generations[rank, way])
                 self._generations[rank, way] += 1
                 for (place, turn), meeting in list(self._meetings.items()):
                     if place[0] == left:
@@ -260,7 +260,7 @@ class MeetingPlace:
             meeting.results = dict(zip(meeting.members, results, strict=True))
         self._wake_members(meeting)
 
-    def _check_nobody_left(self, group: RankGroup, call: CollectiveCall) -> None:
+    def _check_nobody_left(self, group: SimulatedGroup, call: CollectiveCall) -> None:
         way = group.ranks, group.channel
         for rank in group.ranks if self._generations else ():
             if self._generations[rank, way] > group.generation:

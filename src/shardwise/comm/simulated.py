@@ -14,21 +14,21 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.rank_scheduler import (
     CollectiveCall,
     Combine,
-    MeetingPlace,
-    RankGroup,
+    RankScheduler,
+    SimulatedGroup,
     user_line,
 )
 from shardwise.comm.reduction import reduce_contributions
 from shardwise.core.errors import MismatchError
-from shardwise.core.world import Way, World
+from shardwise.core.world import Link, World
 
 
-class ThreadsCommunicator(Communicator):
+class SimulatedCommunicator(Communicator):
     """Collectives between threads that take turns under a `RankScheduler`."""
 
     def __init__(
         self,
-        place: MeetingPlace,
+        place: RankScheduler,
         ranks: tuple[int, ...],
         index: int,
         axes: tuple[str, ...],
@@ -36,7 +36,9 @@ class ThreadsCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, index, axes)
         self._place = place
-        self._group = RankGroup(ranks, channel, place.generation(ranks[index], (ranks, channel)))
+        self._group = SimulatedGroup(
+            ranks, channel, place.generation(ranks[index], (ranks, channel))
+        )
 
     @property
     def is_usable(self) -> bool:
@@ -204,12 +206,12 @@ class ThreadsCommunicator(Communicator):
         return Pending(lambda: self._place.wait(self._rank, meeting))
 
 
-class ThreadsWorld(World):
+class SimulatedWorld(World):
     """The world of one simulated rank."""
 
     is_simulated = True
 
-    def __init__(self, place: MeetingPlace, rank: int, size: int) -> None:
+    def __init__(self, place: RankScheduler, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._place = place
 
@@ -224,9 +226,9 @@ class ThreadsWorld(World):
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         index = ranks.index(self.rank)
-        return ThreadsCommunicator(self._place, ranks, index, axes, channel)
+        return SimulatedCommunicator(self._place, ranks, index, axes, channel)
 
-    def _end(self, ways: Set[Way], along_one_axis: Set[Way]) -> None:
+    def _end(self, ways: Set[Link], along_one_axis: Set[Link]) -> None:
         """Fail all meetings of these ranks, now and later."""
         self._place.leave_groups(self.rank, ways)
 

@@ -59,17 +59,17 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def current() -> Cause:
+def current_cause() -> Cause:
     """Return the cause of a collective that would start now on this thread."""
     return _current.cause
 
 
-def is_running(function: Any) -> bool:
+def is_current_function(function: Any) -> bool:
     """Return whether this torch function is the innermost one that `operator_scope` was told of."""
     return _current.function is function
 
 
-class acting:  # noqa: N801 (used as a function: `with acting(cause):`)
+class trace_scope:  # noqa: N801 (used as a function: `with acting(cause):`)
     """A context in which collectives have this cause."""
 
     __slots__ = ("_before", "_cause", "_function")
@@ -86,13 +86,13 @@ class acting:  # noqa: N801 (used as a function: `with acting(cause):`)
         _current.cause, _current.function = self._before
 
 
-def running(operator: str, function: Any = None) -> acting:
+def operator_scope(operator: str, function: Any = None) -> trace_scope:
     """Return a context in which collectives belong to this operator."""
-    return acting(replace(_current.cause, operator=operator), function)
+    return trace_scope(replace(_current.cause, operator=operator), function)
 
 
 @contextmanager
-def in_module(module: nn.Module) -> Iterator[None]:
+def module_scope(module: nn.Module) -> Iterator[None]:
     """Attribute collectives to a module, named by its path from the outermost running module."""
     is_outermost = _current.names is None
     if is_outermost:
@@ -100,7 +100,7 @@ def in_module(module: nn.Module) -> Iterator[None]:
     assert _current.names is not None, "just set"
     path = _current.names.get(id(module), f"{_current.cause.module}.{type(module).__name__}")
     try:
-        with acting(replace(_current.cause, operator="", module=path)):
+        with trace_scope(replace(_current.cause, operator="", module=path)):
             yield
     finally:
         if is_outermost:
@@ -128,7 +128,7 @@ class Event:
     bytes: int
     """The least number of bytes this rank receives from others; for objects set once it is
     known."""
-    cause: Cause = field(default_factory=current)
+    cause: Cause = field(default_factory=current_cause)
     """The operator, module and direction it serves."""
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
@@ -186,7 +186,7 @@ def tell(event: Event) -> None:
         listener(event)
 
 
-def ending(event: Event | None, pending: Pending[T]) -> Pending[T]:
+def end_with(event: Event | None, pending: Pending[T]) -> Pending[T]:
     """Return the same result; waiting for it records when the event ended."""
     if event is None:
         return pending

@@ -40,7 +40,7 @@ def shares(cut: Cut, counts: Sequence[int], place: Sequence[int]) -> list[Range]
     return found
 
 
-def joined(ranges: Sequence[Range]) -> list[Range]:
+def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
     """Drop empty ranges and merge ranges that touch; if all are empty, return one empty range."""
     found: list[Range] = []
     for start, stop in ranges:
@@ -56,7 +56,7 @@ def count_below(ranges: Sequence[Range], index: int) -> int:
     return sum(min(stop, max(start, index)) - start for start, stop in ranges)
 
 
-def taken(tensor: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
+def take_ranges(tensor: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
     """Return these ranges of a dim, concatenated; a view if there is only one."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -68,7 +68,7 @@ def all_shares(cut: Cut, counts: Sequence[int]) -> list[list[Range]]:
 
 
 @lru_cache(maxsize=4096)
-def canonical(size: int, counts: tuple[int, ...], cut: Cut | None) -> Cut | None:
+def canonical_cut(size: int, counts: tuple[int, ...], cut: Cut | None) -> Cut | None:
     """Return one representative of all cuts with the same boundaries.
 
     None means that the boundaries are those of a dim that is not cut.
@@ -87,7 +87,7 @@ def canonical(size: int, counts: tuple[int, ...], cut: Cut | None) -> Cut | None
 
 
 def _held(ranges: list[Range]) -> list[Range]:
-    return [each for each in joined(ranges) if each[0] < each[1]]
+    return [each for each in merge_ranges(ranges) if each[0] < each[1]]
 
 
 def _smallest_unit(piece: tuple[int, int], counts: tuple[int, ...]) -> tuple[int, int]:
@@ -102,13 +102,13 @@ def _smallest_unit(piece: tuple[int, int], counts: tuple[int, ...]) -> tuple[int
     return piece
 
 
-def within(cut: Cut, counts: Sequence[int], place: Sequence[int]) -> Cut:
+def cut_within(cut: Cut, counts: Sequence[int], place: Sequence[int]) -> Cut:
     """Return the cut of one rank's shard, which inner axes split further."""
     held = shares(cut, counts, place)
     return tuple((stop - start, unit) for (start, stop), (_, unit) in zip(held, cut, strict=True))
 
 
-def between(cut: Cut, start: int, stop: int) -> Cut | None:
+def cut_between(cut: Cut, start: int, stop: int) -> Cut | None:
     """Return the pieces between two indices; None if one of the indices lies inside a piece."""
     offset, found = 0, []
     for length, unit in cut:
@@ -120,7 +120,7 @@ def between(cut: Cut, start: int, stop: int) -> Cut | None:
     return tuple(found)
 
 
-def rescaled(cut: Cut, size: int, counts: tuple[int, ...]) -> Cut | None:
+def rescale_cut(cut: Cut, size: int, counts: tuple[int, ...]) -> Cut | None:
     """Scale a cut to a dim of another size.
 
     None if some boundary would not be an integer.
@@ -161,7 +161,7 @@ def _rescaled_piece(
     return None
 
 
-def repeated(cut: Cut, count: int) -> Cut | None:
+def repeating_part(cut: Cut, count: int) -> Cut | None:
     """Return the first of `count` equal parts of a cut; None if the cut does not consist of
     them."""
     if not count or len(cut) % count or cut != cut[: len(cut) // count] * count:
@@ -169,13 +169,13 @@ def repeated(cut: Cut, count: int) -> Cut | None:
     return cut[: len(cut) // count]
 
 
-def shown(cut: Cut) -> str:
+def format_cut(cut: Cut) -> str:
     """Return the text of a cut, such as `(24/8+12/4)`: lengths, and units longer than 1."""
     texts = (str(length) if unit == 1 else f"{length}/{unit}" for length, unit in cut)
     return f"({'+'.join(texts)})"
 
 
-def parsed(text: str) -> Cut:
+def parse_cut(text: str) -> Cut:
     """Parse the text that `format_cut` returns."""
     pieces = (piece.partition("/") for piece in text.strip("()").split("+"))
     return tuple((int(length), int(unit or 1)) for length, _, unit in pieces)

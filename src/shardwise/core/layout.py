@@ -144,7 +144,7 @@ class Layout:
                     if cut is not None and cuts.setdefault(dim, cut) != cut:
                         raise LayoutError(
                             f"{where}: expected the pieces of dim {dim} that another axis has, "
-                            f"{cuts_of.shown(cuts[dim] or ())}; got {cuts_of.shown(cut)}"
+                            f"{cuts_of.format_cut(cuts[dim] or ())}; got {cuts_of.format_cut(cut)}"
                         )
                 case Partial(reduce_op):
                     partial[axis] = reduce_op
@@ -222,7 +222,7 @@ class Layout:
         axes, cut = self.shard_order[dim], self.cuts[dim]
         counts = [self.mesh.shape[axis] for axis in axes]
         pieces = ((self.shape[dim], 1),) if cut is None else cut
-        return cuts_of.joined(cuts_of.shares(pieces, counts, [place[axis] for axis in axes]))
+        return cuts_of.merge_ranges(cuts_of.shares(pieces, counts, [place[axis] for axis in axes]))
 
     def range(self, dim: int, coordinate: Sequence[int] | None = None) -> Range:
         """Return the one range of a dim held at `coordinate`; refused for a dim of several
@@ -278,7 +278,7 @@ class Layout:
         if not self.is_cut:
             return whole[self.box(coordinate).slices]
         for dim in range(self.ndim):
-            whole = cuts_of.taken(whole, dim, self.ranges(dim, coordinate))
+            whole = cuts_of.take_ranges(whole, dim, self.ranges(dim, coordinate))
         return whole
 
     @property
@@ -375,7 +375,7 @@ def _canonical(
 ) -> tuple[Cut | None, ...]:
     """Replace cuts that do not change any boundary by None."""
     return tuple(
-        cuts_of.canonical(size, tuple(mesh.shape[axis] for axis in axes), cut)
+        cuts_of.canonical_cut(size, tuple(mesh.shape[axis] for axis in axes), cut)
         for size, axes, cut in zip(shape, order, cuts, strict=True)
     )
 

@@ -112,7 +112,7 @@ def parse_layout(text: str, mesh: DeviceMesh) -> ParsedLayout:
     found = ParsedLayout([], [], {}, {})
     for entry in filter(None, re.split(r"\s*,\s*", match["dims"].strip())):
         size, _, axes = entry.partition("@")
-        cut = cuts_of.parsed(size)
+        cut = cuts_of.parse_cut(size)
         if size.startswith("("):
             found.cuts[len(found.shape)] = cut
         found.shape.append(sum(length for length, _ in cut))
@@ -140,7 +140,7 @@ def format_layout(
     """Return the text of a layout."""
     name = mesh.axis_name
     dims = [
-        (str(size) if cut is None else cuts_of.shown(cut))
+        (str(size) if cut is None else cuts_of.format_cut(cut))
         + (f"@{'.'.join(map(name, axes))}" if axes else "")
         for size, axes, cut in zip(shape, shard_order, cuts, strict=True)
     ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.core.mesh import DeviceMesh
 
 
-Way = tuple[tuple[int, ...], str]
+Link = tuple[tuple[int, ...], str]
 """A connection of ranks: their global numbers in order, and the name of the channel."""
 
 
@@ -95,7 +95,7 @@ class World(ABC):
         self.aborted.add(root)
         self._end(links, along_one_axis)
 
-    def _end(self, links: Set[Way], along_one_axis: Set[Way]) -> None:  # noqa: B027 - see below
+    def _end(self, links: Set[Link], along_one_axis: Set[Link]) -> None:  # noqa: B027 - see below
         """Make all collectives over these links fail; engines without real ranks do nothing.
 
         Arguments:
@@ -110,11 +110,11 @@ class World(ABC):
         )
 
 
-class _Here(threading.local):
+class _ThreadWorld(threading.local):
     world: World | None = None
 
 
-_here = _Here()
+_here = _ThreadWorld()
 
 
 def _no_engine(start: bool) -> World:

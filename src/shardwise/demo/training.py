@@ -50,7 +50,7 @@ def distribute_model(model: Llama, mesh: DeviceMesh, mode: Mode, sequence_parall
         fully_shard(model, mesh=mesh[mode.fed_axes])
 
 
-def _plan(config: Config, mode: Mode, sequence_parallel: bool) -> plans.Plan:
+def _plan(config: Config, mode: Mode, sequence_parallel: bool) -> plans.ModelPlan:
     """Return the plan of tensor parallelism, and of data parallelism if it is not FSDP's."""
     return plans.llama(
         "tp",

@@ -14,7 +14,7 @@ import torch
 
 import shardwise.rules  # noqa: F401 (registers all rules)
 from shardwise.comm import trace as _trace
-from shardwise.comm.trace import is_running, running
+from shardwise.comm.trace import is_current_function, operator_scope
 from shardwise.core.errors import LayoutError, ShardwiseError
 from shardwise.core.tensor_state import ATTRIBUTE
 from shardwise.dispatch import autograd, scalars  # noqa: F401 (register their handlers)
@@ -31,11 +31,11 @@ from shardwise.dtensor.call_args import Args, Kwargs, argument_at, tensor_paths,
 from shardwise.dtensor.state import add_to_cache
 from shardwise.dtensor.state import state as _state
 from shardwise.dtensor.tensor import DTensor, tensors_in
-from shardwise.dtensor.view_copy import ViewCopy, as_ordinary, copies_in, link
+from shardwise.dtensor.view_copy import ViewCopy, call_with_copies, link, view_copies_in
 from shardwise.dtensor.view_copy import linked as _linked
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.pointwise import foreach
-from shardwise.rules.registry import Known, RuleError, lookup, name_of
+from shardwise.rules.registry import OpInfo, RuleError, lookup, name_of
 from shardwise.torch_internals import OpOverload, as_local, is_autograd_excluded, locally
 
 _Tensor = torch.Tensor
@@ -49,8 +49,8 @@ def dispatch(
     if type(func) is OpOverload and _is_below_autograd():
         with as_local():  # a TorchDispatchMode hands on tensors that autograd saved: they are local
             return func(*args, **(kwargs or {}))
-    if _trace.listeners and not is_running(func):
-        with running(name_of(func), func):
+    if _trace.listeners and not is_current_function(func):
+        with operator_scope(name_of(func), func):
             return dispatch(cls, func, types, args, kwargs)
     # Most calls take tensors, or a tensor and numbers: their keys are made here.
     key: Any = None
@@ -89,12 +89,12 @@ def dispatch(
         if len(types) > 1 and any(hasattr(each, "makes_dtensors") for each in types):
             return NotImplemented  # that class calls again, with DTensors in place of its own kind
         if ViewCopy in types or (not types and _linked.by_memory):
-            copies = copies_in(args, kwargs)
+            copies = view_copies_in(args, kwargs)
             if copies:
                 known = lookup(func)
                 if known is not None and known.handler is foreach.inplace:
                     return foreach.inplace_one_by_one(func, args, kwargs or {})
-                return as_ordinary(copies, partial(dispatch, cls, func, types, args, kwargs))
+                return call_with_copies(copies, partial(dispatch, cls, func, types, args, kwargs))
         known = lookup(func)
         if kwargs and (not args or type(func) is OpOverload):
             args, kwargs = by_position(func, known, args, kwargs)
@@ -158,7 +158,7 @@ def _is_below_autograd() -> bool:
     return is_autograd_excluded() and not torch.is_inference_mode_enabled()
 
 
-def _find_or_plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> CachedCall:
+def _find_or_plan(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs) -> CachedCall:
     """Find a call in the cache by its full key, or plan it."""
     ignores_numbers = known is not None and known.ignores_numbers
     parts: list[Any] = [func]
@@ -220,7 +220,7 @@ def _key_part(arg: Any, ignores_numbers: bool) -> Any:
     return arg
 
 
-def _plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs, key: Any) -> CachedCall:
+def _plan(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs, key: Any) -> CachedCall:
     """Plan a new call and put it into the cache."""
     _state.misses += 1
     try:

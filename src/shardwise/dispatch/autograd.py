@@ -1,8 +1,8 @@
 """backward, grad, hooks and custom functions: autograd sees local tensors, the user DTensors.
 
-The gradient of a DTensor has the tensor's layout, with pending sums reduced (`dual`). A backward
-can start from a loss that is a pending sum without a reduction: the gradient of each contribution
-is that of the loss.
+The gradient of a DTensor has the tensor's layout, with pending sums reduced (`gradient_layout`). A
+backward can start from a loss that is a pending sum without a reduction: the gradient of each
+contribution is that of the loss.
 
 Custom autograd functions bypass `__torch_function__`, so `torch_patches` guards their `apply`.
 Such a function would see DTensors in its forward and plain local gradients in its backward. So it
@@ -24,11 +24,11 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.call_args import Args, Kwargs, common_mesh
 from shardwise.dtensor.input_moves import check_gradient
-from shardwise.dtensor.tensor import DTensor, laid_out, unwrap, wrap
+from shardwise.dtensor.tensor import DTensor, as_layout, unwrap, wrap
 from shardwise.dtensor.view_copy import linked, mark_gradients_outdated
-from shardwise.redistribute.autograd import relabelled
-from shardwise.redistribute.plan import dual
-from shardwise.rules.helpers.collectives import used
+from shardwise.redistribute.autograd import with_grad_layout
+from shardwise.redistribute.plan import gradient_layout
+from shardwise.rules.helpers.collectives import sum_grads_over
 from shardwise.rules.registry import handler
 from shardwise.torch_internals import (
     BackwardHookFunction,
@@ -145,10 +145,10 @@ def _seed(tensor: DTensor, seed: Any) -> torch.Tensor:
         with as_local():
             start = torch.ones_like(tensor, memory_format=torch.preserve_format)
     else:
-        given = laid_out(seed, dual(layout), "gradient")
+        given = as_layout(seed, gradient_layout(layout), "gradient")
         start = unwrap(given) if isinstance(given, DTensor) else given
     # A replicated seed is used beside contributions in the graph: its own gradient is a sum.
-    start = used(start, layout.mesh, [axis for axis, _ in layout.partial])
+    start = sum_grads_over(start, layout.mesh, [axis for axis, _ in layout.partial])
     averaged = math.prod(layout.mesh.shape[axis] for axis, op in layout.partial if op == "avg")
     return start / averaged if averaged > 1 else start
 
@@ -176,8 +176,10 @@ def _gradient(value: torch.Tensor | None, of: Any, fills: bool) -> torch.Tensor 
         fresh = value.view_as(value) if type(value) is DTensor else value
     layout = of._layout
     if layout.partial and value.requires_grad:
-        fresh = relabelled(fresh, dual(layout), layout)  # its own gradient is a pending sum
-    return wrap(fresh, dual(layout))
+        fresh = with_grad_layout(
+            fresh, gradient_layout(layout), layout
+        )  # its own gradient is a pending sum
+    return wrap(fresh, gradient_layout(layout))
 
 
 # ---- hooks
@@ -187,7 +189,7 @@ def _gradient(value: torch.Tensor | None, of: Any, fills: bool) -> torch.Tensor 
 def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `tensor.register_hook(hook)`: the hook gets a DTensor, and may return one."""
     tensor, hook = (*args, *kwargs.values())
-    layout = dual(tensor._layout)
+    layout = gradient_layout(tensor._layout)
     with as_local():
         check_gradient(tensor, "register_hook")
 
@@ -197,7 +199,7 @@ def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
         result = hook(wrap(alias, layout))
         if result is None:
             return None
-        moved = laid_out(result, layout, "the gradient that a hook returned")
+        moved = as_layout(result, layout, "the gradient that a hook returned")
         return unwrap(moved) if isinstance(moved, DTensor) else moved
 
     with as_local():
@@ -236,7 +238,7 @@ def apply_to_dtensors(apply: Any, cls: Any, args: Args, kwargs: Kwargs) -> Any:
         return _as_dtensors(apply(*map(_with_local_gradient, args), **kwargs), layouts)
     mesh = common_mesh(cls.__name__, tensors)
     if cls is Dirichlet:  # also for Beta: how much it draws depends on the values
-        tensors = [laid_out(arg, Layout(mesh, tuple(arg.shape)), "concentration") for arg in args]
+        tensors = [as_layout(arg, Layout(mesh, tuple(arg.shape)), "concentration") for arg in args]
         args = tuple(tensors)
     split = [arg for arg in tensors if isinstance(arg, DTensor) and not arg._layout.is_replicated]
     if split:
@@ -273,7 +275,7 @@ def _as_dtensors(result: Any, layouts: list[Layout | None] | None = None) -> Any
         outputs[at] = made
         if made.requires_grad:
             with as_local():
-                made.register_hook(_hook_to_dtensor(dual(layout)))  # type: ignore[no-untyped-call]
+                made.register_hook(_hook_to_dtensor(gradient_layout(layout)))  # type: ignore[no-untyped-call]
     if not many:
         return outputs[0]
     return type(result)(outputs)
@@ -289,7 +291,7 @@ def _with_local_gradient(arg: Any) -> Any:
     layout = arg._layout
     with as_local():
         alias = arg.view_as(arg)
-        alias.register_hook(_hook_to_local(dual(layout)))  # type: ignore[no-untyped-call]
+        alias.register_hook(_hook_to_local(gradient_layout(layout)))  # type: ignore[no-untyped-call]
     return wrap(alias, layout)
 
 
@@ -297,7 +299,7 @@ def _hook_to_local(layout: Layout) -> Any:
     def hook(gradient: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(gradient, DTensor):
             return None
-        made = laid_out(gradient, layout, "gradient")
+        made = as_layout(gradient, layout, "gradient")
         return unwrap(made)  # type: ignore[arg-type]
 
     return hook

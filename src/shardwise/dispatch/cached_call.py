@@ -22,10 +22,10 @@ from shardwise.dtensor.call_args import (
     replace_argument,
     with_argument_at,
 )
-from shardwise.dtensor.input_moves import InputMove, moved
+from shardwise.dtensor.input_moves import InputMove, move_input
 from shardwise.dtensor.reduced_cache import find_reduced
 from shardwise.dtensor.tensor import DTensor, wrap
-from shardwise.dtensor.writes import check_writable, mark_severed
+from shardwise.dtensor.writes import check_writable, mark_detached_copy
 from shardwise.redistribute.cost import communicates
 from shardwise.torch_internals import as_local
 
@@ -141,7 +141,7 @@ class CachedCall:
             keywords = dict(kwargs)
             for path, move in self.moves:
                 replace_argument(
-                    positional, keywords, path, partial(moved, move=move, operator=self.name)
+                    positional, keywords, path, partial(move_input, move=move, operator=self.name)
                 )
             if self.needs_plain:
                 for path in self.tensors:
@@ -163,7 +163,7 @@ class CachedCall:
             for path, move in self.moves:
                 at: Any = path[0]
                 container: Any = keywords if type(at) is str else positional
-                container[at] = moved(container[at], move, self.name)
+                container[at] = move_input(container[at], move, self.name)
             if self.needs_plain:
                 for path in self.tensors:
                     at = path[0]
@@ -204,7 +204,7 @@ class CachedCall:
                 value = value.clone(memory_format=torch.contiguous_format)
             made = wrap(value, layout)
             if self.detaches:
-                mark_severed(made, self.name)
+                mark_detached_copy(made, self.name)
             return made
         if isinstance(value, tuple | list):
             parts = [self._retyped(each, remaining, operands) for each in value]

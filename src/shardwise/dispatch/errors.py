@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.comm import carries_values, communicator
-from shardwise.comm.trace import running
+from shardwise.comm.trace import operator_scope
 from shardwise.core.errors import DispatchError, ShardwiseError
 from shardwise.dtensor.call_args import Args, Kwargs, argument_at, tensor_paths
 from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.rules.registry import handler, name_of
-from shardwise.rules.spec import Here
+from shardwise.rules.spec import SplitContext
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local
 
 _LinAlgError: Any = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -80,20 +80,22 @@ def _format_layouts(args: Args) -> str:
 
 # ---- errors of one rank, raised on all
 
-AGREEING = "success"
+SUCCESS_CHECK = "success"
 """The operator in the cause of the collective that compares the outcomes is "success of ...": it
 moves nothing of the tensors."""
 
 
-def fail_on_all_ranks(name: str, run: Callable[..., Any], here: Here) -> Callable[..., Any]:
+def fail_on_all_ranks(
+    name: str, run: Callable[..., Any], context: SplitContext
+) -> Callable[..., Any]:
     """Return a local call that fails on every rank if it fails on one.
 
     Costs an all_gather of one byte per rank, unless all ranks run it on the same values.
     """
-    axes = here.axes(*here.splits)
-    if not axes or here.mesh.is_abstract:
+    axes = context.axes(*context.splits)
+    if not axes or context.mesh.is_abstract:
         return run
-    group = communicator(here.mesh, axes)
+    group = communicator(context.mesh, axes)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = next(tensors_in((args, kwargs)))
@@ -106,7 +108,7 @@ def fail_on_all_ranks(name: str, run: Callable[..., Any], here: Here) -> Callabl
             failure = error
         outcome = 0 if failure is None else 1 + isinstance(failure, _LinAlgError)
         mine = torch.tensor([outcome], dtype=torch.uint8, device=given.device)
-        with running(f"{AGREEING} of {name}"):
+        with operator_scope(f"{SUCCESS_CHECK} of {name}"):
             outcomes = group.all_gather(mine).tolist()
         if failure is not None:
             raise failure
@@ -123,7 +125,7 @@ def fail_on_all_ranks(name: str, run: Callable[..., Any], here: Here) -> Callabl
 
 
 def check_dtype_on_empty_shards(
-    func: Any, run: Callable[..., Any], here: Here
+    func: Any, run: Callable[..., Any], context: SplitContext
 ) -> Callable[..., Any]:
     """Return a local call that refuses a dtype on an empty shard, too, if torch refuses it.
 
@@ -134,10 +136,10 @@ def check_dtype_on_empty_shards(
         run: `func`, or the lowering that runs in its place. A lowering may communicate before torch
             refuses anything, so all ranks check then.
     """
-    if len(here.inputs) != 1 or not carries_values(here.mesh) or not _is_of_torch(func):
+    if len(context.inputs) != 1 or not carries_values(context.mesh) or not _is_of_torch(func):
         return run
-    (layout,) = here.inputs
-    last_place = [size - 1 for size in here.mesh.shape]  # its shard is the smallest
+    (layout,) = context.inputs
+    last_place = [size - 1 for size in context.mesh.shape]  # its shard is the smallest
     is_empty = 0 in layout.local_shape(None if run is func else last_place)
     if not is_empty or 0 in layout.shape:
         return run

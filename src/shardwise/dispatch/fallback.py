@@ -20,7 +20,7 @@ from shardwise.dtensor.call_args import ArgPath, Args, Kwargs
 from shardwise.dtensor.input_moves import InputMove
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import tensors_in
-from shardwise.dtensor.writes import mark_severed
+from shardwise.dtensor.writes import mark_detached_copy
 
 
 class FallbackWarning(UserWarning):
@@ -58,7 +58,7 @@ class FallbackCall(CachedCall):
             inputs = {_address(each) for each in tensors_in(operands)} - {0}
             for each in tensors_in(made):
                 if _address(each) in inputs:
-                    mark_severed(each, self.name)
+                    mark_detached_copy(each, self.name)
         return made
 
 

@@ -28,7 +28,7 @@ from shardwise.dtensor.call_args import (
     Kwargs,
     argument_at,
     check_dense_arguments,
-    check_plain,
+    check_plain_tensors,
     common_mesh,
     layout_of,
     tensor_paths,
@@ -37,17 +37,17 @@ from shardwise.dtensor.composite import (
     call_with_numbers,
     compute_into_out,
     compute_then_copy,
-    decomposed,
+    decompose,
     tensors_for_numbers,
 )
-from shardwise.dtensor.input_moves import InputMove, input_move
+from shardwise.dtensor.input_moves import InputMove, plan_input_move
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor
-from shardwise.dtensor.writes import check_target
+from shardwise.dtensor.writes import check_inplace_target
 from shardwise.redistribute.cost import when_costs_change
-from shardwise.rules.registry import Known, RuleError, name_of
+from shardwise.rules.registry import OpInfo, RuleError, name_of
 from shardwise.rules.spec import Spec
-from shardwise.rules.strategy import Choice, choose
+from shardwise.rules.strategy import Strategy, choose
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local, schema_of
 
 
@@ -56,7 +56,7 @@ class _NewCall:
     """A call to plan."""
 
     func: Any
-    known: Known | None
+    known: OpInfo | None
     name: str
     args: Args
     paths: list[ArgPath]
@@ -70,7 +70,7 @@ class _NewCall:
         return None if self.known is None else self.known.outplace
 
 
-def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> CachedCall:
+def plan(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs) -> CachedCall:
     """Plan a call: by its rule, as a composite of other calls, or as a fallback."""
     name = name_of(func)
     if kwargs.get("out") is not None:
@@ -82,7 +82,7 @@ def plan(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> CachedCa
     tensors = [argument_at(args, kwargs, path) for path in paths]
     mesh = common_mesh(name, tensors)
     check_dense_arguments(name, tensors)
-    check_plain(name, tensors, mesh)
+    check_plain_tensors(name, tensors, mesh)
     spec = None
     if known is not None and known.rule is not None:
         spec = known.rule(*args, **kwargs)
@@ -100,7 +100,7 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
     if is_inplace:
         if not isinstance(new.args[0], DTensor) and all(each.is_replicated for each in layouts):
             return CompositeCall(name, _on_replicas(new.func))
-        check_target(name, new.args[0])
+        check_inplace_target(name, new.args[0])
     choice = choose(spec, layouts, new.mesh, keeps=layouts[0] if is_inplace else None)
     known = new.known
     if choice is not None and choice.depends_on_dtype and known is not None and not known.by_dtype:
@@ -111,13 +111,13 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
     if choice is None:
         assert outplace is not None, "only a result with a given layout can be impossible"
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
-    lowered = None if spec.lower is None else spec.lower(choice.here)
+    lowered = None if spec.lower is None else spec.lower(choice.context)
     if lowered is not None and outplace is not None and not spec.writes:
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
     run = new.func if lowered is None else lowered
-    run = check_dtype_on_empty_shards(new.func, run, choice.here)
+    run = check_dtype_on_empty_shards(new.func, run, choice.context)
     if spec.may_fail:
-        run = fail_on_all_ranks(name, run, choice.here)
+        run = fail_on_all_ranks(name, run, choice.context)
     moves = [
         (paths[at], move)
         for at, move in zip(order, _input_moves(layouts, choice), strict=True)
@@ -163,10 +163,10 @@ def _on_replicas(func: Any) -> Callable[..., Any]:
     return run
 
 
-def _input_moves(layouts: Sequence[Layout], choice: Choice) -> Iterator[InputMove | None]:
+def _input_moves(layouts: Sequence[Layout], choice: Strategy) -> Iterator[InputMove | None]:
     for source, target, used_on in zip(layouts, choice.inputs, choice.used_on, strict=True):
         moves = source is not target or used_on
-        yield input_move(source, target, used_on) if moves else None
+        yield plan_input_move(source, target, used_on) if moves else None
 
 
 # ---- the rule and the arguments
@@ -226,7 +226,7 @@ _INPUTS = ("input", "self", "A", "x")
 """Names that torch has for the first operand, where a rule may use another."""
 
 
-def by_position(func: Any, known: Known | None, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def by_position(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Turn keyword arguments into positional ones, because lowerings know operands by position.
 
     For an aten operator: all of them, by its schema. For other functions: the first one, if it is
@@ -269,14 +269,14 @@ def _names_of_first(rule: Any) -> tuple[str, ...]:
 def _plan_without_rule(new: _NewCall) -> CachedCall:
     """Plan a call by the functions it is made of, out of place, or on replicated inputs."""
     name, mesh = new.name, new.mesh
-    copy = decomposed(new.func)
+    copy = decompose(new.func)
     if copy is not None:
         return CompositeCall(name, copy)
     outplace = new.outplace
     if outplace is None:
         outplace = _outplace(new.func)
         if outplace is not None:
-            check_target(name, new.args[0])
+            check_inplace_target(name, new.args[0])
     if outplace is not None:
         run = compute_then_copy(name, outplace, layout_of(new.args[0], mesh))
         return CompositeCall(name, run)
@@ -284,7 +284,7 @@ def _plan_without_rule(new: _NewCall) -> CachedCall:
     for path, tensor in zip(new.paths, new.tensors, strict=True):
         source = layout_of(tensor, mesh)
         if not source.is_replicated:
-            moves.append((path, input_move(source, Layout(mesh, source.shape), ())))
+            moves.append((path, plan_input_move(source, Layout(mesh, source.shape), ())))
             if _is_written(new.func, path):
                 raise DispatchError(
                     f"{name}: it has no rule and writes to a tensor of layout {source!r}: on "

@@ -31,7 +31,7 @@ _Tensor = torch.Tensor
     _Tensor.__format__,
     _Tensor.__dlpack__,
 )
-def asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on the whole tensors."""
     args = tuple(_as_whole(arg) for arg in args)
     with as_local():

@@ -121,7 +121,7 @@ def check_dense_arguments(name: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-def check_plain(name: str, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
+def check_plain_tensors(name: str, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
     """Apply the policy of `sw.plain_tensors` to the plain tensors of a call."""
     if state.plain_tensors == "error":
         for tensor in tensors:
@@ -134,10 +134,10 @@ def check_plain(name: str, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) ->
     elif state.plain_tensors == "check":
         for tensor in tensors:
             if not isinstance(tensor, DTensor):
-                check_same(name, tensor, mesh)
+                check_same_on_ranks(name, tensor, mesh)
 
 
-def check_same(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+def check_same_on_ranks(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Refuse a plain tensor that differs between the ranks of a mesh, all of which call this."""
     if tensor.is_meta:
         return

@@ -119,7 +119,7 @@ def call_with_numbers(func: Any, keywords: list[str]) -> Run:
 
 
 @lru_cache(maxsize=4096)
-def decomposed(func: Any) -> Run | None:
+def decompose(func: Any) -> Run | None:
     """Return a copy of a Python function of torch that skips the check for overrides.
 
     The copy calls the functions that `func` is made of, and these are dispatched. None if torch

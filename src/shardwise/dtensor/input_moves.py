@@ -20,8 +20,14 @@ from shardwise.core.thread_config import PolicyError
 from shardwise.dtensor.reduced_cache import remember_reduced
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
-from shardwise.redistribute.autograd import Pair, apply_pair, apply_use, gather_of, make_pair
-from shardwise.redistribute.plan import dual, plan_redistribute
+from shardwise.redistribute.autograd import (
+    MovePair,
+    apply_gathered_use,
+    apply_move,
+    find_gather,
+    make_move_pair,
+)
+from shardwise.redistribute.plan import gradient_layout, plan_redistribute
 from shardwise.torch_internals import TensorBase, backward_hooks_of, version_of
 
 _requires_grad = TensorBase.requires_grad.__get__
@@ -39,7 +45,7 @@ class InputMove:
     target: Layout
     used_on: tuple[int, ...]
     """Axes on which the gradient of the moved input is a contribution, to be summed."""
-    pair: Pair
+    pair: MovePair
     slices: tuple[slice, ...] | None
     """The part of the local tensor to keep, if slicing is all that this rank has to do."""
     is_slice: bool
@@ -60,19 +66,19 @@ class InputMove:
     """The keys in the cache of moves: without gradients, and with them."""
 
 
-def input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> InputMove:
+def plan_input_move(source: Layout, target: Layout, used_on: tuple[int, ...]) -> InputMove:
     """Plan the move of an input between two layouts, on this rank.
 
     Arguments:
         used_on: axes on which the gradient of the moved input is a contribution.
     """
     is_linear = all(op in ("sum", "avg") for _, op in source.partial + target.partial)
-    pair = make_pair(source, target, used_on)
+    pair = make_move_pair(source, target, used_on)
     by_slicing = is_slice(source, target)
     slices = _slices(source, target) if by_slicing else None
     stages = None
     if used_on and source.partial and target is source.relaid(partial={}):
-        stages = input_move(source, target, ()), input_move(target, target, used_on)
+        stages = plan_input_move(source, target, ()), plan_input_move(target, target, used_on)
     is_enter = source is target
     keys = (source, target, used_on, False), (source, target, used_on, True)
     return InputMove(
@@ -105,7 +111,7 @@ def is_slice(source: Layout, target: Layout) -> bool:
 def _contributes(source: Layout, target: Layout) -> bool | None:
     """Return `InputMove.contributes`."""
     pending = dict(target.partial)
-    is_fill = source.mesh is target.mesh and source is dual(target)
+    is_fill = source.mesh is target.mesh and source is gradient_layout(target)
     if not is_fill or set(pending.values()) != {"sum"}:
         return None
     place = source.mesh.get_coordinate()
@@ -120,7 +126,7 @@ def _slices(source: Layout, target: Layout) -> tuple[slice, ...] | None:
     return None if after.is_empty else after.within(before).slices
 
 
-def moved(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Tensor:
+def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Tensor:
     """Move an input of a call; return the local tensor that the call needs.
 
     Forward: the move. Backward: the gradients of all uses are summed, then moved back once.
@@ -129,14 +135,14 @@ def moved(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Tensor:
     Arguments:
         operator: the name of the called operator, for messages.
     """
-    if state.heard is not None:
-        state.heard.append((tensor, move))
+    if state.move_log is not None:
+        state.move_log.append((tensor, move))
     needs_grad = _is_grad_enabled() and _requires_grad(tensor)
     if move.is_enter and not needs_grad:
         return tensor  # only a gradient would move
     if move.stages is not None:
         reduction, enter = move.stages
-        return moved(moved(tensor, reduction, operator), enter, operator)
+        return move_input(move_input(tensor, reduction, operator), enter, operator)
     # All ranks must agree on what is shared: moving its gradients back is a collective.
     is_shared = (
         type(tensor) is DTensor
@@ -162,9 +168,9 @@ def moved(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Tensor:
             )
         gather = _skippable_gather(tensor) if move.is_enter else None
         if gather is None:
-            result = apply_pair(tensor, move.pair, _own_part(tensor, move))
+            result = apply_move(tensor, move.pair, _own_part(tensor, move))
         else:
-            result = apply_use(tensor, gather, move.used_on)
+            result = apply_gathered_use(tensor, gather, move.used_on)
     elif move.slices is not None:
         return tensor[move.slices]
     elif move.contributes is not None:
@@ -187,7 +193,7 @@ def _skippable_gather(tensor: torch.Tensor) -> Any:
     """
     if _hooks_of(tensor) or tensor.retains_grad:
         return None
-    return gather_of(tensor)
+    return find_gather(tensor)
 
 
 def check_gradient(tensor: DTensor, what: str) -> None:
@@ -199,7 +205,7 @@ def check_gradient(tensor: DTensor, what: str) -> None:
     Arguments:
         what: the function that asks, for the message.
     """
-    if getattr(gather_of(tensor), "is_passed", False):
+    if getattr(find_gather(tensor), "is_passed", False):
         raise LayoutError(
             f"{what}: this tensor was gathered, and then used beside shards: its gradient is "
             "never complete, because one reduce-scatter sums it directly into the shards. Take the "

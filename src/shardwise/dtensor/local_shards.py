@@ -48,7 +48,7 @@ def piece_sizes(policy: str) -> Policy:
     return Policy(_setting, "piece_sizes", policy, ("ask", "even"))
 
 
-def found_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """Return the layout of shards whose global shape was not given.
 
     The ranks exchange their sizes, unless `piece_sizes("even")` is set; all of them call this.

@@ -40,7 +40,7 @@ class DispatchState(threading.local):
         self.keeps_gathers = False
         """Whether tensors keep all their moved versions, and not only those without pending sums.
         The exporter of programs sets it."""
-        self.heard: list[tuple[Any, Any]] | None = None
+        self.move_log: list[tuple[Any, Any]] | None = None
         """A log of the inputs that calls moved, each with its `InputMove`, if a listener wants
         one."""
         self.warned: set[Any] = set()

@@ -25,11 +25,11 @@ from shardwise.dtensor.local_shards import (
     check_dense,
     check_replicas,
     check_shard,
-    found_layout,
     global_stride,
+    infer_layout,
 )
-from shardwise.redistribute.autograd import redistribute_local, relabelled
-from shardwise.redistribute.plan import dual, placed
+from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
+from shardwise.redistribute.plan import gradient_layout, with_placements
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
     TensorBase,
@@ -65,7 +65,7 @@ def unwrap(tensor: DTensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-def severed_by(tensor: torch.Tensor) -> str | None:
+def find_detaching_operator(tensor: torch.Tensor) -> str | None:
     """Return the operator that made a tensor, or its base, a copy where torch would return a view.
 
     None for an ordinary tensor. Runs within `as_local()`.
@@ -140,17 +140,17 @@ class DTensor(torch.Tensor):
         check_dense("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if shape is None:
-            layout = found_layout(local_tensor, mesh, placements)
+            layout = infer_layout(local_tensor, mesh, placements)
         else:
             layout = Layout.from_placements(mesh, shape, placements)
             check_shard(local_tensor, layout)
         if run_check:
             check_replicas(local_tensor, layout)
-        back = dual(layout)
+        back = gradient_layout(layout)
         wanted = back
         if grad_placements is not None:
             wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
-        return wrap(relabelled(local_tensor, back, wanted), layout)
+        return wrap(with_grad_layout(local_tensor, back, wanted), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's shard, sharing memory; differentiable.
@@ -165,7 +165,7 @@ class DTensor(torch.Tensor):
             return unwrap(self)
         layout = self._layout
         given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
-        return relabelled(unwrap(self), given, dual(layout))
+        return with_grad_layout(unwrap(self), given, gradient_layout(layout))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor, on every rank; differentiable.
@@ -212,7 +212,7 @@ class DTensor(torch.Tensor):
         mesh = source.mesh if device_mesh is None else as_mesh(device_mesh)
         wanted = _placements(mesh, placements)
         if mesh is source.mesh and shard_order is None:
-            target = placed(source, wanted)
+            target = with_placements(source, wanted)
         else:
             target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
@@ -332,7 +332,7 @@ class DTensor(torch.Tensor):
             return None
         layout = self._layout
         if layout.partial:
-            layout = dual(layout)
+            layout = gradient_layout(layout)
         if type(local) is DTensor:
             if local._layout is layout:
                 return local
@@ -344,7 +344,7 @@ class DTensor(torch.Tensor):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
-            value = laid_out(value, dual(self._layout), "grad")
+            value = as_layout(value, gradient_layout(self._layout), "grad")
             notes = ensure_state(value)
             if notes.link is not None:
                 raise LayoutError(
@@ -362,7 +362,7 @@ class DTensor(torch.Tensor):
             forget_moves(self)
         with as_local():
             result = wrap(TensorBase.data.__get__(self), self._layout)
-            severed = severed_by(self)
+            severed = find_detaching_operator(self)
         if severed is not None:
             ensure_state(result).detached_by = severed
         return result
@@ -371,7 +371,7 @@ class DTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         layout = value._layout if isinstance(value, DTensor) else self._layout
         if not isinstance(value, DTensor):
-            value = laid_out(value, layout, "data")
+            value = as_layout(value, layout, "data")
         forget_moves(self)
         with as_local():
             TensorBase.data.__set__(self, value)
@@ -484,7 +484,7 @@ def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: 
     return result
 
 
-def laid_out(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor:
+def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor:
     """Return a tensor in a layout: move a DTensor; take a plain tensor for the shard or the whole.
 
     Arguments:
@@ -498,19 +498,19 @@ def laid_out(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor
                 f"{argument}: expected a tensor of shape {tuple(layout.shape)}, "
                 f"got {tuple(value.shape)}"
             )
-        return wrap_moved(value, layout)
+        return redistribute_to(value, layout)
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)
     if tuple(value.shape) == layout.shape:
         whole = wrap(value.view_as(value), Layout(layout.mesh, layout.shape))
-        return wrap_moved(whole, layout)
+        return redistribute_to(whole, layout)
     raise LayoutError(
         f"{argument}: expected this rank's piece, {layout.local_shape()}, or the whole tensor, "
         f"{layout.shape}; got {tuple(value.shape)}"
     )
 
 
-def wrap_moved(tensor: DTensor, layout: Layout) -> DTensor:
+def redistribute_to(tensor: DTensor, layout: Layout) -> DTensor:
     """Return a DTensor in another layout of the same shape; differentiable."""
     local = unwrap(tensor)
     return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)

@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from shardwise.core.errors import DispatchError
 from shardwise.core.tensor_state import ensure_state, state_of
-from shardwise.dtensor.tensor import DTensor, severed_by, tensors_in, wrap
+from shardwise.dtensor.tensor import DTensor, find_detaching_operator, tensors_in, wrap
 from shardwise.torch_internals import TensorBase, as_local, base_of, locally, storage_id
 
 _storage_of = TensorBase.untyped_storage
@@ -139,7 +139,7 @@ def mark_gradients_outdated(name: str) -> None:
                 mark_outdated(original, name)
 
 
-def has_other_dims(tensor: DTensor) -> None:
+def cut_links(tensor: DTensor) -> None:
     """Cut the links to a tensor whose dims were changed in place.
 
     Its copies can neither be taken again nor be written back.
@@ -272,15 +272,15 @@ def _mark_view(tensor: DTensor, copy: ViewCopy) -> DTensor:
     return tensor
 
 
-def is_copy(tensor: Any) -> bool:
+def is_view_copy(tensor: Any) -> bool:
     """Tell whether a tensor is a copy itself, and not a view of one."""
     notes = state_of(tensor)
     return notes is not None and notes.link is not None and notes.viewed_copy is None
 
 
-def is_up_to_date(copy: Any, original: DTensor, key: Any) -> bool:
+def is_current_copy(copy: Any, original: DTensor, key: Any) -> bool:
     """Tell whether a tensor is the copy of `original[key]`, and nothing was written since."""
-    link = link_of(copy) if is_copy(copy) else None
+    link = link_of(copy) if is_view_copy(copy) else None
     if link is None or link.outdated_by is not None:
         return False
     return link.original() is original and type(link.key) is type(key) and bool(link.key == key)
@@ -289,12 +289,12 @@ def is_up_to_date(copy: Any, original: DTensor, key: Any) -> bool:
 # ---- calls with copies
 
 
-def copies_in(*values: Any) -> list[ViewCopy]:
+def view_copies_in(*values: Any) -> list[ViewCopy]:
     """List the copies among arguments."""
     return [each for each in tensors_in(values) if type(each) is ViewCopy]
 
 
-def as_ordinary(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
+def call_with_copies(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
     """Make a call in which these copies are ordinary DTensors; then write back what it wrote."""
     for each in copies:
         each._renew()
@@ -375,5 +375,5 @@ def _can_write_back(target: Any) -> bool:
             if base_of(target) is not (copy if of_copy is None else of_copy):
                 return False
     with as_local():
-        is_detached = severed_by(original) is not None
+        is_detached = find_detaching_operator(original) is not None
     return not is_detached or _can_write_back(original)

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.core.errors import DispatchError
 from shardwise.core.tensor_state import ensure_state, state_of
-from shardwise.dtensor.tensor import DTensor, severed_by
+from shardwise.dtensor.tensor import DTensor, find_detaching_operator
 from shardwise.dtensor.view_copy import format_operator, linked, mark_outdated, note_write
 from shardwise.torch_internals import as_local, base_of
 
@@ -22,7 +22,7 @@ def check_writable(name: str, target: Any) -> None:
     target before as out of date.
     """
     with as_local():
-        detached_by = severed_by(target)
+        detached_by = find_detaching_operator(target)
     if detached_by is not None and not note_write(target):
         raise DispatchError(
             f"{name}: this tensor is the result of {format_operator(detached_by)}, of which torch "
@@ -36,7 +36,7 @@ def check_writable(name: str, target: Any) -> None:
         mark_outdated(target, name)
 
 
-def check_target(name: str, target: Any) -> None:
+def check_inplace_target(name: str, target: Any) -> None:
     """Refuse a plain tensor as the target of an in-place operator on DTensors."""
     if not isinstance(target, DTensor):
         raise DispatchError(
@@ -46,7 +46,7 @@ def check_target(name: str, target: Any) -> None:
         )
 
 
-def mark_severed(tensor: Any, name: str, key: Any = None) -> None:
+def mark_detached_copy(tensor: Any, name: str, key: Any = None) -> None:
     """Note that a tensor is a copy where torch would return a view.
 
     Arguments:

@@ -17,7 +17,7 @@ from torch.export.graph_signature import OutputKind
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.view_copy import link
-from shardwise.dtensor.writes import mark_severed
+from shardwise.dtensor.writes import mark_detached_copy
 from shardwise.export.annotations import module_path_of
 from shardwise.export.errors import ExportError
 from shardwise.export.operators import writes
@@ -364,7 +364,7 @@ class _Target:
 def _link(moved: DTensor, value: DTensor, target: _Target) -> None:
     """Apply writes to a moved tensor to the original too, and the other way round."""
     if moved is not value:
-        mark_severed(moved, "redistribute", ...)
+        mark_detached_copy(moved, "redistribute", ...)
         link(moved, value, target.move)
 
 

@@ -19,7 +19,7 @@ from torch.export.graph_signature import (
 )
 
 from shardwise.comm import Cause
-from shardwise.comm.trace import acting
+from shardwise.comm.trace import trace_scope
 from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
@@ -250,7 +250,7 @@ class ProgramSharder:
                 layout = Layout.from_placements(self._mesh, result.shape, placements)
                 if spec.target in placeholders and spec.kind != OutputKind.USER_OUTPUT:
                     layout = layouts[placeholders[spec.target]]
-                with acting(Cause("output")):
+                with trace_scope(Cause("output")):
                     result = as_local_shard(result, layout)
             shards.append(result)
         return shards

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import Cause
-from shardwise.comm.trace import acting, current
+from shardwise.comm.trace import current_cause, trace_scope
 from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
@@ -170,7 +170,7 @@ class StepTracer:
         value = self._captured.replace(value)
         if not isinstance(value, DTensor):  # all ranks have computed the same
             value = as_recorded_dtensor(value, Layout(self._mesh, value.shape))
-        with torch.no_grad(), acting(Cause(name)):
+        with torch.no_grad(), trace_scope(Cause(name)):
             if value._layout is layout:
                 return unwrap(value)
             return as_local_shard(value, layout)
@@ -311,8 +311,8 @@ def _annotate(tensor: torch.Tensor) -> None:
     """Write the layout and the module of a tensor at its node."""
     annotate_tensor(tensor)
     node = node_of(tensor)
-    if node is not None and current().module:
-        set_annotation(node, MODULE, current().module)
+    if node is not None and current_cause().module:
+        set_annotation(node, MODULE, current_cause().module)
 
 
 def _has_data(value: Any) -> bool:

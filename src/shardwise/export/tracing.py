@@ -16,14 +16,14 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.comm import Cause, trace
-from shardwise.comm.trace import acting
+from shardwise.comm.trace import trace_scope
 from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.core.world import World
-from shardwise.dtensor.input_moves import input_move, moved
+from shardwise.dtensor.input_moves import move_input, plan_input_move
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
-from shardwise.dtensor.view_copy import as_ordinary, copies_in
+from shardwise.dtensor.view_copy import call_with_copies, view_copies_in
 from shardwise.dtensor.writes import check_writable
 from shardwise.export.annotations import (
     annotate_layout,
@@ -82,7 +82,7 @@ class DTensorInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; the nodes that it records get its metadata and layout."""
-        with acting(Cause(module=module_path_of(n) or "")):
+        with trace_scope(Cause(module=module_path_of(n) or "")):
             try:
                 result = self._run_node(n)
             except Exception as error:
@@ -132,7 +132,7 @@ class DTensorInterpreter(fx.Interpreter):
                 torch.Tensor, lambda each: wrap(each, Layout(mesh, each.shape)), result
             )
 
-        return as_ordinary(copies_in(*given), run)
+        return call_with_copies(view_copies_in(*given), run)
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """Return the values that a node is run on."""
@@ -331,7 +331,7 @@ def as_local_shard(tensor: DTensor, layout: Layout) -> torch.Tensor:
     """Move a result of a recording to a layout, and return the local shard."""
     tensor._renew()
     with as_local():  # as an operator's input is moved, which reuses an earlier move
-        result = moved(tensor, input_move(tensor._layout, layout, ()), "output")
+        result = move_input(tensor, plan_input_move(tensor._layout, layout, ()), "output")
     local = unwrap(result) if isinstance(result, DTensor) else result
     annotate_layout(node_of(local), layout)
     return local

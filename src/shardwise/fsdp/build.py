@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.dtensor.tensor import DTensor, laid_out
+from shardwise.dtensor.tensor import DTensor, as_layout
 from shardwise.fsdp.all_gather import gather_buffer_size
 from shardwise.fsdp.config import CPUOffloadPolicy
 from shardwise.fsdp.errors import FSDPError, ShardedState, StateError
@@ -195,7 +195,7 @@ def _current_tensor(slot: ParamSlot) -> DTensor:
     if isinstance(tensor, DTensor) and tensor._layout is slot.layout:
         slot.restore_grad_dtype()
         return tensor
-    shard = laid_out(tensor.detach(), slot.layout, slot.name)
+    shard = as_layout(tensor.detach(), slot.layout, slot.name)
     result: Any = nn.Parameter(shard, tensor.requires_grad)
     slot.put(result)
     slot.restore_grad_dtype()

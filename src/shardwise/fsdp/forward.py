@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.fsdp.param_group import ForwardCall, ParamGroup
 from shardwise.fsdp.shared_schedule import schedule_of
-from shardwise.parallel.containers import on_tensors
+from shardwise.parallel.containers import map_tensors
 from shardwise.torch_internals import as_local, base_of, current_graph_task, storage_id
 
 _TENSOR_TYPES = (torch.Tensor, DTensor)
@@ -71,7 +71,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return on_tensors(value, change)
+    return map_tensors(value, change)
 
 
 def _watch_inputs(
@@ -102,7 +102,7 @@ def _watch_inputs(
     if all(isinstance(each, torch.Tensor) for each in args) and not kwargs:
         args = tuple(map(change, args))
     else:
-        args, kwargs = on_tensors((args, kwargs), change)
+        args, kwargs = map_tensors((args, kwargs), change)
     # Frozen parameters may be needed, to the end of backward, for gradients of inputs that are
     # not visible here.
     has_frozen = any(len(unit.trainable) < len(unit.params) for unit in group.units)
@@ -139,7 +139,7 @@ def _watch_outputs(group: ParamGroup, call: ForwardCall, output: Any) -> bool:
     if isinstance(output, torch.Tensor):
         watch(output)
     else:
-        on_tensors(output, watch)
+        map_tensors(output, watch)
     return requires_grad
 
 
@@ -163,4 +163,4 @@ def _copy_views_of_params(group: ParamGroup, output: Any) -> Any:
             address = storage_id(tensor.untyped_storage()) if not tensor.is_sparse else 0
         return tensor.clone() if any(unit.owns_storage(address) for unit in group.units) else tensor
 
-    return change(output) if isinstance(output, torch.Tensor) else on_tensors(output, change)
+    return change(output) if isinstance(output, torch.Tensor) else map_tensors(output, change)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor.tensor import DTensor, laid_out, unwrap, wrap
+from shardwise.dtensor.tensor import DTensor, as_layout, unwrap, wrap
 from shardwise.fsdp.config import MixedPrecisionPolicy
 from shardwise.fsdp.extensions import GatherExtension
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
@@ -195,7 +195,7 @@ class ShardedParam:
         for hook in list(hooks.values()):
             changed = hook(found)
             if changed is not None:
-                found = laid_out(changed.detach(), self.sharded._layout, f"hook of {self.name}")
+                found = as_layout(changed.detach(), self.sharded._layout, f"hook of {self.name}")
         return unwrap(found)
 
     def call_post_accumulate_hooks(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import trace
-from shardwise.comm.trace import Cause, acting
+from shardwise.comm.trace import Cause, trace_scope
 from shardwise.core import world
 from shardwise.core.tensor_state import user_attributes
 from shardwise.dtensor.tensor import wrap
@@ -458,6 +458,6 @@ def _is_traced() -> bool:
     return bool(trace.listeners) or world.current().is_simulated
 
 
-def _trace(operator: str, units: Sequence[Unit], direction: str) -> acting:
+def _trace(operator: str, units: Sequence[Unit], direction: str) -> trace_scope:
     names = dict.fromkeys(group.name for unit in units for group in unit.groups)
-    return acting(Cause(operator, ", ".join(names), direction))
+    return trace_scope(Cause(operator, ", ".join(names), direction))

@@ -18,8 +18,8 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard
 from shardwise.core.tensor_state import ensure_state
-from shardwise.dtensor.call_args import check_same
-from shardwise.dtensor.local_shards import check_shard, found_layout
+from shardwise.dtensor.call_args import check_same_on_ranks
+from shardwise.dtensor.local_shards import check_shard, infer_layout
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.parallel.containers import (
@@ -38,7 +38,7 @@ from shardwise.parallel.plan_spec import (
     drop_unknown_axes,
     is_spec,
 )
-from shardwise.redistribute.autograd import Pair, apply_pair, check_linear, make_pair
+from shardwise.redistribute.autograd import MovePair, apply_move, check_linear, make_move_pair
 from shardwise.torch_internals import TensorBase, as_local
 
 _requires_grad = TensorBase.requires_grad.__get__
@@ -228,7 +228,7 @@ class Redistributor:
 
     def __init__(self, what: str, target: Callable[[Layout], Layout]) -> None:
         self._what, self._target = what, target
-        self._cache: dict[Layout, tuple[Layout, Pair | None]] = {}
+        self._cache: dict[Layout, tuple[Layout, MovePair | None]] = {}
 
     def __call__(self, tensor: DTensor) -> DTensor:
         """Return the tensor in the target layout: itself if it has it already."""
@@ -244,19 +244,19 @@ class Redistributor:
                 if layout.partial or target.partial:
                     check_linear(layout)
                     check_linear(target)
-                moved = apply_pair(tensor, pair)
+                moved = apply_move(tensor, pair)
             else:
                 moved = pair.forward.run(tensor.as_subclass(torch.Tensor).detach())
         return wrap(moved, target)
 
-    def _plan(self, layout: Layout) -> tuple[Layout, Pair | None]:
+    def _plan(self, layout: Layout) -> tuple[Layout, MovePair | None]:
         if len(self._cache) >= _MAX_CACHED_LAYOUTS:
             self._cache.clear()
         try:
             target = self._target(layout)
         except LayoutError as error:
             raise PlanError(f"{self._what}: {error.args[0]}") from None
-        pair = None if target is layout else make_pair(layout, target)
+        pair = None if target is layout else make_move_pair(layout, target)
         self._cache[layout] = target, pair
         return target, pair
 
@@ -271,7 +271,7 @@ def wrap_shared(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
         sum.
     """
     if state.plain_tensors == "check" and layout.is_replicated:
-        check_same(what, local, layout.mesh)
+        check_same_on_ranks(what, local, layout.mesh)
     result = wrap(local.view_as(local), layout)
     ensure_state(result).alias_of = local
     return result
@@ -313,7 +313,7 @@ class ShardLayouts:
         if isinstance(self._placement, Shard):
             is_last = self._placement.dim in (-1, local.dim() - 1)
             if self._features is None or not is_last:
-                return found_layout(local, self._mesh, [self._placement])
+                return infer_layout(local, self._mesh, [self._placement])
             shape[-1] = self._features
         layout = Layout.from_placements(self._mesh, shape, [self._placement])
         check_shard(local, layout)

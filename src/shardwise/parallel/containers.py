@@ -85,14 +85,14 @@ def replace_arguments(
 # ---- results, and anything that contains tensors
 
 
-def on_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a value with `change` applied to each tensor in it."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if is_record(value):
         return replace_fields(
             value,
-            {name: lambda each: on_tensors(each, change) for name in field_names(value)},
+            {name: lambda each: map_tensors(each, change) for name in field_names(value)},
         )
     return pytree.tree_map_only(torch.Tensor, change, value)
 

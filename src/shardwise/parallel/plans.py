@@ -22,7 +22,7 @@ from shardwise.parallel.prepare import PrepareModuleInput
 from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardwise.torch_internals import own_parameters
 
-Plan = dict[str, Any]
+ModelPlan = dict[str, Any]
 
 
 class Names(NamedTuple):
@@ -86,7 +86,7 @@ def llama(
     head_dim: int = 1,
     queries_per_key: int = 1,
     names: Names = META,
-) -> Plan:
+) -> ModelPlan:
     """Return the plan of a Llama-style decoder, for `shard_module`.
 
     Arguments:
@@ -105,7 +105,7 @@ def llama(
     layer, attention = names.layer, f"{names.layer}.{names.attention}"
     feed_forward = f"{layer}.{names.feed_forward}"
     queries = head_dim * queries_per_key
-    plan: Plan = {
+    plan: ModelPlan = {
         f"{names.embedding}.weight": {axis: Shard(0)},
         f"{names.head}.weight": {axis: Shard(0)},
         f"{attention}.{names.queries}.*": {axis: _in_units(0, queries)},
@@ -127,7 +127,7 @@ def gpt2(
     data_axis: str | None = None,
     sequence_parallel: bool = False,
     head_dim: int = 1,
-) -> Plan:
+) -> ModelPlan:
     """Return the plan of `transformers`' GPT2LMHeadModel, for `shard_module`.
 
     Its projection to queries, keys and values is fused: each third of it is split by itself.
@@ -140,7 +140,7 @@ def gpt2(
             that no head is split.
     """
     block = "transformer.h.*"
-    plan: Plan = {
+    plan: ModelPlan = {
         "transformer.wte.weight": {axis: Shard(0)},
         f"{block}.attn.c_attn.weight": {axis: Shard(1, pieces=3, unit=head_dim)},
         f"{block}.attn.c_attn.bias": {axis: Shard(0, pieces=3, unit=head_dim)},
@@ -162,7 +162,7 @@ def transformer(
     *,
     data_axis: str | None = None,
     sequence_parallel: bool = False,
-) -> Plan:
+) -> ModelPlan:
     """Return the plan of torch's nn.TransformerEncoderLayer and -DecoderLayer, for `shard_module`.
 
     Arguments:
@@ -172,7 +172,7 @@ def transformer(
             `module` if it is one of torch's; for your own model, add its inputs to the plan.
         sequence_parallel: whether to split the tensors between blocks along the sequence.
     """
-    plan: Plan = {}
+    plan: ModelPlan = {}
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     for path, layer in all_modules(module):
         if isinstance(layer, kinds):
@@ -193,7 +193,7 @@ def transformer(
 
 def llama_styles(
     *, sequence_parallel: bool = False, head_dim: int = 1, queries_per_key: int = 1
-) -> Plan:
+) -> ModelPlan:
     """Return the plan of a Llama-style decoder, for `parallelize_module`.
 
     The modules work on local tensors, so their code must take the number of heads from the tensors
@@ -212,7 +212,7 @@ def llama_styles(
     between = Shard(1) if sequence_parallel else Replicate()
     is_local = not sequence_parallel
     queries = head_dim * queries_per_key
-    plan: Plan = {
+    plan: ModelPlan = {
         names.embedding: RowwiseParallel(output_layouts=between, use_local_output=is_local),
         f"{attention}.{names.queries}": ColwiseParallel(unit=queries),
         f"{attention}.{names.keys}": ColwiseParallel(unit=head_dim),
@@ -243,7 +243,7 @@ def _in_units(dim: int, unit: int) -> Shard:
 
 def _between_blocks(
     axis: str, sequence_parallel: bool, embedding: str, blocks: tuple[str, ...], head: str
-) -> Plan:
+) -> ModelPlan:
     """Return the Activations between blocks: replicated, or split along the sequence."""
     whole, split = {axis: Replicate()}, {axis: Shard(1)}
     if not sequence_parallel:
@@ -255,9 +255,9 @@ def _between_blocks(
     }
 
 
-def _torch_layer(layer: nn.Module, axis: str, sequence_parallel: bool) -> Plan:
+def _torch_layer(layer: nn.Module, axis: str, sequence_parallel: bool) -> ModelPlan:
     """Return the plan of one encoder or decoder layer of torch."""
-    plan: Plan = {
+    plan: ModelPlan = {
         "linear1.*": {axis: Shard(0)},
         "linear2.weight": {axis: Shard(1)},
     }

@@ -17,7 +17,7 @@ from shardwise.parallel.containers import (
     field_names,
     forward_arguments,
     is_record,
-    on_tensors,
+    map_tensors,
     replace_arguments,
     replace_fields,
     replace_items,
@@ -252,7 +252,7 @@ def _make_mover(
     def move(value: Any) -> Any:
         if value is None:
             return None
-        moved = on_tensors(value, move_tensor)
+        moved = map_tensors(value, move_tensor)
         if moved is value and not isinstance(value, torch.Tensor):
             raise PlanError(
                 f"{what}: expected a tensor, got {type(value).__name__}; say None for its layout"

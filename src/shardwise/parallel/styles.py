@@ -25,7 +25,7 @@ from shardwise.parallel.activations import (
     check_on_mesh,
     wrap_shared,
 )
-from shardwise.parallel.containers import forward_arguments, on_tensors, replace_first_argument
+from shardwise.parallel.containers import forward_arguments, map_tensors, replace_first_argument
 from shardwise.parallel.parameters import (
     TensorSlot,
     check_ties,
@@ -393,7 +393,7 @@ class SequenceParallel(ModuleStyle):
         leave = make_output_move(f"output of {what}", None, self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(
-            lambda module, args, output: on_tensors(
+            lambda module, args, output: map_tensors(
                 output, lambda each: leave(each) if isinstance(each, DTensor) else each
             )
         )

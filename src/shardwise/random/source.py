@@ -23,7 +23,7 @@ Sampler = Callable[..., torch.Tensor]
 _aten: Any = torch.ops.aten
 
 
-def drawn(
+def draw_shard(
     sampler: Sampler,
     layout: Layout,
     *numbers: Any,

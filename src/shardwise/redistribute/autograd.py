@@ -33,7 +33,7 @@ from weakref import ref
 import torch
 
 from shardwise.comm import Cause, Pending, communicator, trace
-from shardwise.comm.trace import acting, current
+from shardwise.comm.trace import current_cause, trace_scope
 from shardwise.core import world
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
@@ -44,7 +44,7 @@ from shardwise.redistribute.execute import check_local, execute
 from shardwise.redistribute.plan import (
     Plan,
     check_arguments,
-    dual,
+    gradient_layout,
     plan_redistribute,
     planning_costs,
 )
@@ -116,16 +116,16 @@ def _is_sum(plan: Plan) -> bool:
 
 
 @dataclass(frozen=True)
-class Pair:
+class MovePair:
     """A move and its transpose, which carries the gradient. The transpose of the transpose is the
     move itself."""
 
     forward: Move
     backward: Move
 
-    def transposed(self) -> Pair:
+    def transposed(self) -> MovePair:
         """Return the pair of the gradient: its move, and the move of its own gradient."""
-        return Pair(self.backward, self.forward)
+        return MovePair(self.backward, self.forward)
 
     @cached_property
     def is_gather(self) -> bool:
@@ -144,8 +144,8 @@ class Pair:
         )
 
 
-def apply_pair(
-    local: torch.Tensor, pair: Pair, started: Pending[torch.Tensor] | None = None
+def apply_move(
+    local: torch.Tensor, pair: MovePair, started: Pending[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Run a move and record it for autograd. `started`: its forward, if that was started already.
 
@@ -162,7 +162,7 @@ def apply_pair(
     return result  # type: ignore[no-any-return]
 
 
-def gather_of(tensor: torch.Tensor) -> Any:
+def find_gather(tensor: torch.Tensor) -> Any:
     """Return the autograd node of the gather that made a (local) tensor, or None."""
     notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
     if type(notes) is not TensorState or notes.gathered_from is None:
@@ -172,7 +172,7 @@ def gather_of(tensor: torch.Tensor) -> Any:
     return node if isinstance(node, _NODE) and node.pair.is_gather else None
 
 
-def apply_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
+def apply_gathered_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
     """Mark the result of a gather as used beside shards on these axes.
 
     Forward: nothing. Backward: reduce-scatter of the contributions directly into the shards that
@@ -183,8 +183,8 @@ def apply_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tenso
     move = gather.pair.forward
     pair = cached_pair(move.source, move.target, used_on, costs=move.costs)
     shard = ensure_state(tensor).gathered_from
-    assert shard is not None, "`gather_of` has found it"
-    return apply_pair(shard, pair, Pending.done(tensor.detach()))
+    assert shard is not None, "`find_gather` has found it"
+    return apply_move(shard, pair, Pending.done(tensor.detach()))
 
 
 class _Redistribute(torch.autograd.Function):
@@ -193,10 +193,10 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, pair: Pair, pending: Pending[torch.Tensor] | None
+        ctx: Any, local: torch.Tensor, pair: MovePair, pending: Pending[torch.Tensor] | None
     ) -> torch.Tensor:
         ctx.pair, ctx.dtype = pair, local.dtype
-        ctx.cause = current() if trace.listeners else _NO_CAUSE
+        ctx.cause = current_cause() if trace.listeners else _NO_CAUSE
         if pair.forward.is_nothing:
             # An alias that autograd does not see as a view: its node stays valid when an optimizer
             # changes the tensor in place, as the gradient does not depend on the value.
@@ -207,7 +207,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         if not trace.listeners:
             return _moved_back(ctx, *gradients), None, None
-        with acting(ctx.cause.backward):
+        with trace_scope(ctx.cause.backward):
             return _moved_back(ctx, *gradients), None, None
 
 
@@ -220,7 +220,7 @@ _NODE: Any = backward_node(_Redistribute)
 
 def _moved_back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():  # it will be differentiated again
-        result = apply_pair(gradient.contiguous(), ctx.pair.transposed())
+        result = apply_move(gradient.contiguous(), ctx.pair.transposed())
     elif ctx.pair.backward.is_nothing:
         result = gradient
     else:
@@ -275,24 +275,24 @@ def redistribute_local(
     if peak_bytes is None:
         pair = cached_pair(src, dst, axes, forward_dtype, backward_dtype, model)
     else:  # perhaps no number, which planning refuses
-        pair = make_pair(src, dst, axes, forward_dtype, backward_dtype, model, peak_bytes)
+        pair = make_move_pair(src, dst, axes, forward_dtype, backward_dtype, model, peak_bytes)
     if not (torch.is_grad_enabled() and local.requires_grad):
         pending = pair.forward.start(local.detach())
         return pending if async_op else pending.wait()
     check_linear(src)
     check_linear(dst)
     if not async_op:
-        return apply_pair(local, pair)
+        return apply_move(local, pair)
     started = pair.forward.start(local.detach())
 
     def finish() -> torch.Tensor:
         with torch.enable_grad():  # as when it was started
-            return apply_pair(local, pair, started)
+            return apply_move(local, pair, started)
 
     return Pending(finish)
 
 
-def relabelled(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+def with_grad_layout(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
     """Return an alias of `local` whose gradient arrives in one layout and continues in another.
 
     Forward: nothing. Backward: the move from `given` to `wanted`.
@@ -315,7 +315,7 @@ class _Relabel(torch.autograd.Function):
         return redistribute_local(gradients[0].contiguous(), *ctx.move), None, None
 
 
-def make_pair(
+def make_move_pair(
     src: Layout,
     dst: Layout,
     used_on: tuple[Axis, ...] = (),
@@ -323,9 +323,9 @@ def make_pair(
     backward_dtype: torch.dtype | None = None,
     costs: Costs | None = None,
     peak_bytes: int | None = None,
-) -> Pair:
+) -> MovePair:
     """Return a move and its transpose; the arguments are those of `redistribute_local`."""
-    back = dual(dst)
+    back = gradient_layout(dst)
     if used_on:
         for axis in map(dst.mesh.axis, used_on):
             if not dst.placements[axis].is_replicate():
@@ -335,13 +335,13 @@ def make_pair(
                 )
         back = dst.relaid(partial=dict.fromkeys(map(dst.mesh.axis, used_on), "sum"))
     factor = _average_divisor(dst) / _average_divisor(src)
-    return Pair(
+    return MovePair(
         Move(src, dst, 1.0, forward_dtype, costs, peak_bytes),
-        Move(back, dual(src), factor, backward_dtype, costs, peak_bytes),
+        Move(back, gradient_layout(src), factor, backward_dtype, costs, peak_bytes),
     )
 
 
-cached_pair = functools.lru_cache(4096)(make_pair)
+cached_pair = functools.lru_cache(4096)(make_move_pair)
 """`make_move_pair`, with costs that tell decisions of different costs apart."""
 
 

@@ -65,7 +65,8 @@ def _kept(source: Layout, target: Layout, dim: int) -> tuple[int, ...]:
             break
         counts = _counts(source.mesh, axes)
         one, other = (
-            cuts_of.canonical(each.shape[dim], counts, each.cuts[dim]) for each in (source, target)
+            cuts_of.canonical_cut(each.shape[dim], counts, each.cuts[dim])
+            for each in (source, target)
         )
         if one == other:
             kept = count
@@ -102,7 +103,7 @@ def _inside(
         if axes:
             whole = ((size, 1),) if cut is None else cut
             held = [place[axis] for axis in axes]
-            cut = cuts_of.within(whole, _counts(layout.mesh, axes), held)
+            cut = cuts_of.cut_within(whole, _counts(layout.mesh, axes), held)
             size = sum(length for length, _ in cut)
         shape.append(size)
         order.append([rest.index(axis) for axis in layout.shard_order[dim][len(axes) :]])

@@ -12,10 +12,10 @@ import torch
 
 from shardwise.comm import Communicator, Pending, communicator, is_large, trace
 from shardwise.comm.reduction import check_reduction, reduce_contributions
-from shardwise.comm.trace import acting, current
+from shardwise.comm.trace import current_cause, trace_scope
 from shardwise.core import world
 from shardwise.core.box import Box
-from shardwise.core.cut import taken
+from shardwise.core.cut import take_ranges
 from shardwise.core.errors import LayoutError, MeshError
 from shardwise.core.layout import Layout
 from shardwise.redistribute.cut_dims import in_order
@@ -72,7 +72,7 @@ class _Running:
         self._local = local
         self._left = list(plan.moves)
         self._result: torch.Tensor | None = None
-        self._cause = current() if trace.listeners else None
+        self._cause = current_cause() if trace.listeners else None
         while self._left and not self._left[0].communicates:
             local = self._start(self._left.pop(0), local).wait()
         self._under_way = (
@@ -96,7 +96,7 @@ class _Running:
         if self._cause is None:
             return _start(step, local)
         operator = self._cause.operator or "redistribute"
-        with acting(replace(self._cause, operator=operator, target=step.target)):
+        with trace_scope(replace(self._cause, operator=operator, target=step.target)):
             return _start(step, local)
 
 
@@ -143,7 +143,7 @@ def _slice(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     if step.target.is_cut:
         for dim, cut in enumerate(step.target.cuts):
             if cut is not None:  # and whole in the source
-                local = taken(local, dim, step.target.ranges(dim))
+                local = take_ranges(local, dim, step.target.ranges(dim))
         return Pending.done(local)
     place = step.source.mesh.get_coordinate()
     assert place is not None, "a rank outside takes no part"
@@ -236,7 +236,7 @@ def _all_gather(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:
     if step.source.cuts[step.dim] is None:
         return pending
     order = in_order(step.source, step.dim)
-    return pending.then(lambda whole: taken(whole, step.dim, order))
+    return pending.then(lambda whole: take_ranges(whole, step.dim, order))
 
 
 def _reduce_scatter(step: Step, local: torch.Tensor) -> Pending[torch.Tensor]:

@@ -99,7 +99,9 @@ class Plan:
 
     def transpose(self) -> Plan:
         """Return the plan of the gradient: from the dual of the target to that of the source."""
-        return plan_redistribute(dual(self.target), dual(self.source), self.dtype, costs=self.costs)
+        return plan_redistribute(
+            gradient_layout(self.target), gradient_layout(self.source), self.dtype, costs=self.costs
+        )
 
     def explain(self) -> str:
         """Describe the steps and their costs in a few lines."""
@@ -190,7 +192,7 @@ def planning_costs(costs: Costs | str | Path | None, src: Layout, dst: Layout) -
     return as_costs(costs, src.mesh)
 
 
-def placed(source: Layout, placements: Sequence[Placement]) -> Layout:
+def with_placements(source: Layout, placements: Sequence[Placement]) -> Layout:
     """Return the layout of the same tensor on the same mesh with these placements."""
     if _PLACEMENTS.issuperset(map(type, placements)):
         return _placed(source, tuple(placements))
@@ -352,7 +354,7 @@ def _within(found: Timed, peak_bytes: int, dtype: torch.dtype, what: str) -> Tim
     return allowed
 
 
-def dual(layout: Layout) -> Layout:
+def gradient_layout(layout: Layout) -> Layout:
     """Return the layout of the gradient: pending sums become whole, the rest stays."""
     return layout.relaid(partial={}) if layout.partial else layout
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.rules.helpers.composed_ops import tensors_in
-from shardwise.rules.registry import Known, RuleError, enter
-from shardwise.rules.spec import Dims, Out, Spec, parsed
+from shardwise.rules.registry import OpInfo, RuleError, add_op_info
+from shardwise.rules.spec import Dims, Out, Spec, parse_pattern
 from shardwise.torch_internals import OpOverload, OpOverloadPacket, overload_of_custom_operator
 
 
@@ -56,7 +56,7 @@ def register_rule(
         tensors = list(tensors_in((args, kwargs)))
         if len(tensors) != count:
             raise RuleError(f"{name}: {pattern!r} is of {count} tensors, got {len(tensors)}")
-        inputs, outputs = parsed(pattern, tensors)
+        inputs, outputs = parse_pattern(pattern, tensors)
         sizes = _sizes(name, pattern, tensors, inputs)
         summed = [each for each in sizes if not any(each in dims for dims in outputs)]
         ways = dict.fromkeys(summed, reduces) if isinstance(reduces, str) else dict(reduces)
@@ -70,7 +70,7 @@ def register_rule(
         )
 
     for function in functions:
-        enter(function, Known(name, rule))
+        add_op_info(function, OpInfo(name, rule))
 
 
 def _functions(op: Any) -> list[Any]:

@@ -26,7 +26,7 @@ class RuleError(ShardwiseError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class OpInfo:
     """How one torch function is run on DTensors."""
 
     name: str
@@ -43,7 +43,7 @@ class Known:
     """Whether the dtypes of its tensors have an influence on the split."""
 
 
-_table: dict[Any, Known] = {}
+_table: dict[Any, OpInfo] = {}
 
 _SHARED: tuple[Any, ...] = (torch, torch.Tensor, F, nn_builtins)
 """Modules in which equal names mean the same operator: as a function, a method, with defaults."""
@@ -57,7 +57,7 @@ _NAMESPACES: dict[str, Any] = {
 tells which pairs are the same, so their functions are registered by qualified name only."""
 
 
-def lookup(function: Any) -> Known | None:
+def lookup(function: Any) -> OpInfo | None:
     """Return the entry of a torch function, or None."""
     known = _table.get(function)
     if known is None and isinstance(function, _OPERATORS):
@@ -70,7 +70,7 @@ def lookup(function: Any) -> Known | None:
     return known
 
 
-def enter(function: Any, known: Known) -> None:
+def add_op_info(function: Any, known: OpInfo) -> None:
     """Add a function to the table."""
     if isinstance(function, Aten):
         _aten[function.name] = known
@@ -90,10 +90,10 @@ class Aten:
 
 
 _OPERATORS = (OpOverload, OpOverloadPacket)
-_aten: dict[str, Known] = {}
+_aten: dict[str, OpInfo] = {}
 
 
-def functions(name: str) -> list[Any]:
+def functions_named(name: str) -> list[Any]:
     """Return every callable that torch has under a name: function, method, aten overloads.
 
     Arguments:
@@ -120,7 +120,7 @@ def _find_functions(name: Any, what: str) -> tuple[str, list[Any]]:
         return name.name, [name]
     if callable(name):
         return getattr(name, "__name__", str(name)), [name]
-    found = functions(name)
+    found = functions_named(name)
     if not found:
         raise RuleError(f"{what}: torch has no function named {name!r}")
     return name.replace(".", "_"), found  # as torch calls it, and aten
@@ -145,8 +145,8 @@ def rule(
         for name in names:
             text, given = _find_functions(name, "rule")
             for function in given:
-                known = Known(text, made, ignores_numbers=ignores_numbers, by_dtype=by_dtype)
-                enter(function, known)
+                known = OpInfo(text, made, ignores_numbers=ignores_numbers, by_dtype=by_dtype)
+                add_op_info(function, known)
             if inplace and isinstance(name, str) and "." not in name:
                 _register_inplace(name, known)
         return made
@@ -154,13 +154,13 @@ def rule(
     return register
 
 
-def _register_inplace(name: str, known: Known) -> None:
+def _register_inplace(name: str, known: OpInfo) -> None:
     found = (getattr(module, name, None) for module in (torch.Tensor, torch, F))
     outplace: Any = next(filter(None, found), None)
     if outplace is None:
         return
-    for function in functions(name + "_"):
-        enter(function, replace(known, name=name + "_", outplace=outplace))
+    for function in functions_named(name + "_"):
+        add_op_info(function, replace(known, name=name + "_", outplace=outplace))
 
 
 def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -173,7 +173,7 @@ def handler(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         for name in names:
             text, given = _find_functions(name, "handler")
             for function in given:
-                enter(function, Known(text, handler=made))
+                add_op_info(function, OpInfo(text, handler=made))
         return made
 
     return register

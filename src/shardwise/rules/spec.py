@@ -45,11 +45,11 @@ class Spec:
     reduces: Mapping[str, str] = field(default_factory=dict)
     """For each factor that no result has, how to combine the results of ranks that split it ("sum",
     "max", ...), or "whole" where the lowering makes the results whole itself."""
-    together: Sequence[tuple[str, str]] = ()
+    co_split: Sequence[tuple[str, str]] = ()
     """Pairs of factors, one of a result and one of `reduces`, that one axis may split at once: the
     lowering then fetches what it needs from other ranks, and nothing is pending. What it sends may
     depend on values, so this is tried only where tensors have values."""
-    moves: Callable[[Here], tuple[int, float]] | None = None
+    comm_cost: Callable[[SplitContext], tuple[int, float]] | None = None
     """Given how the call is split, return roughly the number of collectives of the lowering and of
     the elements that each rank receives in them; (0, 0.0) for a split that moves nothing. By
     default a lowering counts as free."""
@@ -58,7 +58,7 @@ class Spec:
     additive: Sequence[int] = ()
     """Inputs that are added to the result: they become pending sums where a reduced factor is
     split."""
-    lower: Callable[[Here], Callable[..., Any] | None] | None = None
+    lower: Callable[[SplitContext], Callable[..., Any] | None] | None = None
     """Given how the call is split, return the function to run on the local tensors in place of the
     operator, with the operator's own arguments; None to run the operator."""
     allows: Callable[[Mapping[str, tuple[int, ...]], DeviceMesh], bool] | None = None
@@ -91,7 +91,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class SplitContext:
     """How one call is split: the argument of a lowering."""
 
     mesh: DeviceMesh
@@ -127,7 +127,7 @@ def dims_of(tensor: torch.Tensor, prefix: str = "d") -> Dims:
     return tuple(f"{prefix}{dim}" for dim in range(tensor.dim()))
 
 
-def normalized(dim: int, ndim: int) -> int:
+def normalize_dim(dim: int, ndim: int) -> int:
     """Return a dim counted from the front."""
     limit = max(ndim, 1)
     if not -limit <= dim < limit:
@@ -138,7 +138,7 @@ def normalized(dim: int, ndim: int) -> int:
     return dim % limit
 
 
-def parsed(pattern: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Dims], list[Dims]]:
+def parse_pattern(pattern: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Dims], list[Dims]]:
     """Parse a pattern such as "m k, k n -> m n" into the factors of inputs and results.
 
     `...` stands for any leading dims, `_` for a dim that must be whole.

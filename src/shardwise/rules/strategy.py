@@ -31,7 +31,7 @@ from shardwise.redistribute.cost import (
     prices,
     worst_price,
 )
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 
 _MOST_CHOICES = 512
 
@@ -60,10 +60,10 @@ WHOLE = AxisStrategy()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Strategy:
     """A strategy: how a call is split, and so the layouts of its inputs and results."""
 
-    here: Here
+    context: SplitContext
     used_on: tuple[tuple[int, ...], ...]
     """For each input the axes on which it is whole beside shards: its gradient on these axes is a
     contribution."""
@@ -85,17 +85,17 @@ class Choice:
     @property
     def inputs(self) -> tuple[Layout, ...]:
         """The layouts that the inputs must have."""
-        return self.here.inputs
+        return self.context.inputs
 
     @property
     def outputs(self) -> tuple[Layout, ...]:
         """The layouts of the results."""
-        return self.here.outputs
+        return self.context.outputs
 
 
 def choose(
     spec: Spec, layouts: Sequence[Layout], mesh: DeviceMesh, *, keeps: Layout | None = None
-) -> Choice | None:
+) -> Strategy | None:
     """Return the cheapest strategy for a call.
 
     Arguments:
@@ -108,8 +108,8 @@ def choose(
     options = [list(_options(spec, layouts, axis)) for axis in range(mesh.ndim)]
     price = prices(mesh, costs_of(mesh))
     itemsizes = _itemsizes(spec)
-    found: list[Choice] = []
-    best: Choice | None = None
+    found: list[Strategy] = []
+    best: Strategy | None = None
     best_rank: tuple[float, int, int] | None = None
     for combination in islice(product(*options), _MOST_CHOICES):
         made = _build_if_possible(spec, layouts, mesh, combination, price)
@@ -144,7 +144,7 @@ def _itemsizes(spec: Spec) -> tuple[int, ...]:
     return (*sizes, max(wide or sizes, default=1))
 
 
-def _may_beat(best: Choice, other: Choice) -> bool:
+def _may_beat(best: Strategy, other: Strategy) -> bool:
     """Return whether another strategy could be cheaper with tensors of other dtypes, each with
     elements of 1 to 16 bytes."""
     gain = 0.0
@@ -184,14 +184,14 @@ def _options(spec: Spec, layouts: Sequence[Layout], axis: int) -> Iterator[AxisS
                 if position in flow and option not in seen:
                     seen[option] = None
                     yield option
-    if spec.together and carries_values(layouts[0].mesh):
+    if spec.co_split and carries_values(layouts[0].mesh):
         yield from _co_splits(spec, seen)
     yield WHOLE
 
 
 def _co_splits(spec: Spec, found: Collection[AxisStrategy]) -> Iterator[AxisStrategy]:
     """Yield splits of two factors at once, both of which inputs split along this axis."""
-    for factor, also in spec.together:
+    for factor, also in spec.co_split:
         if any(option.factor == also for option in found):
             for option in found:
                 if option.factor == factor:
@@ -235,7 +235,7 @@ def _build_if_possible(
     mesh: DeviceMesh,
     options: tuple[AxisStrategy, ...],
     price: Sequence[Price],
-) -> Choice | None:
+) -> Strategy | None:
     """Return the strategy that these strategies of all axes make; None if they do not fit."""
     splits: dict[str, tuple[int, ...]] = {}
     for axis, option in enumerate(options):
@@ -306,7 +306,7 @@ class _Cuts:
         cut, known = self.given[factor]
         if size == known:
             return cut
-        made = cuts_of.rescaled(cut, size, self.counts[factor]) if self.spec.scales else None
+        made = cuts_of.rescale_cut(cut, size, self.counts[factor]) if self.spec.scales else None
         if made is None:
             raise _TornError
         return made
@@ -319,7 +319,7 @@ def _build(
     options: tuple[AxisStrategy, ...],
     splits: dict[str, tuple[int, ...]],
     price: Sequence[Price],
-) -> Choice:
+) -> Strategy:
     """Return the layouts and costs of a strategy; raise `_TornError` if it is impossible."""
     cuts = _Cuts(spec, mesh, splits, options)
     targets, used = [], []
@@ -346,25 +346,29 @@ def _build(
         _output(spec, mesh, out, splits, options, cuts.of_output(number, out.dims, out.shape))
         for number, out in enumerate(spec.outputs)
     )
-    here = Here(mesh, splits, tuple(targets), outputs)
+    context = SplitContext(mesh, splits, tuple(targets), outputs)
     costs = [
         estimate(layout, target, price) for layout, target in zip(layouts, targets, strict=True)
     ]
-    costs.append(_own_cost(spec, here, price, any(each.before or each.per_byte for each in costs)))
-    return Choice(here, tuple(used), tuple(costs))
+    costs.append(
+        _own_cost(spec, context, price, any(each.before or each.per_byte for each in costs))
+    )
+    return Strategy(context, tuple(used), tuple(costs))
 
 
-def _own_cost(spec: Spec, here: Here, price: Sequence[Price], moves_inputs: bool) -> Price:
+def _own_cost(
+    spec: Spec, context: SplitContext, price: Sequence[Price], moves_inputs: bool
+) -> Price:
     """Estimate the communication of the call itself: that of its lowering, and the reduction of
     pending results. A pending result must be reduced some day, but this counts only against other
     communication: alone it is what the program asks for."""
     before = per_byte = 0.0
-    if spec.moves is not None:
-        collectives, elements = spec.moves(here)
+    if spec.comm_cost is not None:
+        collectives, elements = spec.comm_cost(context)
         worst = worst_price(price)
         before, per_byte = collectives * worst.before, elements * worst.per_byte
     if moves_inputs or before or per_byte:
-        for layout in here.outputs:
+        for layout in context.outputs:
             later = estimate_reduction(layout, price)
             before, per_byte = before + later.before, per_byte + later.per_byte
     return Price(before, per_byte)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.comm.rank_scheduler import MeetingPlace, Stopped
-from shardwise.comm.simulated import ThreadsWorld
+from shardwise.comm.rank_scheduler import RankScheduler, Stopped
+from shardwise.comm.simulated import SimulatedWorld
 from shardwise.core import world
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LaunchError, MismatchError, RankError
@@ -56,12 +56,12 @@ def simulate(
     if size is None or size < 1:
         raise LaunchError(f"world_size: expected a positive int, got {world_size!r}")
     world_size = size
-    place = MeetingPlace(world_size, parallel)
+    place = RankScheduler(world_size, parallel)
     results: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
         try:
-            with world.use(ThreadsWorld(place, rank, world_size)):
+            with world.use(SimulatedWorld(place, rank, world_size)):
                 place.enter(rank)
                 results[rank] = fn(*args, **kwargs)
                 place.leave(rank)

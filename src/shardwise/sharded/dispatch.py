@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.dispatch.scalars import asked
-from shardwise.dtensor.call_args import check_same
+from shardwise.dispatch.scalars import run_on_whole
+from shardwise.dtensor.call_args import check_same_on_ranks
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.composed_ops import tensors_in
@@ -83,7 +83,7 @@ def dispatch(
 def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTensor]) -> Any:
     """Run a function on shards that form no layout, or refuse it."""
     handler: Any = getattr(lookup(func), "handler", None)
-    if handler is asked:
+    if handler is run_on_whole:
         return func(*(as_full_tensor(each) for each in args), **kwargs)
     if handler in SPELLINGS:
         return handler(func, args, kwargs)
@@ -197,7 +197,7 @@ def _check_indices(func: Any, args: Any, kwargs: Any, weight: ShardedTensor) -> 
         return  # the dispatch of DTensors checks them
     for each in tensors_in((args, kwargs)):
         if type(each) is torch.Tensor and not each.is_floating_point():
-            check_same(_name(func), each, weight._group.mesh(weight.device.type))
+            check_same_on_ranks(_name(func), each, weight._group.mesh(weight.device.type))
 
 
 def _name(func: Any) -> str:

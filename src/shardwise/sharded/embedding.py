@@ -17,7 +17,7 @@ from shardwise.comm import carries_values
 from shardwise.core.layout import Layout
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.row_lookup import Range, Table, rows_of
+from shardwise.rules.helpers.row_lookup import RowRange, RowTable, rows_of
 from shardwise.rules.index.indexing import check_bounds
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
@@ -85,11 +85,11 @@ def _fetch_rows(indices: DTensor, weight: ShardedTensor, padding: int) -> DTenso
     ranges, placed = [], Counter[int]()
     for box, rank in zip(weight._ownership.boxes, weight._ownership.owners, strict=True):
         start, stop = box.start[0], box.stop[0]
-        ranges.append(Range(start, stop, group.ranks.index(rank), placed[rank]))
+        ranges.append(RowRange(start, stop, group.ranks.index(rank), placed[rank]))
         placed[rank] += stop - start
     shards = weight._local_tensors()
     local = torch.cat(shards) if shards else weight._get_placeholder((0, weight.size(1)))
-    table = Table(group, ranges, weight.size(0), padding)
+    table = RowTable(group, ranges, weight.size(0), padding)
     answer = table.ask(local, indices.to_local())
     rows = rows_of(answer.rows, answer.found)
     shape = (*indices.shape, weight.size(1))

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardwise.comm.buffers import owned
+from shardwise.comm.buffers import with_own_storage
 from shardwise.core import world
 from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorCore, new_wrapper
@@ -107,7 +107,7 @@ def state_of(tensor: ShardedTensorCore) -> PickledState:
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a leaf in memory of its own: pickle saves all memory of a storage."""
-    return owned(tensor.detach()).requires_grad_(tensor.requires_grad)
+    return with_own_storage(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def restore(tensor: ShardedTensorCore, state: PickledState) -> None:

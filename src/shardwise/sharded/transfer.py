@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.comm import is_large
-from shardwise.comm.trace import running
+from shardwise.comm.trace import operator_scope
 from shardwise.core.box import Box
 from shardwise.redistribute.transfer import Swap, Transfer
 from shardwise.sharded.errors import ShardedTensorError
@@ -171,7 +171,7 @@ class ShardMove:
         sources = {box: local[at][slices] for box, (at, slices) in route.sources.items()}
         targets = {box: results[at][slices] for box, (at, slices) in route.targets.items()}
         swap = Swap(group.communicator, group.rank, route.sent, route.received)
-        with running(self.reason):
+        with operator_scope(self.reason):
             # Few messages start faster than an all-to-all, and long ones need no packing. All
             # ranks decide alike.
             if route.is_sparse or is_large(route.count * like.itemsize // len(group.ranks)):
@@ -288,7 +288,7 @@ class _GatherShards(torch.autograd.Function):
         *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.boxes, ctx.group = ownership.boxes_of(group.rank), group
-        with running("ShardedTensor.full_tensor"):
+        with operator_scope("ShardedTensor.full_tensor"):
             counts = ownership.element_counts(group)
             gathered = group.communicator.all_gather(_flatten(shards, out), 0, counts)
         boxes = [box for rank in group.ranks for box in ownership.boxes_of(rank)]

@@ -21,7 +21,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.core.thread_config import PolicyError
-from shardwise.dispatch.errors import AGREEING
+from shardwise.dispatch.errors import SUCCESS_CHECK
 from shardwise.dtensor.state import fallback
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.composed_ops import tensors_in
@@ -249,7 +249,7 @@ def _first_collective(
         warnings.simplefilter("ignore")
         fn(*args, **kwargs)
     for event in events:
-        if event.rank == mesh.get_rank() and not event.cause.operator.startswith(AGREEING):
+        if event.rank == mesh.get_rank() and not event.cause.operator.startswith(SUCCESS_CHECK):
             return event.kind
     return ""
 

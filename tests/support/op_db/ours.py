@@ -14,7 +14,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.dtensor.state import fallback, fallback_counts
-from shardwise.dtensor.tensor import DTensor, as_local, severed_by
+from shardwise.dtensor.tensor import DTensor, as_local, find_detaching_operator
 from shardwise.rules.helpers.composed_ops import tensors_in
 from shardwise.rules.registry import RuleError
 from shardwise.run.simulate import simulate
@@ -144,7 +144,7 @@ class _Attempt:
         tensors = [each for each in results if isinstance(each, torch.Tensor)]
         for at, (result, of) in enumerate(zip(tensors, self.expected.views, strict=True)):
             with as_local():
-                severed = severed_by(result) is not None
+                severed = find_detaching_operator(result) is not None
                 for number, each in enumerate(inputs):
                     if not memory(each) or not memory(result):
                         continue  # an empty piece

@@ -47,7 +47,7 @@ class GatherObserver:
 
     def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
         """Return what a node gets in place of the value of another."""
-        state.heard = self._input_moves  # the state of this thread
+        state.move_log = self._input_moves  # the state of this thread
         result = self._moves.entering(node, source, value)
         if isinstance(value, DTensor):
             self._given[source, node] = result

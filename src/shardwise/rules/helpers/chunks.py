@@ -11,7 +11,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 
 
-def pieces(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Range, ...]:
+def chunks_of(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Range, ...]:
     """Return the chunks into which these axes, outer to inner, split a dim."""
     return _pieces(size, tuple(mesh.shape[axis] for axis in axes))
 
@@ -40,7 +40,7 @@ def same_units(units: int, sizes: Sequence[int], mesh: DeviceMesh, axes: Sequenc
     found = set()
     for size in sizes:
         each = max(size // max(units, 1), 1)
-        bounds = [bound for piece in pieces(size, mesh, axes) for bound in piece]
+        bounds = [bound for piece in chunks_of(size, mesh, axes) for bound in piece]
         if any(bound % each for bound in bounds):
             return False
         found.add(tuple(bound // each for bound in bounds))

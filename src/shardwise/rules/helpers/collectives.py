@@ -20,10 +20,10 @@ import torch
 from shardwise.comm import Pending, communicator
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.redistribute.autograd import apply_pair, make_pair, redistribute_local
+from shardwise.redistribute.autograd import apply_move, make_move_pair, redistribute_local
 
 
-def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+def all_reduce_sum(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
     """Sum the contributions of the ranks along these axes; for bools return whether any is true.
 
     Forward: all-reduce. Backward: nothing, as every rank has the whole gradient.
@@ -31,11 +31,11 @@ def total(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.T
     if not axes:
         return local
     if local.dtype == torch.bool:
-        return total(local.to(torch.uint8), mesh, axes) != 0
+        return all_reduce_sum(local.to(torch.uint8), mesh, axes) != 0
     return redistribute_local(local, *_summed(local, mesh, axes))  # type: ignore[no-any-return]
 
 
-def known_total(
+def as_all_reduced(
     local: torch.Tensor, result: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
 ) -> torch.Tensor:
     """Return `result`, which is the known total of `local`, as if `all_reduce_sum` had computed it.
@@ -43,8 +43,8 @@ def known_total(
     Forward: nothing. Backward: nothing; second gradients communicate as those of `all_reduce_sum`
     do.
     """
-    pair = make_pair(*_summed(local, mesh, axes))
-    return apply_pair(local, pair, Pending.done(result.clone()))
+    pair = make_move_pair(*_summed(local, mesh, axes))
+    return apply_move(local, pair, Pending.done(result.clone()))
 
 
 def _summed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Layout, Layout]:
@@ -53,7 +53,7 @@ def _summed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> tuple
     return whole.relaid(partial=dict.fromkeys(axes, "sum")), whole
 
 
-def used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+def sum_grads_over(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
     """Sum the gradients over these axes of a whole tensor that is used beside shards.
 
     Forward: nothing. Backward: all-reduce, as each rank's gradient is a contribution.
@@ -64,15 +64,19 @@ def used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Te
     return redistribute_local(local, whole, whole, used_on=tuple(axes))  # type: ignore[no-any-return]
 
 
-def total_used(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+def all_reduce_both_ways(
+    local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
+) -> torch.Tensor:
     """Sum contributions, and sum the gradients of the result over the same axes.
 
     Forward: all-reduce. Backward: all-reduce.
     """
-    return used(total(local, mesh, axes), mesh, axes)
+    return sum_grads_over(all_reduce_sum(local, mesh, axes), mesh, axes)
 
 
-def extreme(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str) -> torch.Tensor:
+def all_reduce_extreme(
+    local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str
+) -> torch.Tensor:
     """Return the largest ("max") or smallest ("min") of each element over these axes.
 
     Forward: all-reduce. Backward: none; the result is detached.
@@ -81,7 +85,7 @@ def extreme(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str)
     return communicator(mesh, tuple(axes)).all_reduce(local, op) if axes else local
 
 
-def stacked(
+def all_gather_stack(
     local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], *, is_used: bool = False
 ) -> torch.Tensor:
     """Stack the tensors of the ranks along these axes, in their order, along a new first dim.

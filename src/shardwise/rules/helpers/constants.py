@@ -19,7 +19,7 @@ def numbers(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.stack(made)
 
 
-def picked(x: torch.Tensor, dim: int, rows: Any) -> torch.Tensor:
+def take_rows(x: torch.Tensor, dim: int, rows: Any) -> torch.Tensor:
     """Take rows of a dim by number, in the given order."""
     index = torch.as_tensor(rows, dtype=torch.int64, device="cpu")
     if x.is_meta:

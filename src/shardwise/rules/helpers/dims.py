@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.spec import Dims, Out, Spec, dims_of, normalized
+from shardwise.rules.spec import Dims, Out, Spec, dims_of, normalize_dim
 
 Inputs = list[tuple[torch.Tensor, Dims]]
 """The tensors of a call with their factors, as in `Spec.inputs`."""
@@ -20,7 +20,7 @@ def as_dims(dim: Any, ndim: int) -> tuple[int, ...]:
     """Return the dims of a `dim` argument as positions from the front; None and () mean all."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return tuple(range(ndim))
-    given = [normalized(each, ndim) for each in ([dim] if isinstance(dim, int) else dim)]
+    given = [normalize_dim(each, ndim) for each in ([dim] if isinstance(dim, int) else dim)]
     for each in given:
         if given.count(each) > 1:
             raise RuntimeError(f"dim {each} appears multiple times in the list of dims")

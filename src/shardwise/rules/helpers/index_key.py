@@ -17,9 +17,9 @@ from shardwise.core.box import Range
 from shardwise.core.cut import count_below
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.dtensor.input_moves import input_move, moved
+from shardwise.dtensor.input_moves import move_input, plan_input_move
 from shardwise.dtensor.tensor import DTensor, wrap
-from shardwise.rules.spec import Dims, Here
+from shardwise.rules.spec import Dims, SplitContext
 from shardwise.torch_internals import as_local
 
 ALL = slice(None)
@@ -78,11 +78,11 @@ def picks(key: Any, shape: Sequence[int]) -> list[Pick | None]:
     sizes = iter(shape)
     return [
         None if item is None else _pick(item, next(sizes))
-        for item in expanded(items, len(shape), taken)
+        for item in expand_ellipsis(items, len(shape), taken)
     ]
 
 
-def expanded(items: list[Any], ndim: int, taken: int) -> list[Any]:
+def expand_ellipsis(items: list[Any], ndim: int, taken: int) -> list[Any]:
     """Replace the Ellipsis of a key by full slices; its other items stand for `taken` dims."""
     if taken > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
@@ -163,13 +163,13 @@ class LocalRegion:
         return bool(self.spans or self.whole)
 
 
-def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalRegion:
+def local_region(where: Region, context: SplitContext, *, but_long: bool = False) -> LocalRegion:
     """Return this rank's part of a region.
 
     Arguments:
         but_long: do not yet select in split dims of which the part is longer than one row.
     """
-    layout = here.inputs[0]
+    layout = context.inputs[0]
     key: list[Any] = []
     spans: dict[int, tuple[int, int, int]] = {}
     dropped: list[int] = []
@@ -185,10 +185,10 @@ def local_region(where: Region, here: Here, *, but_long: bool = False) -> LocalR
         elif but_long and layout.cuts[dim] is not None:  # the part consists of whole pieces
             start, length = pick.pieces(layout.ranges(dim))
             key.append(slice(start, start + length))
-        elif but_long and pick.is_long and here.axes(where.whole[dim]):
+        elif but_long and pick.is_long and context.axes(where.whole[dim]):
             key.append(ALL)
             whole[position] = dim, pick
-        elif here.axes(where.whole[dim]):
+        elif context.axes(where.whole[dim]):
             before, length, taken = pick.part(*layout.range(dim))
             key.append(taken)
             spans[position] = before, length, pick.count - before - length
@@ -240,10 +240,10 @@ def _is_simple(item: Any) -> bool:
     return type(item) in _SIMPLE
 
 
-def taken_apart(input: torch.Tensor, key: Any, mesh: DeviceMesh) -> Key:
+def parse_key(input: torch.Tensor, key: Any, mesh: DeviceMesh) -> Key:
     """Split a key into its basic part and its tensors; masks become the indices of their Trues."""
     items = [_item(each, mesh) for each in _items(key)]
-    items = expanded(items, input.dim(), sum(_consumes(each) for each in items))
+    items = expand_ellipsis(items, input.dim(), sum(_consumes(each) for each in items))
     basic: list[Any] = []
     indices: list[torch.Tensor | None] = []
     dim = 0
@@ -361,5 +361,5 @@ def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
     tensor._renew()
     layout = tensor._layout
     with as_local():
-        how = input_move(layout, Layout(layout.mesh, layout.shape), ())
-        return moved(tensor, how, name).as_subclass(torch.Tensor)
+        how = plan_input_move(layout, Layout(layout.mesh, layout.shape), ())
+        return move_input(tensor, how, name).as_subclass(torch.Tensor)

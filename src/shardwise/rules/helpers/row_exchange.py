@@ -1,8 +1,8 @@
 """Exchange of rows, for results that hold the rows of a split dim in another order, or some of
 them.
 
-`exchange` gives each rank its chunk of the result by one all-to-all, so the dim stays split.
-`owned_part` serves results that are too short to be split: all ranks get all rows.
+`plan_row_exchange` gives each rank its chunk of the result by one all-to-all, so the dim stays
+split. `owned_part` serves results that are too short to be split: all ranks get all rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardwise.comm import Communicator, communicator
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.thread_config import PolicyError
 from shardwise.dtensor.state import state
-from shardwise.dtensor.writes import mark_severed
-from shardwise.rules.helpers.chunks import pieces
-from shardwise.rules.helpers.collectives import total
-from shardwise.rules.helpers.constants import picked
-from shardwise.rules.helpers.padding import padded
+from shardwise.dtensor.writes import mark_detached_copy
+from shardwise.rules.helpers.chunks import chunks_of
+from shardwise.rules.helpers.collectives import all_reduce_sum
+from shardwise.rules.helpers.constants import take_rows
+from shardwise.rules.helpers.padding import pad
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 Rows = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ Rows = npt.NDArray[np.int64]
 # ---- an exchange of rows
 
 
-def exchange(
+def plan_row_exchange(
     name: str,
     mesh: DeviceMesh,
     axes: tuple[int, ...],
@@ -58,7 +58,7 @@ def exchange(
         fill: the value of filled rows.
     """
     group = communicator(mesh, axes)
-    here, count = group.index, len(group.ranks)
+    me, count = group.index, len(group.ranks)
     owner, at, held = _held(sources, mesh, axes)
     holder, place, lengths = _held(targets, mesh, axes)
     rows = np.asarray(rows, dtype=np.int64)
@@ -66,15 +66,15 @@ def exchange(
     owner, at, holder, place = owner[rows[kept]], at[rows[kept]], holder[kept], place[kept]
     moves = bool((owner != holder).any())
 
-    sent, received = owner == here, holder == here
+    sent, received = owner == me, holder == me
     sends = np.bincount(holder[sent], minlength=count).tolist()
     receives = np.bincount(owner[received], minlength=count).tolist()
     leaving = at[sent][holder[sent].argsort(kind="stable")]
     # The fill is appended after the last row that is received.
-    arriving = np.full(lengths[here], sum(receives))
+    arriving = np.full(lengths[me], sum(receives))
     arriving[place[received][owner[received].argsort(kind="stable")]] = np.arange(sum(receives))
     has_fill = bool((arriving == sum(receives)).any())
-    pick, order = _picker(leaving, held[here], dim), _picker(arriving, sum(receives), dim)
+    pick, order = _picker(leaving, held[me], dim), _picker(arriving, sum(receives), dim)
 
     def run(local: torch.Tensor) -> torch.Tensor:
         result = pick(local)
@@ -100,7 +100,7 @@ def _held(
     owners, places = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     lengths = [0] * math.prod(mesh.shape[axis] for axis in axes)
     for size in sizes:
-        for index, (start, stop) in enumerate(pieces(size, mesh, axes)):
+        for index, (start, stop) in enumerate(chunks_of(size, mesh, axes)):
             owners.append(np.full(stop - start, index))
             places.append(np.arange(stop - start) + lengths[index])
             lengths[index] += stop - start
@@ -111,7 +111,7 @@ def _picker(rows: Rows, size: int, dim: int) -> Local:
     """Return a function that takes these rows out of `size` rows; a view if they are adjacent."""
     first, count = int(rows[0]) if len(rows) else 0, len(rows)
     if not np.array_equal(rows, np.arange(first, first + count)):
-        return lambda x: picked(x, dim, rows)
+        return lambda x: take_rows(x, dim, rows)
     if count == size:
         return lambda x: x
     return lambda x: x.narrow(dim, first, count)
@@ -170,17 +170,17 @@ def owned_part(
     """
     before = first if part.shape[dim] else 0
     after = length - before - part.shape[dim]
-    whole = padded(part, {dim: (before, after)})
+    whole = pad(part, {dim: (before, after)})
     if length == 0:
         return whole
     refuse_if_explicit(name, mesh, axes)
-    return total(whole, mesh, axes)
+    return all_reduce_sum(whole, mesh, axes)
 
 
-def severed(result: torch.Tensor, name: str, key: Any = None) -> torch.Tensor:
+def mark_copy(result: torch.Tensor, name: str, key: Any = None) -> torch.Tensor:
     """Mark a result as a copy where torch returns a view; writes through an index are copied
     back."""
     if not result.numel():  # no row was moved, so the result may be a view of the input
         result = result.clone()
-    mark_severed(result, name, key)
+    mark_detached_copy(result, name, key)
     return result

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm import Communicator, communicator
 from shardwise.core.layout import Layout
-from shardwise.rules.helpers.padding import with_a_row
+from shardwise.rules.helpers.padding import pad_to_one_row
 from shardwise.rules.helpers.row_exchange import AllToAll
 from shardwise.rules.index.indexing import out_of_range
 
@@ -22,7 +22,7 @@ _WRONG = -1
 """Sent in place of a number of rows if some index is out of range."""
 
 
-class Range(NamedTuple):
+class RowRange(NamedTuple):
     """Adjacent rows of a table that one rank owns."""
 
     start: int
@@ -33,7 +33,7 @@ class Range(NamedTuple):
     """The place of the first row among all rows of the owner."""
 
 
-class Answer(NamedTuple):
+class FetchedRows(NamedTuple):
     """The rows of a table that one rank looks up."""
 
     rows: torch.Tensor
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
     """The row that gets no gradient."""
 
 
-class Table:
+class RowTable:
     """A table whose rows are spread over several ranks, which look up rows in it.
 
     Arguments:
@@ -57,20 +57,20 @@ class Table:
     """
 
     def __init__(
-        self, group: Communicator, ranges: Sequence[Range], size: int, padding: int = -1
+        self, group: Communicator, ranges: Sequence[RowRange], size: int, padding: int = -1
     ) -> None:
         self.group, self.size = group, size
         self._padding = -1
         for start, stop, owner, place in ranges:
             if owner == group.index and start <= padding < stop:
                 self._padding = padding - start + place
-        ranges = sorted(each for each in ranges if each.start < each.stop) or [Range(0, 0, 0, 0)]
+        ranges = sorted(each for each in ranges if each.start < each.stop) or [RowRange(0, 0, 0, 0)]
         self._ranges = torch.tensor(ranges, dtype=torch.long).view(-1, 4)
         self._is_whole = sum(each.stop - each.start for each in ranges) == size
         self._is_in_order = all(one.owner <= other.owner for one, other in pairwise(ranges))
 
     @staticmethod
-    def of(layout: Layout, axes: tuple[int, ...], padding: int = -1) -> Table:
+    def of(layout: Layout, axes: tuple[int, ...], padding: int = -1) -> RowTable:
         """Return the table of the ranks that share dim 0 along these axes with this rank."""
         mesh, place = layout.mesh, layout.mesh.get_coordinate()
         assert place is not None, "this rank is on the mesh"
@@ -78,10 +78,10 @@ class Table:
         for owner, along in enumerate(product(*(range(mesh.shape[axis]) for axis in axes))):
             there = dict(enumerate(place)) | dict(zip(axes, along, strict=True))
             start, stop = layout.range(0, [there[axis] for axis in range(mesh.ndim)])
-            ranges.append(Range(start, stop, owner, 0))
-        return Table(communicator(mesh, axes), ranges, layout.shape[0], padding)
+            ranges.append(RowRange(start, stop, owner, 0))
+        return RowTable(communicator(mesh, axes), ranges, layout.shape[0], padding)
 
-    def ask(self, local: torch.Tensor, indices: torch.Tensor) -> Answer:
+    def ask(self, local: torch.Tensor, indices: torch.Tensor) -> FetchedRows:
         """Fetch the rows of these indices.
 
         Forward: three all-to-alls, of the numbers of rows, the indices, and the rows. Backward: an
@@ -92,7 +92,7 @@ class Table:
             indices: row numbers of the whole table; each rank has its own.
         """
         if indices.is_meta:  # only shapes matter
-            return Answer(with_a_row(local, 0), indices, None)
+            return FetchedRows(pad_to_one_row(local, 0), indices, None)
         wanted, found = torch.unique(indices.long(), return_inverse=True)
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.size:
             self._numbers([_WRONG] * self.group.size, wanted)
@@ -106,13 +106,13 @@ class Table:
         if not self._is_in_order:
             order = owner.argsort(stable=True)
             owner, place = owner[order], place[order]
-            found = with_a_row(order.argsort(), 0)[found]
+            found = pad_to_one_row(order.argsort(), 0)[found]
         sends = owner.bincount(minlength=self.group.size).tolist()
         receives = self._numbers(sends, wanted)
         parts = self.group.all_to_all(place.split_with_sizes(sends), [(each,) for each in receives])
         rows = rows_of(local, torch.cat(parts), self._padding)
         rows = AllToAll.apply(rows, self.group, 0, receives, sends)  # type: ignore[no-untyped-call]
-        return Answer(with_a_row(rows, 0), found, inside)
+        return FetchedRows(pad_to_one_row(rows, 0), found, inside)
 
     def _numbers(self, sends: list[int], like: torch.Tensor) -> list[int]:
         """Exchange the numbers of rows that the ranks want of each other (all-to-all)."""

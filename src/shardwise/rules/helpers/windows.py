@@ -16,8 +16,8 @@ import torch
 from shardwise.comm import communicator
 from shardwise.core.box import Range
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.chunks import clipped, overlap, pieces
-from shardwise.rules.spec import Here
+from shardwise.rules.helpers.chunks import chunks_of, clipped, overlap
+from shardwise.rules.spec import SplitContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,13 @@ class Window:
 # ---- the exchange
 
 
-def exchange(
-    here: Here, factor: str, dim: int, sizes: tuple[int, int], needs: Callable[[Range], Range]
-) -> Exchange:
+def plan_exchange(
+    context: SplitContext,
+    factor: str,
+    dim: int,
+    sizes: tuple[int, int],
+    needs: Callable[[Range], Range],
+) -> WindowExchange:
     """Plan the exchange that gives each rank the inputs of its results.
 
     Arguments:
@@ -83,13 +87,13 @@ def exchange(
         sizes: the global sizes of the input's dim and of the result's dim.
         needs: maps a range of results to the inputs that they read.
     """
-    axes = here.axes(factor)
-    held, results = (pieces(size, here.mesh, axes) for size in sizes)
-    return Exchange(here.mesh, axes, dim, held, tuple(map(needs, results)))
+    axes = context.axes(factor)
+    held, results = (chunks_of(size, context.mesh, axes) for size in sizes)
+    return WindowExchange(context.mesh, axes, dim, held, tuple(map(needs, results)))
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class WindowExchange:
     """An exchange along one dim: each rank holds a range and wants another, its window.
 
     Forward: each rank receives its window. Backward: each rank receives the gradients of all
@@ -135,13 +139,13 @@ class Exchange:
         lengths = [0 if peer == me else end - start for peer, (start, end) in enumerate(comes)]
         shape = list(local.shape)
         shapes = [(*shape[: self.dim], each, *shape[self.dim + 1 :]) for each in lengths]
-        pieces = group.all_to_all(sent, shapes)
-        pieces[me] = own
+        parts = group.all_to_all(sent, shapes)
+        parts[me] = own
         if not is_back:
-            return torch.cat(pieces, self.dim)
+            return torch.cat(parts, self.dim)
         shape[self.dim] = get[me][1] - get[me][0]
         result = local.new_zeros(shape)
-        for where, piece in zip(comes, pieces, strict=True):
+        for where, piece in zip(comes, parts, strict=True):
             _cut(result, self.dim, get[me], where).add_(piece)
         return result
 
@@ -151,7 +155,9 @@ class _DifferentiableExchange(torch.autograd.Function):
     derivatives work."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, exchange: Exchange, is_back: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, local: torch.Tensor, exchange: WindowExchange, is_back: bool
+    ) -> torch.Tensor:
         ctx.exchange, ctx.is_back = exchange, is_back
         return exchange.run(local.detach(), is_back)
 
@@ -168,7 +174,7 @@ def _cut(tensor: torch.Tensor, dim: int, held: Range, wanted: Range) -> torch.Te
     return tensor.narrow(dim, wanted[0] - held[0], wanted[1] - wanted[0])
 
 
-def expanded(value: Any, count: int) -> tuple[Any, ...]:
+def per_dim(value: Any, count: int) -> tuple[Any, ...]:
     """Return one value per spatial dim; torch also accepts one value for all."""
     if isinstance(value, Sequence):
         return tuple(value) * count if len(value) == 1 else tuple(value)

@@ -17,8 +17,8 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
-from shardwise.dtensor.view_copy import is_up_to_date
-from shardwise.dtensor.writes import check_target
+from shardwise.dtensor.view_copy import is_current_copy
+from shardwise.dtensor.writes import check_inplace_target
 from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import Inputs, broadcast_dims
 from shardwise.rules.helpers.index_key import (
@@ -29,10 +29,10 @@ from shardwise.rules.helpers.index_key import (
     is_simple,
     local_region,
     mesh_of,
+    parse_key,
     picks,
     region,
     static,
-    taken_apart,
     whole,
 )
 from shardwise.rules.index.indexing import (
@@ -44,8 +44,8 @@ from shardwise.rules.index.indexing import (
     unravelled,
     within,
 )
-from shardwise.rules.registry import Known, enter, handler
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.registry import OpInfo, add_op_info, handler
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
 
 def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]], Function]:
@@ -62,7 +62,7 @@ def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]
         def writes(*args: Any, **kwargs: Any) -> Spec:
             return dataclasses.replace(made(*args, **kwargs), writes=True)
 
-        enter(function, Known(name, writes, outplace=aside))
+        add_op_info(function, OpInfo(name, writes, outplace=aside))
         return function
 
     return register
@@ -80,10 +80,10 @@ def ASSIGN(target: torch.Tensor, key: Any, value: torch.Tensor) -> Spec:  # noqa
     """Assign by ints, slices, None and Ellipsis."""
     where = region(key, target)
 
-    def lower(here: Here) -> Callable[..., None] | None:
-        if not here.axes(*where.parts):
+    def lower(context: SplitContext) -> Callable[..., None] | None:
+        if not context.axes(*where.parts):
             return None
-        local = local_region(where, here)
+        local = local_region(where, context)
 
         def run(target: torch.Tensor, key: Any, value: torch.Tensor) -> None:
             value = _of_rank(value, len(where.dims))
@@ -184,16 +184,16 @@ def PUT(  # noqa: N802
     inputs += [(each, (None,) * each.dim()) for each in indices if each is not None]
     inputs.append((values, _fitted(values, result, shape)))
 
-    def lower(here: Here) -> Callable[..., None] | None:
+    def lower(context: SplitContext) -> Callable[..., None] | None:
         dims = [dim for dim in range(target.dim()) if dim not in where.rest]
-        split = [dim for dim in dims if here.axes(names[dim])]
+        split = [dim for dim in dims if context.axes(names[dim])]
         if not split:
             return None
 
         def run(
             target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool
         ) -> None:
-            found, inside = held(target, indices, here.inputs[0], split)
+            found, inside = held(target, indices, context.inputs[0], split)
             sizes = where.arranged([target.size(dim) for dim in where.rest], where.common)
             values = _of_rank(values, len(sizes)).expand(sizes)[(ALL,) * where.at + (inside,)]
             kept = [None if each is None else each.expand(where.common)[inside] for each in found]
@@ -244,7 +244,7 @@ def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
 def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Do `x[key] = value`."""
     target, key, value = args
-    check_target("__setitem__", target)
+    check_inplace_target("__setitem__", target)
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Number):
             raise TypeError(f"can't assign a {type(value).__name__} to a {target.type()}")
@@ -252,7 +252,7 @@ def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         value = torch.tensor(value, dtype=target.dtype, device=target.device)
     if isinstance(key, tuple) and len(key) == 1:
         key = key[0]
-    if is_up_to_date(
+    if is_current_copy(
         value, target, key
     ):  # `x[key] += 1` ends with this, and has written back already
         return
@@ -261,7 +261,7 @@ def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     elif _fills(target, key, value):
         FILL.dispatched(target, key, value)
     else:
-        _set(target, taken_apart(target, key, target._layout.mesh), value)
+        _set(target, parse_key(target, key, target._layout.mesh), value)
 
 
 def _set(target: DTensor, key: Key, value: torch.Tensor) -> None:
@@ -288,9 +288,9 @@ def index_put_(
     input: Any, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
     """Run `index_put_`: indices are tensors, or None for a dim."""
-    check_target("index_put_", input)
+    check_inplace_target("index_put_", input)
     key = tuple(ALL if each is None else each for each in indices)
-    parts = taken_apart(input, key, input._layout.mesh)
+    parts = parse_key(input, key, input._layout.mesh)
     PUT.dispatched(input, parts.indices, values, bool(accumulate))
     return input
 
@@ -317,7 +317,7 @@ def masked_index_put(
 @composed("put_")
 def put_(input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Any:
     """Run `put_`: the indices are of the flattened tensor."""
-    check_target("put_", input)
+    check_inplace_target("put_", input)
     mesh = input._layout.mesh
     found = unravelled(whole(index, "put_"), input._layout.shape)
     values = whole(source, "put_").reshape(index.shape)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
-from shardwise.rules.helpers.collectives import extreme, total
+from shardwise.rules.helpers.collectives import all_reduce_extreme, all_reduce_sum
 from shardwise.rules.helpers.dims import Inputs, replaced, unsplit, without
-from shardwise.rules.helpers.padding import with_a_row
+from shardwise.rules.helpers.padding import pad_to_one_row
 from shardwise.rules.index.indexing import located, looked_up, unravelled
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
 
 # ---- lookups
 
@@ -31,7 +31,7 @@ def gather(input: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: b
         return None  # a sparse gradient cannot be summed over ranks
     if input.dim() != index.dim() or input.dim() == 0:
         return unsplit([input, index], tuple(index.shape))
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     names = dims_of(index)
     held: Dims = tuple(
         "rows" if each == at else name if input.size(each) == index.size(each) else None
@@ -53,7 +53,7 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None =
         return unsplit([input, indices], (indices.numel(),))
     if input.dim() != indices.dim() or input.dim() == 0:
         return None
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     sizes = torch.broadcast_shapes(without(input.shape, (at,)), without(indices.shape, (at,)))  # type: ignore[no-untyped-call]
     shape = (*sizes[:at], indices.size(at), *sizes[at:])
     names = dims_of(indices)
@@ -77,7 +77,7 @@ def index_select(input: torch.Tensor, dim: int, index: torch.Tensor) -> Spec:
     """Look up rows by number."""
     if input.dim() == 0:
         return unsplit([input, index], ())
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     names = dims_of(input)
     picks: Dims = ("picks",) * index.dim()
     result = replaced(names, at, "picks" if picks else None)
@@ -96,9 +96,9 @@ def _lookup(
     """Return the spec of a lookup in the first input along a dim, by the indices of the second."""
     (_, held), (_, picks) = inputs
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes("rows")
-        boxes = boxes_of(held, picks, here.inputs[1]) if len(held) == len(picks) else {}
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes("rows")
+        boxes = boxes_of(held, picks, context.inputs[1]) if len(held) == len(picks) else {}
         if not axes and not boxes:
             return None
         if 0 in out.shape:
@@ -107,13 +107,13 @@ def _lookup(
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             source, index = tensors_among(*args, *kwargs.values())
             source = cut(source, boxes)
-            if not here.axes("rows"):
+            if not context.axes("rows"):
                 return run(source, dim, index)  # type: ignore[no-any-return]
-            found, inside = located(index, here.inputs[0], dim, wraps=wraps)
-            result = run(with_a_row(source, dim), dim, found)
+            found, inside = located(index, context.inputs[0], dim, wraps=wraps)
+            result = run(pad_to_one_row(source, dim), dim, found)
             beside = [1] * (result.dim() - 1 - dim) if inside.dim() == 1 < result.dim() else []
             result = result.masked_fill(~inside.reshape((*inside.shape, *beside)), 0)
-            return total(result, here.mesh, axes)
+            return all_reduce_sum(result, context.mesh, axes)
 
         return local
 
@@ -153,17 +153,17 @@ def take(input: torch.Tensor, index: torch.Tensor) -> Spec:
     """Look up elements of the flattened input."""
     held, picks = dims_of(input, "rows"), dims_of(index)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(*held)
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(*held)
         if not axes:
             return None
-        split = [dim for dim, name in enumerate(held) if here.axes(name)]
+        split = [dim for dim, name in enumerate(held) if context.axes(name)]
         shape = tuple(input.shape)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             source, index = tensors_among(*args, *kwargs.values())
-            found = looked_up(source, unravelled(index, shape), here.inputs[0], split)
-            return total(found, here.mesh, axes)
+            found = looked_up(source, unravelled(index, shape), context.inputs[0], split)
+            return all_reduce_sum(found, context.mesh, axes)
 
         return run
 
@@ -226,14 +226,14 @@ def isin(
         tested = dims_of(test_elements, "tested")
         inputs.append((test_elements, tested))
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(*tested)
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(*tested)
         if not axes:
             return None
 
         def run(elements: Any, test_elements: Any, **kwargs: Any) -> torch.Tensor:
             result = torch.isin(elements, test_elements).to(torch.uint8)
-            return extreme(result, here.mesh, axes, "max") != invert
+            return all_reduce_extreme(result, context.mesh, axes, "max") != invert
 
         return run
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.collectives import total
+from shardwise.rules.helpers.collectives import all_reduce_sum
 from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import Inputs, broadcast_dims
 from shardwise.rules.helpers.index_key import (
@@ -28,16 +28,16 @@ from shardwise.rules.helpers.index_key import (
     is_simple,
     local_region,
     mesh_of,
+    parse_key,
     region,
     static,
-    taken_apart,
     whole,
 )
-from shardwise.rules.helpers.padding import padded, with_a_row
-from shardwise.rules.helpers.row_exchange import exchange, severed
+from shardwise.rules.helpers.padding import pad, pad_to_one_row
+from shardwise.rules.helpers.row_exchange import mark_copy, plan_row_exchange
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.shape.splitting import whole_pieces
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
 # ---- parts of lookups in a split dim
 
@@ -100,23 +100,23 @@ def basic(input: torch.Tensor, key: Any) -> Spec:
     where = region(key, input)
     single = [name for name in where.parts if name not in where.rows]
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        if not here.axes(*where.parts):
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        if not context.axes(*where.parts):
             return None
-        local = local_region(where, here, but_long=True)
-        axes = here.axes(*single) if 0 not in where.shape else ()
-        moves = {at: _rows_moved(here, *taken, at) for at, taken in local.whole.items()}
+        local = local_region(where, context, but_long=True)
+        axes = context.axes(*single) if 0 not in where.shape else ()
+        moves = {at: _rows_moved(context, *taken, at) for at, taken in local.whole.items()}
 
         def run(input: torch.Tensor, key: Any) -> torch.Tensor:
             result = input[local.key]
             for move in moves.values():
                 result = move(result)
             for dim, (before, _, after) in local.spans.items():
-                result = padded(result, {dim: (before, after)})
-            result = total(result, here.mesh, axes)
+                result = pad(result, {dim: (before, after)})
+            result = all_reduce_sum(result, context.mesh, axes)
             for dim in reversed(local.dropped):
                 result = result.select(dim, 0)
-            return severed(result, "__getitem__", key) if local.severed else result
+            return mark_copy(result, "__getitem__", key) if local.severed else result
 
         return run
 
@@ -138,10 +138,14 @@ def basic(input: torch.Tensor, key: Any) -> Spec:
     )
 
 
-def _rows_moved(here: Here, dim: int, pick: Pick, at: int) -> Callable[..., torch.Tensor]:
+def _rows_moved(
+    context: SplitContext, dim: int, pick: Pick, at: int
+) -> Callable[..., torch.Tensor]:
     """Plan the exchange of a part of a split dim, which is dim `at` of the result."""
-    sizes = [here.inputs[0].shape[dim]], [pick.count]
-    return exchange("__getitem__", here.mesh, here.axes(f"d{dim}"), at, *sizes, pick.rows)
+    sizes = [context.inputs[0].shape[dim]], [pick.count]
+    return plan_row_exchange(
+        "__getitem__", context.mesh, context.axes(f"d{dim}"), at, *sizes, pick.rows
+    )
 
 
 # ---- the tensors of a key
@@ -197,7 +201,7 @@ def looked_up(
     where = picked(local.dim(), indices)
     found, inside = held(local, indices, layout, dims)
     for dim in dims:
-        local = with_a_row(local, dim)
+        local = pad_to_one_row(local, dim)
     result = local[tuple(ALL if each is None else each for each in found)]
     trailing = len(where.rest) - where.at
     return result.masked_fill(~inside.reshape((*inside.shape, *[1] * trailing)), 0)
@@ -222,13 +226,13 @@ def advanced(input: torch.Tensor, indices: Indices) -> Spec:
     indexed = [dim for dim in range(input.dim()) if dim not in where.rest]
     shape = where.arranged([input.shape[dim] for dim in where.rest], where.common)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        split = [dim for dim in indexed if here.axes(names[dim])]
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        split = [dim for dim in indexed if context.axes(names[dim])]
         if not split:
             return None
-        axes = here.axes(*(names[dim] for dim in split)) if 0 not in shape else ()
-        return lambda input, indices: total(
-            looked_up(input, indices, here.inputs[0], split), here.mesh, axes
+        axes = context.axes(*(names[dim] for dim in split)) if 0 not in shape else ()
+        return lambda input, indices: all_reduce_sum(
+            looked_up(input, indices, context.inputs[0], split), context.mesh, axes
         )
 
     return Spec(
@@ -250,7 +254,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, key = args
     if isinstance(input, DTensor) and is_simple(key):
         return BASIC.dispatched(input, key)
-    parts = taken_apart(input, key, mesh_of(input, key))
+    parts = parse_key(input, key, mesh_of(input, key))
     if parts.basic is not None or not parts.indices:
         basic = () if parts.basic is None else parts.basic
         input = BASIC.dispatched(input, basic) if isinstance(input, DTensor) else input[basic]

@@ -17,12 +17,12 @@ from shardwise.core.layout import Layout
 from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import Inputs, replaced, unsplit
 from shardwise.rules.helpers.index_key import mesh_of, static, whole
-from shardwise.rules.helpers.padding import padded
+from shardwise.rules.helpers.padding import pad
 from shardwise.rules.index.gathering import boxes_of, cut
 from shardwise.rules.index.indexing import located
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
 
 
 @rule("scatter")
@@ -74,7 +74,7 @@ def _scatter(
     input, index, *values = tensors
     if any(each.dim() != input.dim() for each in tensors) or input.dim() == 0:
         return unsplit(tensors, input.shape, linear=[(0, 2)] if linear else ())
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     names = dims_of(input)
     held = replaced(names, at, "rows")
     picks: Dims = tuple(
@@ -90,13 +90,13 @@ def _scatter(
         same = tuple(value.size(each) == index.size(each) for each in range(value.dim()))
         inputs.append((value, tuple(n if ok else None for n, ok in zip(picks, same, strict=True))))
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        leading = here.inputs[0]
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        leading = context.inputs[0]
         boxes = [boxes_of(dims, held, leading, but=at) for _, dims in inputs]
-        if values and inputs[2][1][at] is None and here.inputs[1].shard_order[at]:
-            box = here.inputs[1].box()
+        if values and inputs[2][1][at] is None and context.inputs[1].shard_order[at]:
+            box = context.inputs[1].box()
             boxes[2][at] = box.start[at], box.stop[at]
-        axes = here.axes("rows")
+        axes = context.axes("rows")
         if not axes and not any(boxes):
             return None
 
@@ -174,21 +174,21 @@ def _index_write(
     flows = [(0, 2)] if values and linear else []
     if input.dim() == 0 or any(value.dim() not in (0, input.dim()) for value in values):
         return unsplit(tensors, input.shape, linear=flows)
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     names = dims_of(input)
     held = replaced(names, at, "rows")
     written = replaced(names, at, "picks" if adds and index.dim() else None)
     inputs: Inputs = [(input, held), (index, (written[at],) * index.dim())]
     inputs += [(value, written if value.dim() else ()) for value in values]
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        if not here.axes("rows"):
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        if not context.axes("rows"):
             return None
 
         def local(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             parts = _Arguments(args, kwargs)
             index, *values = parts.tensors
-            return _spilled(run, input, at, index, values, parts, here.inputs[0])
+            return _spilled(run, input, at, index, values, parts, context.inputs[0])
 
         return local
 
@@ -235,7 +235,7 @@ def _spilled(
     found, inside = located(index, layout, dim, wraps=run is torch.index_fill)
     found = torch.where(inside, found, size)
     args, kwargs = parts.filled([found, *values])
-    result = run(padded(input, {dim: (0, 1)}), *args, **kwargs)
+    result = run(pad(input, {dim: (0, 1)}), *args, **kwargs)
     return result.narrow(dim, 0, size)  # type: ignore[no-any-return]
 
 

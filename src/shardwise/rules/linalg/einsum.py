@@ -10,7 +10,7 @@ import torch
 
 from shardwise.rules.linalg.matmul import VF, Tensor, contraction, leading
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Spec
+from shardwise.rules.spec import Spec, SplitContext
 
 
 @rule(torch.einsum)
@@ -24,7 +24,7 @@ def einsum(equation: str, *operands: Tensor) -> Spec:
         list(zip(operands, names, strict=True)),
         output,
         broadcasts=True,
-        lower=lambda here: _lowered(here, names),
+        lower=lambda context: _lowered(context, names),
         positions={name for given in names for name, times in Counter(given).items() if times > 1},
     )
 
@@ -56,9 +56,9 @@ def _expanded(part: str, count: int) -> list[str]:
     return [*before, *(leading(count) if dots else ()), *after]
 
 
-def _lowered(here: Here, names: Sequence[Sequence[str]]) -> Any:
+def _lowered(context: SplitContext, names: Sequence[Sequence[str]]) -> Any:
     """Return the function that runs on the local tensors."""
-    cuts = list(_diagonal_cuts(here, names))
+    cuts = list(_diagonal_cuts(context, names))
     # torch's Python code only chooses the order of products; two operands have one order.
     run = torch.einsum if len(names) > 2 else _einsum
     if not cuts:
@@ -78,7 +78,7 @@ def _einsum(equation: str, *operands: Tensor) -> Tensor:
 
 
 def _diagonal_cuts(
-    here: Here, names: Sequence[Sequence[str]]
+    context: SplitContext, names: Sequence[Sequence[str]]
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield how to narrow repeated dims, as (operand, dim, start, length).
 
@@ -88,6 +88,6 @@ def _diagonal_cuts(
     for operand, given in enumerate(names):
         for dim, name in enumerate(given):
             first = given.index(name)
-            if first != dim and here.inputs[operand].shard_order[first]:
-                start, stop = here.inputs[operand].range(first)
+            if first != dim and context.inputs[operand].shard_order[first]:
+                start, stop = context.inputs[operand].range(first)
                 yield operand, dim, start, stop - start

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor.composite import decomposed
+from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.state import plain_tensors
 from shardwise.dtensor.tensor import DTensor
 from shardwise.random.seed_check import check_if_suspect
@@ -19,7 +19,7 @@ from shardwise.rules.helpers.dims import Inputs, as_dims, broadcast_dims, replac
 from shardwise.rules.helpers.padding import for_empty
 from shardwise.rules.linalg.matmul import leading
 from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
-from shardwise.rules.registry import functions, handler, rule
+from shardwise.rules.registry import functions_named, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, dims_of
 
 Tensor = torch.Tensor
@@ -115,7 +115,7 @@ def _rule(pattern: str, may_fail: bool) -> Any:
 
 for _pattern, _names in _PATTERNS.items():
     for _name in _names.split():
-        if _name in _SINCE_2_14 and not functions(_name):
+        if _name in _SINCE_2_14 and not functions_named(_name):
             continue
         rule(_name, inplace=False)(_rule(_pattern, _name not in _NEVER_FAIL))
 
@@ -243,7 +243,7 @@ def low_rank(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Run torch's Python code; the random matrix that it draws is the same on every rank."""
     given = next(each for each in tensors_in((args, kwargs)) if isinstance(each, DTensor))
     check_if_suspect(given._layout.mesh)
-    run = decomposed(function)
+    run = decompose(function)
     assert run is not None, "it is written in Python"
     with plain_tensors("assume"):
         return run(*args, **kwargs)
@@ -265,7 +265,7 @@ def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Spec:
             input, other, dim=first
         )  # the default dim depends on sizes, and a shard has others
 
-    return _cross(input, other, first, lower=lambda here: run, positions=())
+    return _cross(input, other, first, lower=lambda context: run, positions=())
 
 
 @rule("linalg.cross")
@@ -287,7 +287,7 @@ def _cross(input: Tensor, other: Tensor, dim: int, **extra: Any) -> Spec:
 def _powers(input: Tensor, count: int, run: Any) -> Spec:
     """Return the spec of a table of powers; their number depends on the whole vector."""
     out = Out((*dims_of(input), None), (*input.shape, count))
-    return Spec([(input, dims_of(input))], [out], lower=lambda here: run, positions=())
+    return Spec([(input, dims_of(input))], [out], lower=lambda context: run, positions=())
 
 
 @rule("vander")

@@ -17,11 +17,11 @@ import torch
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.composed_ops import Function, composed, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, given, replaced, without
-from shardwise.rules.helpers.padding import cropped, filled, for_empty, is_empty
-from shardwise.rules.helpers.windows import Window, exchange
+from shardwise.rules.helpers.padding import crop, for_empty, is_empty, pad_empty_dims
+from shardwise.rules.helpers.windows import Window, plan_exchange
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.shape.rearranging import roll
-from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 from shardwise.torch_internals import VF
 
 Sizes = tuple[int, ...]
@@ -68,7 +68,7 @@ def _one_rule(function: Any, length: Length) -> None:
     def transform(
         input: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None
     ) -> Spec:
-        at = normalized(dim, input.dim())
+        at = normalize_dim(dim, input.dim())
         (size,) = _checked([length(input.shape[at], n)])
         return transformed(input, (at,), replaced(input.shape, at, size), function)
 
@@ -86,7 +86,7 @@ def _dims_and_sizes(
     if dim is None:
         dim = range(input.dim()) if s is None else range(input.dim() - len(s), input.dim())
     dims = tuple(
-        normalized(each, input.dim()) for each in ((dim,) if isinstance(dim, int) else dim)
+        normalize_dim(each, input.dim()) for each in ((dim,) if isinstance(dim, int) else dim)
     )
     sizes = (None,) * len(dims) if s is None else tuple(s)
     if len(set(dims)) < len(dims) or len(sizes) != len(dims) or not (dims and input.dim()):
@@ -209,7 +209,7 @@ def c2c(self: torch.Tensor, dim: Sequence[int], normalization: int, forward: boo
 
 @rule(Aten("_fft_r2c"))
 def r2c(self: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> Spec:
-    last = normalized(dim[-1], self.dim())
+    last = normalize_dim(dim[-1], self.dim())
     size = _half(self.shape[last], None) if onesided else self.shape[last]
     shape = replaced(self.shape, last, size)
     return transformed(self, as_dims(dim, self.dim()), shape, torch._fft_r2c)
@@ -217,7 +217,7 @@ def r2c(self: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bo
 
 @rule(Aten("_fft_c2r"))
 def c2r(self: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: int) -> Spec:
-    shape = replaced(self.shape, normalized(dim[-1], self.dim()), last_dim_size)
+    shape = replaced(self.shape, normalize_dim(dim[-1], self.dim()), last_dim_size)
     return transformed(self, as_dims(dim, self.dim()), shape, torch._fft_c2r)
 
 
@@ -266,16 +266,16 @@ def stft(
     batch = ("batch",) * (input.dim() - 1)
     parts = () if return_complex or (is_complex and return_complex is None) else (2,)
 
-    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
-        mine = here.outputs[0].local_shape()
-        if not here.axes(time) and not is_empty(mine):
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor] | None:
+        mine = context.outputs[0].local_shape()
+        if not context.axes(time) and not is_empty(mine):
             return None
         at = input.dim() - 1
-        get = exchange(here, "time", at, (size, windows.count), windows.needs)
+        get = plan_exchange(context, "time", at, (size, windows.count), windows.needs)
 
         def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            signal = filled(get(local) if time else local, [n_fft] * local.dim())
-            return cropped(VF.stft(signal, *args, **kwargs), mine)
+            signal = pad_empty_dims(get(local) if time else local, [n_fft] * local.dim())
+            return crop(VF.stft(signal, *args, **kwargs), mine)
 
         return run
 

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.rules.helpers.dims import Inputs, broadcast_dims
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import variable_functions
 
 Tensor = torch.Tensor
@@ -228,7 +228,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> S
         # torch chooses by the number of rows; here by the global number.
         compute_mode = 1 if max(x1.shape[-2], x2.shape[-2]) > 25 else 2
 
-    def lower(here: Here) -> Any:
+    def lower(context: SplitContext) -> Any:
         return partial(_cdist, mode=compute_mode)
 
     reduces = spec.reduces if p in (0, 1) else {}
@@ -270,7 +270,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
         operands,
         [*batch, "n"],
         last=bias,
-        lower=lambda here: _bilinear if here.axes("i", "j") else None,
+        lower=lambda context: _bilinear if context.axes("i", "j") else None,
         positions=(),
     )
 

@@ -14,7 +14,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.dims import Inputs, unsplit
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ def _spec(
     (rows, inner), columns = first.shape, second.shape[1]
     shape = (rows, columns)
 
-    def lower(here: Here) -> Callable[..., Tensor]:
+    def lower(context: SplitContext) -> Callable[..., Tensor]:
         # GPU kernels need row-major times column-major, and a redistribution may change strides.
         return lambda first, mat2, *args, **kwargs: operator(
             first.contiguous(), mat2.t().contiguous().t(), *args, **kwargs

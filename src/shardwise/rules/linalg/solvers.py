@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.helpers.composed_ops import Function, composed, with_synonyms
-from shardwise.rules.helpers.padding import cropped, filled, for_empty
+from shardwise.rules.helpers.padding import crop, for_empty, pad_empty_dims
 from shardwise.rules.linalg.factorizations import NOTHING, matrices
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec
@@ -107,7 +107,7 @@ def _solving(function: Any, results: str, **extra: Any) -> Callable[..., Spec]:
             return matrices([input, B], f"n n, n -> n{results}", **extra)
         sides = _sides("n", left)
         # Shards of matrices with fewer batch dims might be mistaken for a batch of vectors.
-        lower = (lambda here: local) if B.dim() == input.dim() - 1 else None
+        lower = (lambda context: local) if B.dim() == input.dim() - 1 else None
         pattern = f"n n, {sides} -> {sides}{results}"
         return matrices([input, B], pattern, lower=lower, positions=(), **extra)
 
@@ -137,20 +137,20 @@ def _least_squares(input: Tensor, b: Tensor, rcond: Any, driver: str) -> Any:
     # LAPACK may crash without columns, and torch drops the gradient for an empty batch. Matrices
     # without rows or unknowns are not padded: torch has a result, which zeros would change.
     one = (1,) * (input.dim() - 2)
-    matrix, sides = filled(input, (*one, 0, 0)), filled(b, (*one, 0, 1))
+    matrix, sides = pad_empty_dims(input, (*one, 0, 0)), pad_empty_dims(b, (*one, 0, 1))
     found = torch.linalg.lstsq(matrix, sides, rcond, driver=driver)
-    solution = cropped(found.solution, (*batch, input.shape[-1], *columns))
+    solution = crop(found.solution, (*batch, input.shape[-1], *columns))
     residuals = found.residuals
     if _has_residuals(input, driver):
         shape = (*batch, *(columns or (1,)))
         if not residuals.numel():  # a matrix is rank-deficient, so the caller drops them
             residuals = residuals.sum().expand(shape)  # differentiable zeros
-        residuals = cropped(residuals, shape)
+        residuals = crop(residuals, shape)
     rank, values = found.rank, found.singular_values
     if driver != "gels":
-        rank = cropped(rank, input.shape[:-2])
+        rank = crop(rank, input.shape[:-2])
     if driver in ("gelss", "gelsd"):
-        values = cropped(values, (*input.shape[:-2], min(input.shape[-2:])))
+        values = crop(values, (*input.shape[:-2], min(input.shape[-2:])))
     return solution, residuals, rank, values
 
 

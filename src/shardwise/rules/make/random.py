@@ -17,9 +17,9 @@ from shardwise.core import world
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
-from shardwise.dtensor.writes import check_target, check_writable
+from shardwise.dtensor.writes import check_inplace_target, check_writable
 from shardwise.random import samplers
-from shardwise.random.source import Sampler, drawn
+from shardwise.random.source import Sampler, draw_shard
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import unsplit
@@ -27,7 +27,7 @@ from shardwise.rules.helpers.precision import keeps_sums
 from shardwise.rules.make.creation import check_layout
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import Aten, handler, name_of, rule
-from shardwise.rules.spec import Here, Spec
+from shardwise.rules.spec import Spec, SplitContext
 from shardwise.torch_internals import as_local
 
 
@@ -45,7 +45,7 @@ def noise(
         sampler: a sampler of `shardwise.random`; `numbers` are its parameters.
     """
     whole = layout.relaid(partial={}) if layout.partial else layout
-    local = drawn(sampler, whole, *numbers, dtype=dtype, device=device, generator=generator)
+    local = draw_shard(sampler, whole, *numbers, dtype=dtype, device=device, generator=generator)
     return wrap(local, whole)
 
 
@@ -231,7 +231,7 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Any:
 @composed("bernoulli_")
 def bernoulli_(input: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
     """Draw 0 or 1 into the target, which keeps its layout."""
-    check_target("bernoulli_", input)
+    check_inplace_target("bernoulli_", input)
     if isinstance(p, torch.Tensor):
         return input.copy_(compared(input, p, generator))
     _check_probability(p)
@@ -321,12 +321,14 @@ def _check_probability(p: float) -> None:
 # data.
 
 
-def _seeded(func: Callable[..., torch.Tensor], here: Here) -> Callable[..., torch.Tensor]:
+def _seeded(
+    func: Callable[..., torch.Tensor], context: SplitContext
+) -> Callable[..., torch.Tensor]:
     def run(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> torch.Tensor:
         if world.current().draws_whole:
             return func(*args, **kwargs)
         own = torch.Generator(args[0].device)
-        own.manual_seed(samplers.draw_key(here.mesh, generator))
+        own.manual_seed(samplers.draw_key(context.mesh, generator))
         return func(*args, generator=own, **kwargs)
 
     return run

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.box import Range
-from shardwise.rules.helpers.padding import cropped, filled, is_empty
+from shardwise.rules.helpers.padding import crop, is_empty, pad_empty_dims
 from shardwise.rules.helpers.precision import keeps_sums
-from shardwise.rules.helpers.windows import exchange, expanded
+from shardwise.rules.helpers.windows import per_dim, plan_exchange
 from shardwise.rules.nn.pooling import planes
 from shardwise.rules.registry import Aten, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 
 
 def _sizes(input: torch.Tensor, space: int, output_size: Any) -> list[int]:
     """Return the spatial sizes of the result; None keeps the size of the input."""
-    wanted = expanded(output_size, space)
+    wanted = per_dim(output_size, space)
     given = input.shape[-space:]
     return [have if want is None else want for have, want in zip(given, wanted, strict=True)]
 
@@ -54,14 +54,16 @@ def _adaptive(
         name if name in reduces else either for name, either in zip(names, free, strict=True)
     )
 
-    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
-        mine, result = here.inputs[0].local_shape(), here.outputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor] | None:
+        mine, result = context.inputs[0].local_shape(), context.outputs[0].local_shape()
         exchanges = [
-            exchange(here, f"d{dim}", dim, (shape[dim], sizes[dim - first]), _looks_at(length))
+            plan_exchange(
+                context, f"d{dim}", dim, (shape[dim], sizes[dim - first]), _looks_at(length)
+            )
             for dim, length in lengths.items()
-            if here.axes(f"d{dim}")
+            if context.axes(f"d{dim}")
         ]
-        if not exchanges and not here.axes(*reduces) and not is_empty(mine):
+        if not exchanges and not context.axes(*reduces) and not is_empty(mine):
             return None
         share = math.prod(
             mine[dim] / max(shape[dim], 1)
@@ -73,8 +75,8 @@ def _adaptive(
         def run(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             for get in exchanges:
                 input = get(input)
-            made = operator(filled(input), local_sizes)
-            return cropped(made if share == 1 else made * share, result)
+            made = operator(pad_empty_dims(input), local_sizes)
+            return crop(made if share == 1 else made * share, result)
 
         return run
 

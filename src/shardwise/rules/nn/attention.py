@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.core.cut import rescaled
+from shardwise.core.cut import rescale_cut
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.random.samplers import bernoulli
-from shardwise.random.source import drawn
-from shardwise.rules.helpers.collectives import extreme, total_used
+from shardwise.random.source import draw_shard
+from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_extreme
 from shardwise.rules.helpers.precision import autocast, widened, without_autocast
 from shardwise.rules.linalg.matmul import contraction, expanded_dims, leading
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Spec
+from shardwise.rules.spec import Spec, SplitContext
 from shardwise.torch_internals import nn_builtins
 
 Tensor = torch.Tensor
@@ -78,15 +78,15 @@ def attention(
         # If one axis splits keys and queries, the queries stay split, as the result is.
         return gathers_queries or not set(queries) & set(splits.get("s", ()))
 
-    def lower(here: Here) -> Callable[..., Tensor] | None:
-        order = [here.axes(name) for name in (*batch, "l", "s")]
-        weights = Layout(here.mesh, whole, order, {}, (*here.outputs[0].cuts[:-1], None))
-        local = Local(weights, here.axes("s"), heads, is_shared)
-        is_empty = 0 in here.outputs[0].local_shape()
-        if dropout_p > 0 or here.axes("s") or is_empty:
+    def lower(context: SplitContext) -> Callable[..., Tensor] | None:
+        order = [context.axes(name) for name in (*batch, "l", "s")]
+        weights = Layout(context.mesh, whole, order, {}, (*context.outputs[0].cuts[:-1], None))
+        local = Local(weights, context.axes("s"), heads, is_shared)
+        is_empty = 0 in context.outputs[0].local_shape()
+        if dropout_p > 0 or context.axes("s") or is_empty:
             return local.by_parts
-        is_offset = is_causal and here.axes("l")
-        is_regrouped = heads is not None and not is_shared and here.axes("h")
+        is_offset = is_causal and context.axes("l")
+        is_regrouped = heads is not None and not is_shared and context.axes("h")
         return local.by_kernel if is_offset or is_regrouped else None
 
     return Spec(
@@ -136,7 +136,7 @@ class Heads:
                 counts = tuple(layout.mesh.shape[axis] for axis in axes)
                 cut = layout.cuts[-3] or ((layout.shape[-3], 1),)
                 sizes = (self.queries, self.keys, self.values)
-                return all(rescaled(cut, size, counts) is not None for size in sizes)
+                return all(rescale_cut(cut, size, counts) is not None for size in sizes)
         return True
 
 
@@ -244,10 +244,10 @@ class Local:
             largest = scores.detach().amax(-1, keepdim=True)
         else:
             largest = scores.new_full((*scores.shape[:-1], 1), -math.inf)
-        largest = extreme(largest, mesh, self.summed, "max")
+        largest = all_reduce_extreme(largest, mesh, self.summed, "max")
         # Autograd treats the maximum as a constant: the result does not depend on it.
         exps = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
-        sums = total_used(exps.sum(-1, keepdim=True), mesh, self.summed)
+        sums = all_reduce_both_ways(exps.sum(-1, keepdim=True), mesh, self.summed)
         return exps / sums.masked_fill(sums == 0, 1)
 
     def _kept(self, dropout_p: float, like: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class Local:
         if dropout_p == 1:  # nothing is drawn
             return torch.zeros_like(like)
         kept = 1 - dropout_p
-        return drawn(bernoulli, self.weights, kept, kept, dtype=like.dtype, device=like.device)
+        return draw_shard(bernoulli, self.weights, kept, kept, dtype=like.dtype, device=like.device)
 
 
 def _cut(mask: Tensor | None, last: int) -> Tensor | None:

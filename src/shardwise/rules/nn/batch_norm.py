@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
-from shardwise.rules.helpers.collectives import total, used
+from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
 from shardwise.rules.helpers.composed_ops import composed, dispatched
 from shardwise.rules.helpers.dims import given
 from shardwise.rules.helpers.precision import widened
 from shardwise.rules.nn.normalization import beside_space, channels, moments, scaled
-from shardwise.rules.registry import functions, handler, rule
-from shardwise.rules.spec import Here, Out, Spec
+from shardwise.rules.registry import functions_named, handler, rule
+from shardwise.rules.spec import Out, Spec, SplitContext
 from shardwise.torch_internals import verify_batch_size, verify_spatial_size
 
 Optional = torch.Tensor | None
@@ -48,7 +48,7 @@ def batch_norm(
     )
 
 
-@handler(*(each for each in functions("batch_norm") if each is not F.batch_norm))
+@handler(*(each for each in functions_named("batch_norm") if each is not F.batch_norm))
 def builtin_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _normalized(by_batch, *args, **kwargs)
 
@@ -71,7 +71,7 @@ def instance_norm(
     )
 
 
-@handler(*(each for each in functions("instance_norm") if each is not F.instance_norm))
+@handler(*(each for each in functions_named("instance_norm") if each is not F.instance_norm))
 def builtin_instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {**kwargs}
     if "use_input_stats" in kwargs:
@@ -288,7 +288,7 @@ def _spec(
     weight: Optional,
     bias: Optional,
     tracks: bool,
-    lower: Callable[[Here], Callable[..., Any] | None],
+    lower: Callable[[SplitContext], Callable[..., Any] | None],
     statistics: int = 2,
 ) -> Spec:
     names, shape = channels(input), tuple(input.shape)
@@ -303,8 +303,8 @@ def _spec(
 def batch_rule(
     input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
 ) -> Spec:
-    def lower(here: Here) -> Callable[..., Any] | None:
-        saving = _split_batch_norm(here, tuple(input.shape))
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        saving = _split_batch_norm(context, tuple(input.shape))
         if saving is None:
             return None
 
@@ -321,26 +321,26 @@ def batch_rule(
 
 @rule(by_batch_saving)
 def saving_rule(input: torch.Tensor, weight: Optional, bias: Optional, eps: float) -> Spec:
-    def lower(here: Here) -> Callable[..., Any] | None:
-        return _split_batch_norm(here, tuple(input.shape))
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        return _split_batch_norm(context, tuple(input.shape))
 
     return _spec(input, weight, bias, True, lower, statistics=3)
 
 
 def _split_batch_norm(
-    here: Here, shape: tuple[int, ...]
+    context: SplitContext, shape: tuple[int, ...]
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
     """Return the lowering of `by_batch_saving`; None if no averaged dim is split."""
     averaged = [0, *range(2, len(shape))]
     count = math.prod(shape[dim] for dim in averaged)
-    axes = here.axes("n", *(f"s{at}" for at in range(len(shape) - 2)))
+    axes = context.axes("n", *(f"s{at}" for at in range(len(shape) - 2)))
     if not axes:
         return None
 
     def run(
         input: torch.Tensor, weight: Optional, bias: Optional, eps: float
     ) -> tuple[torch.Tensor, ...]:
-        normal, mean, variance = _normal(input, averaged, count, here, axes, eps)
+        normal, mean, variance = _normal(input, averaged, count, context, axes, eps)
         scale = (variance.detach() + eps).rsqrt()
         statistics = (mean.detach(), _unbiased(variance, count), scale)
         result = _affine(normal, weight, bias, input)
@@ -357,19 +357,19 @@ def instance_rule(
     averaged = list(range(2, len(shape)))
     count = math.prod(shape[2:])
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes, batch = here.axes(*names[2:]), here.axes("n")
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes, batch = context.axes(*names[2:]), context.axes("n")
         if not axes and not (tracks and batch):
             return None
 
         def over_batch(statistic: torch.Tensor) -> torch.Tensor:
             sums = statistic.detach().sum(0).flatten()
-            return total(sums, here.mesh, batch) / shape[0]
+            return all_reduce_sum(sums, context.mesh, batch) / shape[0]
 
         def run(
             input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
         ) -> Any:
-            result, mean, variance = _normal(input, averaged, count, here, axes, eps)
+            result, mean, variance = _normal(input, averaged, count, context, axes, eps)
             result = _affine(result, weight, bias, input)
             if not tracks:
                 return result
@@ -384,12 +384,12 @@ def _normal(
     input: torch.Tensor,
     dims: list[int],
     count: int,
-    here: Here,
+    context: SplitContext,
     axes: Sequence[int],
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mean, variance, centered = moments(widened(input), dims, count, here.mesh, axes)
-    return centered * used((variance + eps).rsqrt(), here.mesh, axes), mean, variance
+    mean, variance, centered = moments(widened(input), dims, count, context.mesh, axes)
+    return centered * sum_grads_over((variance + eps).rsqrt(), context.mesh, axes), mean, variance
 
 
 def _affine(

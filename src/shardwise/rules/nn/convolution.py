@@ -16,10 +16,10 @@ import torch
 from shardwise.core.box import Range
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.chunks import clipped, same_units
-from shardwise.rules.helpers.padding import cropped, filled, is_empty, padded
-from shardwise.rules.helpers.windows import Exchange, Window, exchange, expanded
+from shardwise.rules.helpers.padding import crop, is_empty, pad, pad_empty_dims
+from shardwise.rules.helpers.windows import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 
 _FORWARD: dict[int, Callable[..., torch.Tensor]]
 _FORWARD = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -93,17 +93,17 @@ class Convolution:
         found = -(-(first - window.reach + 1) // window.stride), (end - 1) // window.stride + 1
         return clipped(found, window.size)
 
-    def lower(self, here: Here) -> Callable[..., torch.Tensor] | None:
+    def lower(self, context: SplitContext) -> Callable[..., torch.Tensor] | None:
         """Return the local convolution: fewer groups, exchanged windows, padded empty dims."""
-        space = [at for at in range(len(self.windows)) if f"x{at}" in here.splits]
-        empty = any(is_empty(each.local_shape()) for each in (*here.inputs, *here.outputs))
-        if not space and "g" not in here.splits and not empty:
+        space = [at for at in range(len(self.windows)) if f"x{at}" in context.splits]
+        empty = any(is_empty(each.local_shape()) for each in (*context.inputs, *context.outputs))
+        if not space and "g" not in context.splits and not empty:
             return None
-        exchanges = [self.exchange(here, at) for at in space]
-        groups, missing = _channels(self, here)
+        exchanges = [self.exchange(context, at) for at in space]
+        groups, missing = _channels(self, context)
         make = _transposed if self.is_transposed else _forward
-        sides, operator = make(self, here, space, groups)
-        result = here.outputs[0].local_shape()
+        sides, operator = make(self, context, space, groups)
+        result = context.outputs[0].local_shape()
 
         def run(
             input: torch.Tensor,
@@ -114,15 +114,15 @@ class Convolution:
         ) -> torch.Tensor:
             for get in exchanges:
                 input = get(input)
-            return cropped(operator(*missing(padded(input, sides), weight, bias)), result)
+            return crop(operator(*missing(pad(input, sides), weight, bias)), result)
 
         return run
 
-    def exchange(self, here: Here, at: int) -> Exchange:
+    def exchange(self, context: SplitContext, at: int) -> WindowExchange:
         """Plan the exchange along one spatial dim: the inputs of each rank's results."""
         dim = self.first + at
-        return exchange(
-            here, f"x{at}", dim, (self.input[dim], self.result[dim]), partial(self.needs, at)
+        return plan_exchange(
+            context, f"x{at}", dim, (self.input[dim], self.result[dim]), partial(self.needs, at)
         )
 
 
@@ -130,8 +130,8 @@ Local = tuple[dict[int, Range], Callable[..., torch.Tensor]]
 """The padding of each dim of a rank's window, and the function that then runs on it."""
 
 
-def _forward(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
-    windows, result = conv.windows, here.outputs[0]
+def _forward(conv: Convolution, context: SplitContext, space: Sequence[int], groups: int) -> Local:
+    windows, result = conv.windows, context.outputs[0]
     sides: dict[int, Range] = {}
     padding = [window.before for window in windows]
     for at, window in enumerate(windows):
@@ -146,9 +146,11 @@ def _forward(conv: Convolution, here: Here, space: Sequence[int], groups: int) -
     )
 
 
-def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int) -> Local:
+def _transposed(
+    conv: Convolution, context: SplitContext, space: Sequence[int], groups: int
+) -> Local:
     assert conv.output_padding is not None, "it is transposed"
-    windows, result = conv.windows, here.outputs[0]
+    windows, result = conv.windows, context.outputs[0]
     padding, output_padding = [window.before for window in windows], list(conv.output_padding)
     sides: dict[int, Range] = {}
     cuts: dict[int, Range] = {}
@@ -170,7 +172,7 @@ def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int
 
     def run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         made = operator(input, weight, None, strides, padding, output_padding, groups, dilation)
-        made = padded(made, cuts)
+        made = pad(made, cuts)
         if bias is not None:  # after the crop and padding, as the bias is added to padding too
             made = made + bias.to(made.dtype).view(-1, *[1] * len(windows))
         return made
@@ -178,20 +180,20 @@ def _transposed(conv: Convolution, here: Here, space: Sequence[int], groups: int
     return sides, run
 
 
-def _channels(conv: Convolution, here: Here) -> tuple[int, Callable[..., Any]]:
+def _channels(conv: Convolution, context: SplitContext) -> tuple[int, Callable[..., Any]]:
     """Return the number of groups of this rank, and a function that pads empty channels or
     batch."""
     channel, groups = conv.first - 1, conv.groups
     each_in = each_out = 1
-    if "g" in here.splits:
+    if "g" in context.splits:
         each_in, each_out = conv.input[channel] // groups, conv.result[channel] // groups
-        groups = max(here.inputs[0].local_shape()[channel] // each_in, 1)
+        groups = max(context.inputs[0].local_shape()[channel] // each_in, 1)
     of_weight = (each_in, each_out) if conv.is_transposed else (each_out, each_in)
     to_fill = ((1, each_in) if channel else (each_in,)), of_weight, (each_out,)
 
     def missing(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         return [
-            None if tensor is None else filled(tensor, amounts)
+            None if tensor is None else pad_empty_dims(tensor, amounts)
             for tensor, amounts in zip(tensors, to_fill, strict=True)
         ]
 
@@ -218,7 +220,7 @@ def conv(
         totals = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
         sides = [(total // 2, total - total // 2) for total in totals]
     else:
-        sides = [(p, p) for p in expanded(0 if padding == "valid" else padding, space)]
+        sides = [(p, p) for p in per_dim(0 if padding == "valid" else padding, space)]
     windows = tuple(
         Window(size, kernel, step, *side, apart)
         for size, kernel, step, side, apart in zip(
@@ -247,14 +249,14 @@ def conv_transpose(
 ) -> Spec:
     """Return the spec of a transposed convolution: each input adds to a window of the result."""
     space, dilations, strides = _space(input, weight, stride, dilation)
-    more = expanded(output_padding, space)
+    more = per_dim(output_padding, space)
     windows = tuple(
         Window(size, kernel, step, before, before, apart)
         for size, kernel, step, before, apart in zip(
             input.shape[-space:],
             weight.shape[2:],
             strides,
-            expanded(padding, space),
+            per_dim(padding, space),
             dilations,
             strict=True,
         )
@@ -296,7 +298,7 @@ def _space(
     space = weight.dim() - 2
     if space not in _FORWARD or input.dim() not in (space + 1, space + 2):
         raise RuntimeError(f"dims: input {tuple(input.shape)}, weight {tuple(weight.shape)}")
-    return space, expanded(dilation, space), expanded(stride, space)
+    return space, per_dim(dilation, space), per_dim(stride, space)
 
 
 def _shapes(

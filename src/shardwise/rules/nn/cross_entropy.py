@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.dtensor.composite import decomposed
+from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.collectives import total
+from shardwise.rules.helpers.collectives import all_reduce_sum
 from shardwise.rules.helpers.composed_ops import dispatched
 from shardwise.rules.helpers.dims import Inputs, given
 from shardwise.rules.helpers.precision import autocast_wider, widened
 from shardwise.rules.nn.losses import Loss, Values, losses, reduced
 from shardwise.rules.reduce.softmax import shifted
 from shardwise.rules.registry import handler
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _problem(values: Values) -> Problem:
 
 # ---- targets that are classes
 
-Indexed = Callable[[Values, Problem, Here, Sequence[int]], torch.Tensor]
+Indexed = Callable[[Values, Problem, SplitContext, Sequence[int]], torch.Tensor]
 
 
 def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) -> Spec:
@@ -83,19 +83,21 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
     problem = _problem(values)
     inputs = given((input, dims), (target, rows), (weight, ("c",)))
 
-    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
-        axes = here.axes("c")
-        return (lambda values: compute(values, problem, here, axes)) if axes else None
+    def each(context: SplitContext) -> Callable[[Values], torch.Tensor] | None:
+        axes = context.axes("c")
+        return (lambda values: compute(values, problem, context, axes)) if axes else None
 
-    def count(here: Here, values: Values) -> torch.Tensor:
+    def count(context: SplitContext, values: Values) -> torch.Tensor:
         """Return the sum of the weights of the targets that are not ignored."""
         target, weight = values["target"], values["weight"]
         if weight is None:
             found = (target != problem.ignore_index).sum()
         else:
-            where = _Where(values, problem, here)
-            found = total(where.taken(widened(weight)).sum(), here.mesh, here.axes("c"))
-        return total(found, here.mesh, here.axes(*rows))
+            where = _Where(values, problem, context)
+            found = all_reduce_sum(
+                where.taken(widened(weight)).sum(), context.mesh, context.axes("c")
+            )
+        return all_reduce_sum(found, context.mesh, context.axes(*rows))
 
     whole = {"c": "whole"}
     spec = Spec(inputs, [Out(rows, shape)], reduces=whole, linear=linear, positions=("c",))
@@ -105,10 +107,10 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
 class _Where:
     """The places of the target classes in this rank's shard."""
 
-    def __init__(self, values: Values, problem: Problem, here: Here) -> None:
+    def __init__(self, values: Values, problem: Problem, context: SplitContext) -> None:
         target = values["target"].long()
         self.dim = problem.dim
-        layout = here.inputs[0]
+        layout = context.inputs[0]
         first, end = layout.range(self.dim)
         size = end - first
         is_valid = target != problem.ignore_index
@@ -138,15 +140,15 @@ class _Where:
 
 
 def _cross_entropies(
-    values: Values, problem: Problem, here: Here, axes: Sequence[int]
+    values: Values, problem: Problem, context: SplitContext, axes: Sequence[int]
 ) -> torch.Tensor:
     """Return w_t (log sum exp x - x_t) for x minus its maximum, smoothed by the mean over
     classes."""
     input, weight = values["input"], values["weight"]
     dim, smoothing = problem.dim, problem.label_smoothing
     wide = widened(input)
-    above, _ = shifted(wide, dim, here.mesh, axes)
-    where = _Where(values, problem, here)
+    above, _ = shifted(wide, dim, context.mesh, axes)
+    where = _Where(values, problem, context)
     weights = None if weight is None else widened(weight)
     chosen = where.taken(above)
     parts = [above.exp().sum(dim)]
@@ -160,7 +162,7 @@ def _cross_entropies(
         parts.append(scaled.sum(dim))
         if weights is not None:
             parts.append(weights.sum().expand_as(chosen))
-    sums = list(total(torch.stack(parts), here.mesh, axes).unbind())
+    sums = list(all_reduce_sum(torch.stack(parts), context.mesh, axes).unbind())
     logarithm = sums.pop(0).log()
     target_term = sums.pop(0)
     target_weight = where.is_valid.to(wide.dtype) if weights is None else sums.pop(0)
@@ -175,14 +177,14 @@ def _cross_entropies(
 
 
 def _negative_log_likelihoods(
-    values: Values, problem: Problem, here: Here, axes: Sequence[int]
+    values: Values, problem: Problem, context: SplitContext, axes: Sequence[int]
 ) -> torch.Tensor:
     input, weight = values["input"], values["weight"]
-    where = _Where(values, problem, here)
+    where = _Where(values, problem, context)
     mine = where.taken(widened(input))
     if weight is not None:
         mine = mine * where.taken(widened(weight))
-    return -total(mine, here.mesh, axes).to(autocast_wider(input))
+    return -all_reduce_sum(mine, context.mesh, axes).to(autocast_wider(input))
 
 
 def _along(weights: torch.Tensor, input: torch.Tensor, dim: int) -> torch.Tensor:
@@ -202,28 +204,30 @@ def _of_probabilities(loss: Loss, values: Values) -> Spec:
         raise RuntimeError("ignore_index is not supported for floating point target")
     inputs = given((input, dims), (target, dims), (weight, ("c",)))
 
-    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
-        axes = here.axes("c")
-        return (lambda values: _soft_cross_entropies(values, problem, here, axes)) if axes else None
+    def each(context: SplitContext) -> Callable[[Values], torch.Tensor] | None:
+        axes = context.axes("c")
+        return (
+            (lambda values: _soft_cross_entropies(values, problem, context, axes)) if axes else None
+        )
 
     spec = Spec(inputs, [Out(rows, shape)], reduces={"c": "whole"})
     return reduced(loss, values, spec, math.prod(shape), each)
 
 
 def _soft_cross_entropies(
-    values: Values, problem: Problem, here: Here, axes: Sequence[int]
+    values: Values, problem: Problem, context: SplitContext, axes: Sequence[int]
 ) -> torch.Tensor:
     """Return the sum over classes of w t (log sum exp x - x), for x minus its maximum."""
     input, target, weight = values["input"], values["target"], values["weight"]
     dim, smoothing = problem.dim, problem.label_smoothing
-    above, _ = shifted(widened(input), dim, here.mesh, axes)
+    above, _ = shifted(widened(input), dim, context.mesh, axes)
     share = widened(target)
     if smoothing:
         share = share * (1 - smoothing) + smoothing / problem.classes
     if weight is not None:
         share = share * _along(widened(weight), above, dim)
     parts = [above.exp().sum(dim), share.sum(dim), (share * above).sum(dim)]
-    exps, shares, terms = total(torch.stack(parts), here.mesh, axes).unbind()
+    exps, shares, terms = all_reduce_sum(torch.stack(parts), context.mesh, axes).unbind()
     tensors = [input, target] if weight is None else [input, target, weight]
     return (shares * exps.log() - terms).to(autocast_wider(*tensors))
 
@@ -241,7 +245,7 @@ def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     matrix = [values["linear_weight"], values.get("linear_bias")]
     is_split = any(isinstance(each, DTensor) and not each._layout.is_replicated for each in matrix)
     if values.get("options") is None or is_split:
-        by_parts = decomposed(func)
+        by_parts = decompose(func)
         assert by_parts is not None, "torch wrote it in Python"
         return by_parts(**{**values, "options": None})
     return dispatched(chunked_cross_entropy, **values)
@@ -280,13 +284,13 @@ def chunked_rule(loss: Loss, values: Values) -> Spec:
     shape = (*input.shape[:-1], *matrix.shape[1:-1])
     is_index = target.shape != (*input.shape[:-1], *matrix.shape[:-1])
 
-    def count(here: Here, values: Values) -> torch.Tensor:
+    def count(context: SplitContext, values: Values) -> torch.Tensor:
         """Return the sum of the weights of the targets that are not ignored."""
         target, weight, ignored = values["target"], values["weight"], values["ignore_index"]
         is_valid = target != (-100 if ignored is None else ignored)
         if weight is not None:
             is_valid = torch.where(is_valid, widened(weight)[torch.where(is_valid, target, 0)], 0)
-        return total(is_valid.sum(), here.mesh, here.axes("n"))
+        return all_reduce_sum(is_valid.sum(), context.mesh, context.axes("n"))
 
     inputs: Inputs = [
         (input, (*rows, None)),

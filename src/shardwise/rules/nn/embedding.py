@@ -16,17 +16,17 @@ import torch.nn.functional as F
 
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap
-from shardwise.rules.helpers.collectives import extreme
+from shardwise.rules.helpers.collectives import all_reduce_extreme
 from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import given
 from shardwise.rules.helpers.index_key import whole
-from shardwise.rules.helpers.padding import with_a_row
+from shardwise.rules.helpers.padding import pad_to_one_row
 from shardwise.rules.helpers.row_exchange import refuse_if_explicit
-from shardwise.rules.helpers.row_lookup import Answer, Table, rows_of
+from shardwise.rules.helpers.row_lookup import FetchedRows, RowTable, rows_of
 from shardwise.rules.index.indexing import located
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import Aten, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import as_local
 
 
@@ -89,10 +89,10 @@ def _embedding(
     if sparse:
         picks = (None,) * len(picks)  # sparse gradients cannot be summed over ranks
 
-    def lower(here: Here) -> Callable[..., Any]:
-        layout = here.inputs[weight_at]
-        find = _finder(here, layout, picks, padding)
-        refuses = sparse and bool(here.splits)
+    def lower(context: SplitContext) -> Callable[..., Any]:
+        layout = context.inputs[weight_at]
+        find = _finder(context, layout, picks, padding)
+        refuses = sparse and bool(context.splits)
 
         def lookup(weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
             if refuses and weight.requires_grad and torch.is_grad_enabled():
@@ -116,66 +116,72 @@ def _embedding(
         inputs[::-1] if weight_at else inputs,
         [Out((*picks, rows[1]), shape)],
         reduces={"vocabulary": "sum"},
-        together=_together(picks),
-        moves=lambda here: _moves(here, picks, here.inputs[1 - weight_at], here.inputs[weight_at]),
+        co_split=_co_split(picks),
+        comm_cost=lambda context: _lookup_cost(
+            context, picks, context.inputs[1 - weight_at], context.inputs[weight_at]
+        ),
         linear=[(weight_at,)],
         lower=lower,
         positions=("vocabulary",),
     )
 
 
-def _together(picks: Dims) -> list[tuple[str, str]]:
+def _co_split(picks: Dims) -> list[tuple[str, str]]:
     """Return the pairs of factors that one axis may split both: vocabulary and indices."""
     return [(each, "vocabulary") for each in picks if each is not None]
 
 
-def _asking(here: Here, picks: Dims) -> tuple[int, ...]:
+def _asking(context: SplitContext, picks: Dims) -> tuple[int, ...]:
     """Return the axes that split both vocabulary and indices: ranks along them fetch rows."""
-    return tuple(axis for axis in here.axes("vocabulary") if axis in here.axes(*picks))
+    return tuple(axis for axis in context.axes("vocabulary") if axis in context.axes(*picks))
 
 
-def _moves(here: Here, picks: Dims, indices: Layout, weight: Layout) -> tuple[int, float]:
+def _lookup_cost(
+    context: SplitContext, picks: Dims, indices: Layout, weight: Layout
+) -> tuple[int, float]:
     """Return the collectives and elements that fetching rows moves: numbers, indices, rows."""
 
     def count(axes: Iterable[int]) -> int:
-        return math.prod(here.mesh.shape[axis] for axis in axes)
+        return math.prod(context.mesh.shape[axis] for axis in axes)
 
-    axes = _asking(here, picks)
+    axes = _asking(context, picks)
     if not axes:
         return 0, 0.0
-    rows = indices.numel / count(here.axes(*picks))
-    rows *= count(axes) / count(here.axes("vocabulary"))  # the share of rows that other ranks hold
+    rows = indices.numel / count(context.axes(*picks))
+    rows *= count(axes) / count(
+        context.axes("vocabulary")
+    )  # the share of rows that other ranks hold
     features = weight.shape[1] / count(weight.shard_order[1])
     return 3, rows * (1 - 1 / count(axes)) * (1 + features)
 
 
 def _finder(
-    here: Here, layout: Layout, picks: Dims, padding: int = -1
-) -> Callable[[torch.Tensor, torch.Tensor], Answer] | None:
+    context: SplitContext, layout: Layout, picks: Dims, padding: int = -1
+) -> Callable[[torch.Tensor, torch.Tensor], FetchedRows] | None:
     """Return a function that finds rows of a weight; None if its rows are not split.
 
     Arguments:
         padding: a row that gets no gradient.
     """
-    if not here.axes("vocabulary"):
+    if not context.axes("vocabulary"):
         return None
-    axes = _asking(here, picks)
+    axes = _asking(context, picks)
     if axes:
-        table = Table.of(layout, axes, padding)
+        table = RowTable.of(layout, axes, padding)
 
-        def ask(weight: torch.Tensor, indices: torch.Tensor) -> Answer:
+        def ask(weight: torch.Tensor, indices: torch.Tensor) -> FetchedRows:
             _check_indices(indices)
-            refuse_if_explicit("embedding", here.mesh, axes)
+            refuse_if_explicit("embedding", context.mesh, axes)
             return table.ask(weight, indices)
 
         return ask
     start, stop = layout.range(0)
     padding = padding - start if start <= padding < stop else -1
 
-    def locate(weight: torch.Tensor, indices: torch.Tensor) -> Answer:
+    def locate(weight: torch.Tensor, indices: torch.Tensor) -> FetchedRows:
         _check_indices(indices)
         found, inside = located(indices, layout, 0, wraps=False)
-        return Answer(with_a_row(weight, 0), found, inside, padding)
+        return FetchedRows(pad_to_one_row(weight, 0), found, inside, padding)
 
     return locate
 
@@ -242,10 +248,10 @@ def embedding_bag(
     inputs = given((input, picks), (weight, rows), (offsets, (None,)), (per_sample_weights, picks))
     padding = None if padding_idx is None else padding_idx % max(weight.size(0), 1)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        if not here.axes("vocabulary", "picks"):
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        if not context.axes("vocabulary", "picks"):
             return None
-        find = _finder(here, here.inputs[1], picks)
+        find = _finder(context, context.inputs[1], picks)
 
         def run(
             input: torch.Tensor,
@@ -268,7 +274,7 @@ def embedding_bag(
                 kept = torch.ones_like(inside) if padding is None else input != padding
                 sizes = _bag_sizes(kept, offsets, bags)
             if offsets is None:
-                found, scale = with_a_row(found, 1), with_a_row(scale, 1)
+                found, scale = pad_to_one_row(found, 1), pad_to_one_row(scale, 1)
             result = F.embedding_bag(
                 found,
                 weight,
@@ -287,8 +293,10 @@ def embedding_bag(
         inputs,
         [out],
         reduces=reduces,
-        together=_together(picks[:1]) if adds else (),
-        moves=lambda here: _moves(here, picks, here.inputs[0], here.inputs[1]),
+        co_split=_co_split(picks[:1]) if adds else (),
+        comm_cost=lambda context: _lookup_cost(
+            context, picks, context.inputs[0], context.inputs[1]
+        ),
         linear=[(1,)] if mode != "max" else (),
         lower=lower,
         positions=("vocabulary",),
@@ -336,4 +344,4 @@ def _largest(tensor: DTensor) -> int:
         lowest = local.new_full((1,), torch.iinfo(local.dtype).min)
         largest = torch.cat([local.flatten(), lowest]).max()
         axes = [axis for axis, each in enumerate(layout.placements) if each.is_shard()]
-        return int(extreme(largest, layout.mesh, [] if layout.partial else axes, "max"))
+        return int(all_reduce_extreme(largest, layout.mesh, [] if layout.partial else axes, "max"))

@@ -15,11 +15,11 @@ import torch
 
 from shardwise.core.box import Range
 from shardwise.rules.helpers.chunks import clipped
-from shardwise.rules.helpers.padding import cropped, filled, is_empty, padded
+from shardwise.rules.helpers.padding import crop, is_empty, pad, pad_empty_dims
 from shardwise.rules.helpers.precision import keeps_sums
-from shardwise.rules.helpers.windows import exchange
+from shardwise.rules.helpers.windows import plan_exchange
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
 _HALOS = {
     "upsample_nearest1d": 0,
@@ -68,10 +68,10 @@ class Resize:
         halo = self.halo if factor > 1 else 0
         return clipped((first - halo, last + 1 + halo), self.input[at + 2])
 
-    def lower(self, here: Here) -> Callable[..., torch.Tensor] | None:
+    def lower(self, context: SplitContext) -> Callable[..., torch.Tensor] | None:
         """Return the operator on exchanged windows; it crops results that belong to other ranks."""
-        shape, box = here.outputs[0].local_shape(), here.outputs[0].box()
-        split = [at for at in range(len(self.sizes)) if here.axes(f"d{at + 2}")]
+        shape, box = context.outputs[0].local_shape(), context.outputs[0].box()
+        split = [at for at in range(len(self.sizes)) if context.axes(f"d{at + 2}")]
         if not split and not is_empty(shape):
             return None
         sizes, scales = list(self.sizes), list(self.scales)
@@ -80,7 +80,9 @@ class Resize:
             factor, dim = self.factor(at), at + 2
             assert factor is not None, "it can be split"
             length = self.input[dim], self.sizes[at]
-            exchanges.append(exchange(here, f"d{dim}", dim, length, partial(self.needs, at)))
+            exchanges.append(
+                plan_exchange(context, f"d{dim}", dim, length, partial(self.needs, at))
+            )
             mine = box.start[dim], box.stop[dim]
             start, stop = self.needs(at, mine)
             sizes[at], scales[at] = max(stop - start, 1) * factor, None
@@ -90,8 +92,8 @@ class Resize:
         def run(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             for get in exchanges:
                 input = get(input)
-            made = self.operator(filled(input), sizes, *self.options, *scales)
-            return cropped(padded(made, cuts), shape)
+            made = self.operator(pad_empty_dims(input), sizes, *self.options, *scales)
+            return crop(pad(made, cuts), shape)
 
         return run
 
@@ -160,13 +162,13 @@ def affine_grid_generator(theta: torch.Tensor, size: Sequence[int], align_corner
     """Return the spec of one grid per matrix."""
     space = len(size) - 2
 
-    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
-        shape = here.outputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor] | None:
+        shape = context.outputs[0].local_shape()
         if shape[0] == size[0]:
             return None
         local = [max(shape[0], 1), *size[1:]]
-        return lambda theta, *_, **__: cropped(
-            torch.affine_grid_generator(filled(theta), local, align_corners), shape
+        return lambda theta, *_, **__: crop(
+            torch.affine_grid_generator(pad_empty_dims(theta), local, align_corners), shape
         )
 
     out = Out(("n", *(None,) * (space + 1)), (size[0], *size[2:], space))

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.rules.helpers.collectives import total, total_used
+from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_sum
 from shardwise.rules.helpers.composed_ops import composed, dispatched
 from shardwise.rules.helpers.dims import Inputs
 from shardwise.rules.helpers.precision import autocast_wider, keeps_sums, widened
 from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
-from shardwise.rules.registry import Aten, functions, handler, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.registry import Aten, functions_named, handler, rule
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import legacy_reduction, schema_of
 
 Values = dict[str, Any]
 """The arguments of a call by name."""
-Each = Callable[[Here], Callable[[Values], torch.Tensor] | None]
+Each = Callable[[SplitContext], Callable[[Values], torch.Tensor] | None]
 """Maps the split of a call to a function for the losses before reduction; None to use torch."""
 
 _REDUCTIONS = ("none", "mean", "sum")  # in the order of torch's enumeration
@@ -89,7 +89,7 @@ def losses(*names: Any) -> Callable[[Callable[..., Spec]], Callable[..., Spec]]:
 
     def register(made: Callable[..., Spec]) -> Callable[..., Spec]:
         for name in names:
-            for function in [name] if callable(name) else functions(name):
+            for function in [name] if callable(name) else functions_named(name):
                 rule(function)(_spec_of(function, name, made))
         return made
 
@@ -111,7 +111,7 @@ def reduced(
     loss: Loss,
     values: Values,
     spec: Spec,
-    count: float | Callable[[Here, Values], Any],
+    count: float | Callable[[SplitContext, Values], Any],
     each: Each | None = None,
 ) -> Spec:
     """The spec of a loss.
@@ -127,9 +127,9 @@ def reduced(
     (out,) = spec.outputs
     positions = spec.positions or ()
 
-    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
-        compute = None if each is None else each(here)
-        if not here.splits or (compute is None and reduction in ("none", "sum")):
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor] | None:
+        compute = None if each is None else each(context)
+        if not context.splits or (compute is None and reduction in ("none", "sum")):
             return None
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -139,7 +139,7 @@ def reduced(
                 return result
             summed = widened(result).sum()
             if reduction != "sum":
-                summed = summed / (count(here, values) if callable(count) else count)
+                summed = summed / (count(context, values) if callable(count) else count)
             return summed.to(result.dtype)
 
         return run
@@ -198,9 +198,11 @@ def l1_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return dispatched(weighted_l1_loss, *args, **kwargs)
 
 
-def _sum_of_weights(dims: Dims) -> Callable[[Here, Values], torch.Tensor]:
-    def count(here: Here, values: Values) -> torch.Tensor:
-        return total_used(widened(values["weight"]).sum(), here.mesh, here.axes(*dims))
+def _sum_of_weights(dims: Dims) -> Callable[[SplitContext, Values], torch.Tensor]:
+    def count(context: SplitContext, values: Values) -> torch.Tensor:
+        return all_reduce_both_ways(
+            widened(values["weight"]).sum(), context.mesh, context.axes(*dims)
+        )
 
     return count
 
@@ -269,8 +271,8 @@ def ctc_loss(loss: Loss, values: Values) -> Spec:
         if isinstance(values[name], torch.Tensor):
             inputs.append((values[name], (None,) if is_joined and rows else rows))
 
-    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
-        first, end = here.inputs[0].range(1) if rows else (0, 1)
+    def each(context: SplitContext) -> Callable[[Values], torch.Tensor] | None:
+        first, end = context.inputs[0].range(1) if rows else (0, 1)
         reduction = loss.reduction(values)
 
         def compute(values: Values) -> torch.Tensor:
@@ -323,20 +325,20 @@ def cosine_embedding_loss(loss: Loss, values: Values) -> Spec:
             f"{list(first.shape)}, {list(second.shape)} and a target of {list(shape)}"
         )
 
-    def each(here: Here) -> Callable[[Values], torch.Tensor] | None:
-        axes = here.axes("d")
-        return None if not axes else lambda values: _cosine_losses(values, here, axes)
+    def each(context: SplitContext) -> Callable[[Values], torch.Tensor] | None:
+        axes = context.axes("d")
+        return None if not axes else lambda values: _cosine_losses(values, context, axes)
 
     inputs = [(first, dims), (second, dims), (target, rows)]
     spec = Spec(inputs, [Out(rows, shape)], reduces={"d": "whole"})
     return reduced(loss, values, spec, math.prod(shape), each)
 
 
-def _cosine_losses(values: Values, here: Here, axes: Sequence[int]) -> torch.Tensor:
+def _cosine_losses(values: Values, context: SplitContext, axes: Sequence[int]) -> torch.Tensor:
     first, second = widened(values["input1"]), widened(values["input2"])
     products = (first * second, first.square(), second.square())
     sums = torch.stack([each.sum(-1) for each in products])
-    product, one, other = total(sums, here.mesh, axes).unbind()
+    product, one, other = all_reduce_sum(sums, context.mesh, axes).unbind()
     smallest = 1e-12  # the constant of torch
     cosine = product / ((one + smallest) * (other + smallest)).sqrt()
     target = values["target"]

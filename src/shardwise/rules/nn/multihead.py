@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.dtensor.composite import decomposed
+from shardwise.dtensor.composite import decompose
 from shardwise.rules.nn.attention import axes_of
 from shardwise.rules.registry import handler
 from shardwise.torch_internals import check_attention_shapes
@@ -28,7 +28,7 @@ def multi_head_attention_forward(func: Any, args: tuple[Any, ...], kwargs: dict[
     given = dict(zip(names, args, strict=False)) | kwargs
     rare = ("bias_k", "bias_v", "static_k", "static_v")
     if any(given.get(name) is not None for name in rare) or given["add_zero_attn"]:
-        return decomposed(func)(*args, **kwargs)  # type: ignore[misc]
+        return decompose(func)(*args, **kwargs)  # type: ignore[misc]
     return _attend(**{name: value for name, value in given.items() if name not in rare})
 
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.collectives import total, used
+from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
 from shardwise.rules.helpers.dims import given
 from shardwise.rules.helpers.precision import widened
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import verify_batch_size
 
 Optional = torch.Tensor | None
@@ -31,11 +31,11 @@ def moments(
     """Return mean, variance and centered input, over `dims` of `count` elements split over `axes`.
 
     The dims are kept with size 1. Mean and variance are replicated; the caller must pass them
-    through `used` before it combines them with shards.
+    through `sum_grads_over` before it combines them with shards.
     """
-    mean = total(input.sum(dims, keepdim=True), mesh, axes) / count
-    centered = input - used(mean, mesh, axes)
-    variance = total(centered.square().sum(dims, keepdim=True), mesh, axes) / count
+    mean = all_reduce_sum(input.sum(dims, keepdim=True), mesh, axes) / count
+    centered = input - sum_grads_over(mean, mesh, axes)
+    variance = all_reduce_sum(centered.square().sum(dims, keepdim=True), mesh, axes) / count
     return mean, variance, centered
 
 
@@ -92,8 +92,8 @@ def layer_norm(
 ) -> Spec:
     names, first = _trailing(input, normalized_shape)
 
-    def lower(here: Here) -> Callable[..., torch.Tensor]:
-        split = _split_layer_norm(here, names, first, math.prod(normalized_shape))
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor]:
+        split = _split_layer_norm(context, names, first, math.prod(normalized_shape))
         return torch.layer_norm if split is None else _result_alone(split)
 
     inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
@@ -110,8 +110,8 @@ def native_layer_norm(
 ) -> Spec:
     names, first = _trailing(input, normalized_shape)
 
-    def lower(here: Here) -> Callable[..., Any]:
-        split = _split_layer_norm(here, names, first, math.prod(normalized_shape))
+    def lower(context: SplitContext) -> Callable[..., Any]:
+        split = _split_layer_norm(context, names, first, math.prod(normalized_shape))
         if split is None:
             return torch.native_layer_norm
         return lambda input, normalized_shape, weight, bias, eps: split(input, weight, bias, eps)
@@ -124,12 +124,12 @@ def native_layer_norm(
 
 
 def _split_layer_norm(
-    here: Here, names: Dims, first: int, count: int
+    context: SplitContext, names: Dims, first: int, count: int
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
     """Return a function for result, mean and reciprocal deviation; None if no normalized dim is
     split.
     """
-    axes = here.axes(*names[first:])
+    axes = context.axes(*names[first:])
     if not axes:
         return None
     dims = list(range(first, len(names)))
@@ -137,9 +137,9 @@ def _split_layer_norm(
     def run(
         input: torch.Tensor, weight: Optional, bias: Optional, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mean, variance, centered = moments(widened(input), dims, count, here.mesh, axes)
+        mean, variance, centered = moments(widened(input), dims, count, context.mesh, axes)
         scale = (variance + eps).rsqrt()
-        result = scaled(centered * used(scale, here.mesh, axes), weight, bias)
+        result = scaled(centered * sum_grads_over(scale, context.mesh, axes), weight, bias)
         kept = (input if weight is None else weight).dtype
         return result.to(input.dtype), mean.detach().to(kept), scale.detach().to(kept)
 
@@ -157,8 +157,8 @@ def rms_norm(
     count = math.prod(normalized_shape)
     dims = tuple(range(first, len(names)))
 
-    def lower(here: Here) -> Callable[..., torch.Tensor]:
-        axes = here.axes(*names[first:])
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor]:
+        axes = context.axes(*names[first:])
         if not axes:
             return torch.rms_norm
 
@@ -169,9 +169,11 @@ def rms_norm(
             eps: float | None = None,
         ) -> torch.Tensor:
             wide = widened(input)
-            squares = total(wide.square().sum(dims, keepdim=True), here.mesh, axes) / count
+            squares = (
+                all_reduce_sum(wide.square().sum(dims, keepdim=True), context.mesh, axes) / count
+            )
             smallest = torch.finfo(wide.dtype).eps if eps is None else eps
-            scale = used((squares + smallest).rsqrt(), here.mesh, axes)
+            scale = sum_grads_over((squares + smallest).rsqrt(), context.mesh, axes)
             return scaled(wide * scale, weight, None).to(input.dtype)
 
         return run
@@ -210,13 +212,13 @@ def group_norm(
             f"of shape {list(shape)} and num_groups={num_groups}"
         )
 
-    def lower(here: Here) -> Callable[..., torch.Tensor]:
-        pieces = math.prod(here.mesh.shape[axis] for axis in here.axes("c"))
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor]:
+        pieces = math.prod(context.mesh.shape[axis] for axis in context.axes("c"))
         # If each rank has whole groups, their statistics stay on the rank.
         whole_groups = num_groups % pieces == 0
-        if not whole_groups or here.axes(*names[2:]):
+        if not whole_groups or context.axes(*names[2:]):
             pieces = pieces if whole_groups else 1
-            return _result_alone(_split_group_norm(here, names, shape, num_groups, pieces))
+            return _result_alone(_split_group_norm(context, names, shape, num_groups, pieces))
         if pieces == 1:
             return torch.group_norm
         groups = num_groups // pieces
@@ -240,11 +242,11 @@ def native_group_norm(
     """Statistics are returned too; their groups are whole, also if each rank has its own groups."""
     names, shape = channels(input), tuple(input.shape)
 
-    def lower(here: Here) -> Callable[..., Any]:
-        if here.axes(*names[1:]):
-            split = _split_group_norm(here, names, shape, group, 1)
+    def lower(context: SplitContext) -> Callable[..., Any]:
+        if context.axes(*names[1:]):
+            split = _split_group_norm(context, names, shape, group, 1)
             return lambda input, weight, bias, *_, **__: split(input, weight, bias, eps)
-        rows = here.inputs[0].local_shape()[0]
+        rows = context.inputs[0].local_shape()[0]
         return lambda input, weight, bias, *_, **__: torch.native_group_norm(
             input.contiguous(), weight, bias, rows, C, HxW, group, eps
         )
@@ -264,7 +266,7 @@ def checked_group_norm(input: torch.Tensor, num_groups: int, *args: Any, **kwarg
 
 
 def _split_group_norm(
-    here: Here, names: Dims, shape: tuple[int, ...], num_groups: int, pieces: int
+    context: SplitContext, names: Dims, shape: tuple[int, ...], num_groups: int, pieces: int
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return a function for result, mean and reciprocal deviation of groups on several ranks.
 
@@ -273,11 +275,11 @@ def _split_group_norm(
     Arguments:
         pieces: the number of ranks that the groups are split over, each with whole groups.
     """
-    axes = here.axes(*names[2:], *(() if pieces > 1 else ("c",)))
+    axes = context.axes(*names[2:], *(() if pieces > 1 else ("c",)))
     per_group = shape[1] // num_groups
     count = per_group * math.prod(shape[2:])
     groups = num_groups // pieces
-    start, _ = here.inputs[0].range(1)
+    start, _ = context.inputs[0].range(1)
 
     def run(
         input: torch.Tensor, weight: Optional, bias: Optional, eps: float
@@ -289,10 +291,10 @@ def _split_group_norm(
 
         def average(values: torch.Tensor) -> torch.Tensor:
             sums = values.new_zeros(values.shape[0], groups).index_add(1, group, values.sum(2))
-            return total(sums, here.mesh, axes) / count
+            return all_reduce_sum(sums, context.mesh, axes) / count
 
         def spread(statistic: torch.Tensor) -> torch.Tensor:
-            return used(statistic, here.mesh, axes)[:, group].unsqueeze(2)
+            return sum_grads_over(statistic, context.mesh, axes)[:, group].unsqueeze(2)
 
         mean = average(wide)
         centered = wide - spread(mean)

@@ -10,10 +10,10 @@ import torch
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.chunks import same_units
-from shardwise.rules.helpers.padding import cropped, filled, is_empty
-from shardwise.rules.helpers.windows import Window, expanded
+from shardwise.rules.helpers.padding import crop, is_empty, pad_empty_dims
+from shardwise.rules.helpers.windows import Window, per_dim
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec
+from shardwise.rules.spec import Out, Spec, SplitContext
 from shardwise.torch_internals import nn_builtins
 
 
@@ -21,7 +21,7 @@ from shardwise.torch_internals import nn_builtins
 def im2col(input: torch.Tensor, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Spec:
     """Extract patches from planes."""
     kernel, apart, around, step = (
-        expanded(each, 2) for each in (kernel_size, dilation, padding, stride)
+        per_dim(each, 2) for each in (kernel_size, dilation, padding, stride)
     )
     counts = [
         Window(*each).count
@@ -51,7 +51,7 @@ def col2im(
 ) -> Spec:
     """Add patches into planes."""
     size, kernel, apart, around, step = (
-        expanded(each, 2) for each in (output_size, kernel_size, dilation, padding, stride)
+        per_dim(each, 2) for each in (output_size, kernel_size, dilation, padding, stride)
     )
     if input.dim() not in (2, 3) or input.shape[-2] % math.prod(kernel):
         raise RuntimeError(f"kernel {kernel_size}, input {tuple(input.shape)}")
@@ -80,12 +80,12 @@ def _patches(
     def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
         return "c" not in splits or same_units(channels, sizes, mesh, splits["c"])
 
-    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
-        result = here.outputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor] | None:
+        result = context.outputs[0].local_shape()
         if not is_empty(result):
             return None
         amounts = (1, of_channel) if batch else (of_channel,)
-        return lambda input, *_, **__: cropped(operator(filled(input, amounts)), result)
+        return lambda input, *_, **__: crop(operator(pad_empty_dims(input, amounts)), result)
 
     dims = (*batch, "c", *(None,) * (count - 1))
     out = Out((*batch, "c", *(None,) * (len(shape) - len(batch) - 1)), shape)

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from shardwise.core.box import Range
 from shardwise.rules.helpers.composed_ops import composed
-from shardwise.rules.helpers.padding import cropped, filled, is_empty, padded
+from shardwise.rules.helpers.padding import crop, is_empty, pad, pad_empty_dims
 from shardwise.rules.helpers.precision import keeps_sums
-from shardwise.rules.helpers.windows import Exchange, Window, exchange, expanded
+from shardwise.rules.helpers.windows import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import Aten, rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 
 _MAX: dict[int, Callable[..., Any]]
@@ -34,7 +34,7 @@ Operator = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class Pooling:
     """A pooling with arguments for each spatial dim; these are the last dims of the input."""
 
     input: tuple[int, ...]
@@ -56,41 +56,45 @@ class Pool:
         """Kernel and stride as lists, as torch takes them."""
         return [each.kernel for each in self.windows], [each.stride for each in self.windows]
 
-    def spec(self, input: torch.Tensor, lower: Callable[[Here], Operator], **extra: Any) -> Spec:
+    def spec(
+        self, input: torch.Tensor, lower: Callable[[SplitContext], Operator], **extra: Any
+    ) -> Spec:
         """Return the spec; every dim is free. `lower` returns the operator for padded windows."""
 
-        def windowed(here: Here) -> Callable[..., Any] | None:
-            split = [at for at in range(self.first, len(self.input)) if here.axes(f"d{at}")]
-            if not split and not is_empty(here.inputs[0].local_shape()):
+        def windowed(context: SplitContext) -> Callable[..., Any] | None:
+            split = [at for at in range(self.first, len(self.input)) if context.axes(f"d{at}")]
+            if not split and not is_empty(context.inputs[0].local_shape()):
                 return None
-            return self.on_windows(here, split, lower(here))
+            return self.on_windows(context, split, lower(context))
 
         names = dims_of(input)
         extra = {"positions": names[self.first :], **extra}
         return Spec([(input, names)], [Out(names, self.result)], lower=windowed, **extra)
 
-    def on_windows(self, here: Here, split: Iterable[int], operator: Operator) -> Operator:
+    def on_windows(
+        self, context: SplitContext, split: Iterable[int], operator: Operator
+    ) -> Operator:
         """Wrap an operator so that the shard is exchanged and padded before it runs."""
-        exchanges = [self.exchange(here, dim) for dim in split]
-        shape = here.outputs[0].local_shape()
-        sides = dict(enumerate(map(Window.padding, self.windows, self.mine(here)), self.first))
+        exchanges = [self.exchange(context, dim) for dim in split]
+        shape = context.outputs[0].local_shape()
+        sides = dict(enumerate(map(Window.padding, self.windows, self.mine(context)), self.first))
 
         def run(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             for get in exchanges:
                 input = get(input)
             value = _lowest(input.dtype) if self.is_max else 0
-            return cropped(operator(filled(padded(input, sides, value))), shape)
+            return crop(operator(pad_empty_dims(pad(input, sides, value))), shape)
 
         return run
 
-    def mine(self, here: Here) -> list[Range]:
+    def mine(self, context: SplitContext) -> list[Range]:
         """Return this rank's range of results along each spatial dim."""
-        return [here.outputs[0].range(dim) for dim in range(self.first, len(self.input))]
+        return [context.outputs[0].range(dim) for dim in range(self.first, len(self.input))]
 
-    def exchange(self, here: Here, dim: int) -> Exchange:
+    def exchange(self, context: SplitContext, dim: int) -> WindowExchange:
         """Plan the exchange along one spatial dim: the inputs that each rank's results read."""
         window = self.windows[dim - self.first]
-        return exchange(here, f"d{dim}", dim, (window.size, window.count), window.needs)
+        return plan_exchange(context, f"d{dim}", dim, (window.size, window.count), window.needs)
 
 
 def _lowest(dtype: torch.dtype) -> float | int:
@@ -107,18 +111,18 @@ def _pool(
     dilation: Any,
     ceil_mode: bool,
     is_max: bool = False,
-) -> Pool:
+) -> Pooling:
     """Return the pooling of a call; raise where torch would."""
     sizes = tuple(input.shape)
-    kernels = expanded(kernel_size, space)
+    kernels = per_dim(kernel_size, space)
     strides = kernels if stride is None or stride == () or stride == [] else stride
     windows = []
     for size, kernel, step, before, apart in zip(
         sizes[-space:],
         kernels,
-        expanded(strides, space),
-        expanded(padding, space),
-        expanded(dilation, space),
+        per_dim(strides, space),
+        per_dim(padding, space),
+        per_dim(dilation, space),
         strict=True,
     ):
         reach = apart * (kernel - 1) + 1
@@ -131,13 +135,13 @@ def _pool(
             raise RuntimeError(f"pooling: input {sizes}, kernel {kernels}, padding {padding}")
         after = (count - 1) * step + reach - size - before
         windows.append(Window(size, kernel, step, before, after, apart))
-    return Pool(sizes, tuple(windows), is_max)
+    return Pooling(sizes, tuple(windows), is_max)
 
 
 # ---- max pooling
 
 
-def _largest(pool: Pool, here: Here) -> Operator:
+def _largest(pool: Pooling, context: SplitContext) -> Operator:
     """Return the operator for the maximum of each window."""
     operator, dilation = _MAX[len(pool.windows)], [each.dilation for each in pool.windows]
     return lambda input: operator(input, *pool.shared, 0, dilation)
@@ -154,7 +158,7 @@ def _max_rule(space: int) -> Callable[..., Spec]:
         return_indices: bool = False,
     ) -> Spec:
         pool = _pool(input, space, kernel_size, stride, padding, dilation, ceil_mode, True)
-        return pool.spec(input, lambda here: _largest(pool, here))
+        return pool.spec(input, lambda context: _largest(pool, context))
 
     return max_pool
 
@@ -198,16 +202,16 @@ def planes(
     count = tensors[0].dim() - space
     dims = (*dims_of(tensors[0])[:count], *(None,) * space)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        shapes = [layout.local_shape() for layout in here.outputs]
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        shapes = [layout.local_shape() for layout in context.outputs]
         if not any(map(is_empty, shapes)):
             return None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            made = operator(*map(filled, tensors_among(*args, *kwargs.values())))
+            made = operator(*map(pad_empty_dims, tensors_among(*args, *kwargs.values())))
             if isinstance(made, torch.Tensor):
-                return cropped(made, shapes[0])
-            return tuple(map(cropped, made, shapes))
+                return crop(made, shapes[0])
+            return tuple(map(crop, made, shapes))
 
         return run
 
@@ -218,14 +222,16 @@ def planes(
 # ---- average pooling
 
 
-def _average(pool: Pool, here: Here, includes_padding: bool, divisor: int | None) -> Operator:
+def _average(
+    pool: Pooling, context: SplitContext, includes_padding: bool, divisor: int | None
+) -> Operator:
     """Return the operator for the sum over each window, divided by torch's divisor."""
     kernel, stride = pool.shared
     if len(kernel) == 1:
-        return _flat_average(pool, here, includes_padding)
+        return _flat_average(pool, context, includes_padding)
     operator = _AVERAGE[len(kernel)]
     if divisor is None:
-        divisors = _divisors(pool, here, includes_padding)
+        divisors = _divisors(pool, context, includes_padding)
         if any(each != math.prod(kernel) for each in divisors.flatten().tolist()):
             return lambda input: _divided(
                 operator(input, kernel, stride, 0, False, True, 1), divisors
@@ -233,12 +239,12 @@ def _average(pool: Pool, here: Here, includes_padding: bool, divisor: int | None
     return lambda input: operator(input, kernel, stride, 0, False, True, divisor)
 
 
-def _flat_average(pool: Pool, here: Here, includes_padding: bool) -> Operator:
+def _flat_average(pool: Pooling, context: SplitContext, includes_padding: bool) -> Operator:
     """Return the operator for one spatial dim, as for a plane of height 1: avg_pool1d has no
     divisor.
     """
     (kernel,), (stride,) = pool.shared
-    divisors = _divisors(pool, here, includes_padding)
+    divisors = _divisors(pool, context, includes_padding)
     return lambda input: _divided(
         nn_builtins.avg_pool2d(
             input.unsqueeze(-2), (1, kernel), (1, stride), 0, False, True, 1
@@ -253,10 +259,10 @@ def _divided(total: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
     return torch.div(total, divisors.to(total), rounding_mode="trunc")
 
 
-def _divisors(pool: Pool, here: Here, includes_padding: bool) -> torch.Tensor:
+def _divisors(pool: Pooling, context: SplitContext, includes_padding: bool) -> torch.Tensor:
     """Return the number of inputs in the window of each of this rank's results, at least 1."""
     found = torch.ones((), dtype=torch.int64)
-    for window, mine in zip(pool.windows, pool.mine(here), strict=True):
+    for window, mine in zip(pool.windows, pool.mine(context), strict=True):
         counts = []
         for at in range(*mine):
             start, stop = window.looks_at((at, at + 1))
@@ -279,7 +285,7 @@ def _average_rule(space: int) -> Callable[..., Spec]:
         pool = _pool(input, space, kernel_size, stride, padding, 1, ceil_mode)
         return pool.spec(
             input,
-            lambda here: _average(pool, here, count_include_pad, divisor_override),
+            lambda context: _average(pool, context, count_include_pad, divisor_override),
             linear=[(0,)] if keeps_sums(input.dtype) else (),
         )
 
@@ -336,7 +342,7 @@ def _fractional_rule(space: int, operator: Callable[..., Any]) -> Callable[..., 
     def fractional_max_pool(
         input: torch.Tensor, kernel_size: Any, output_size: Any, random_samples: torch.Tensor
     ) -> Spec:
-        shape = (*input.shape[:-space], *expanded(output_size, space))
+        shape = (*input.shape[:-space], *per_dim(output_size, space))
         spec = planes(
             [input],
             [shape] * 2,

@@ -12,10 +12,10 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ensure_state
-from shardwise.dtensor.call_args import check_plain
-from shardwise.dtensor.input_moves import input_move, moved
-from shardwise.dtensor.tensor import DTensor, severed_by
-from shardwise.dtensor.writes import check_target, check_writable
+from shardwise.dtensor.call_args import check_plain_tensors
+from shardwise.dtensor.input_moves import move_input, plan_input_move
+from shardwise.dtensor.tensor import DTensor, find_detaching_operator
+from shardwise.dtensor.writes import check_inplace_target, check_writable
 from shardwise.rules.helpers.composed_ops import Function, composed, dispatched
 from shardwise.rules.helpers.precision import is_summed, keeps_sums
 from shardwise.rules.pointwise.elementwise import broadcast
@@ -46,13 +46,13 @@ def alias(input: Any) -> Spec:
 
 @rule("detach", inplace=False)
 def detach(input: Any) -> Spec:
-    return broadcast([input], [(0,)], is_view=True, lower=lambda here: _detached, positions=())
+    return broadcast([input], [(0,)], is_view=True, lower=lambda context: _detached, positions=())
 
 
 @takes_shards
 def _detached(input: Any) -> torch.Tensor:
     result = torch.Tensor.detach(input)
-    severed = severed_by(input)
+    severed = find_detaching_operator(input)
     if severed is not None:  # autograd does not record what a detached tensor is an alias of
         ensure_state(result).detached_by = severed
     return result
@@ -177,9 +177,9 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
     rank.
     """
     target, source, *rest = _bound(args, kwargs)
-    check_target(name_of(func), target)
+    check_inplace_target(name_of(func), target)
     check_writable("copy_", target)
-    check_plain("copy_", [source], target._layout.mesh)
+    check_plain_tensors("copy_", [source], target._layout.mesh)
     if source.shape != target.shape:
         source = source.expand(target.shape)
     if not isinstance(source, DTensor):
@@ -202,7 +202,7 @@ def _moved(source: torch.Tensor, given: Layout, target: DTensor) -> torch.Tensor
     if given.partial and wanted.partial and not keeps_sums(target.dtype):
         # Each contribution would be rounded on its own.
         whole = given.relaid(partial={})
-        source, given = moved(source, input_move(given, whole, ()), "copy_"), whole
+        source, given = move_input(source, plan_input_move(given, whole, ()), "copy_"), whole
     if given is wanted:
         return source
-    return moved(source, input_move(given, wanted, ()), "copy_")
+    return move_input(source, plan_input_move(given, wanted, ()), "copy_")

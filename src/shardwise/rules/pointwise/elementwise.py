@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shardwise.rules.helpers.dims import broadcast_dims
-from shardwise.rules.registry import functions, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.registry import functions_named, rule
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
 
 def broadcast(tensors: list[torch.Tensor], linear: Any = (), **extra: Any) -> Spec:
@@ -125,7 +125,7 @@ def lerp(input: Any, end: Any, weight: Any) -> Spec:
 # ---- selection by a mask: linear in the values to select from, if a number among them is 0
 
 
-@rule(torch.where, *functions("where"))
+@rule(torch.where, *functions_named("where"))
 def where(condition: Any, input: Any = None, other: Any = None) -> Spec | Callable[..., Any]:
     if input is None and other is None:
         return _where_true
@@ -190,8 +190,8 @@ def view_as_real(input: Any) -> Spec:
     dims = dims_of(input)
     out = Out((*dims, None), (*input.shape, 2))
 
-    def lower(here: Here) -> Any:
-        if 0 in here.inputs[0].local_shape():  # torch's own gradient fails for it
+    def lower(context: SplitContext) -> Any:
+        if 0 in context.inputs[0].local_shape():  # torch's own gradient fails for it
             return lambda input: torch.stack((input.real, input.imag), -1)
         return None
 

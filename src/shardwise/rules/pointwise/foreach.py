@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor.tensor import DTensor, wrap_moved
+from shardwise.dtensor.tensor import DTensor, redistribute_to
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.pointwise.elementwise import names
 from shardwise.rules.registry import handler
@@ -194,6 +194,6 @@ def _like_parameter(tensor: Any, parameter: Any, moved: list[Any]) -> Any:
         tensor = DTensor.from_local(tensor, layout.mesh)
     if tensor._layout is layout:
         return tensor
-    made = wrap_moved(tensor, layout)
+    made = redistribute_to(tensor, layout)
     moved.append((tensor, made))
     return made

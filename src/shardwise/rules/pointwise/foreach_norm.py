@@ -13,7 +13,7 @@ import torch
 from shardwise.comm import communicator
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.dtensor.tensor import DTensor, wrap, wrap_moved
+from shardwise.dtensor.tensor import DTensor, redistribute_to, wrap
 from shardwise.rules.helpers.constants import numbers
 from shardwise.rules.registry import handler
 from shardwise.torch_internals import TensorBase, as_local
@@ -130,7 +130,7 @@ def _norms_on(
 
 def _reduced(tensor: DTensor) -> DTensor:
     layout = tensor._layout
-    return wrap_moved(tensor, layout.relaid(partial={})) if layout.partial else tensor
+    return redistribute_to(tensor, layout.relaid(partial={})) if layout.partial else tensor
 
 
 def _local_norms(tensors: list[Any], order: float, dtype: Any) -> tuple[torch.Tensor, ...]:

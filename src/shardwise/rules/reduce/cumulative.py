@@ -12,14 +12,14 @@ import torch
 
 from shardwise.comm import communicator
 from shardwise.rules.helpers.chunks import shapes_along
-from shardwise.rules.helpers.collectives import stacked
+from shardwise.rules.helpers.collectives import all_gather_stack
 from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
-from shardwise.rules.helpers.constants import picked
+from shardwise.rules.helpers.constants import take_rows
 from shardwise.rules.helpers.dims import as_dims, whole_along, without
-from shardwise.rules.helpers.padding import with_a_row
+from shardwise.rules.helpers.padding import pad_to_one_row
 from shardwise.rules.helpers.precision import keeps_sums, widened
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -43,16 +43,18 @@ def _running(
     split = names[as_dims(dim, input.dim())[0]] if input.dim() else None
     kind = {} if dtype is None else {"dtype": dtype}
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(split)
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(split)
         if not axes:
             return None
-        before = communicator(here.mesh, axes).index
+        before = communicator(context.mesh, axes).index
 
         def lowered(*args: Any, **kwargs: Any) -> torch.Tensor:
             local = input_of(args, kwargs)
             # Every rank uses the totals beside its own shard, so their gradients are contributions.
-            totals = stacked(reduce(local, dim, True, **kind), here.mesh, axes, is_used=True)
+            totals = all_gather_stack(
+                reduce(local, dim, True, **kind), context.mesh, axes, is_used=True
+            )
             running = run(local, dim, **kind)
             return combine(running, reduce(totals[:before], 0)).to(running.dtype)
 
@@ -110,22 +112,24 @@ def _latest(name: str) -> Callable[..., Spec]:
         along = as_dims(dim, input.dim())
         split = [f"d{each}" for each in along]
 
-        def lower(here: Here) -> Callable[..., Any] | None:
-            axes = here.axes(*split)
+        def lower(context: SplitContext) -> Callable[..., Any] | None:
+            axes = context.axes(*split)
             if not axes:
                 return None
             (at,) = along
-            shapes = shapes_along(here.inputs[0], axes)[: communicator(here.mesh, axes).index]
+            shapes = shapes_along(context.inputs[0], axes)[: communicator(context.mesh, axes).index]
             before = [rank for rank, shape in enumerate(shapes) if shape[at]]
-            start, _ = here.inputs[0].range(at)
+            start, _ = context.inputs[0].range(at)
 
             def lowered(*args: Any, **kwargs: Any) -> Any:
                 local = input_of(args, kwargs)
                 values, indices = run(local, at)
                 indices = indices + start
-                last = [with_a_row(each, at).narrow(at, -1, 1) for each in (values, indices)]
-                theirs, places = (stacked(each, here.mesh, axes, is_used=True) for each in last)
-                theirs, places = (picked(each, 0, before or [0]) for each in (theirs, places))
+                last = [pad_to_one_row(each, at).narrow(at, -1, 1) for each in (values, indices)]
+                theirs, places = (
+                    all_gather_stack(each, context.mesh, axes, is_used=True) for each in last
+                )
+                theirs, places = (take_rows(each, 0, before or [0]) for each in (theirs, places))
                 theirs, which = run(theirs, 0)
                 theirs, places = theirs[-1], places.gather(0, which[-1:])[0]
                 wins = is_beyond(theirs, values) | (theirs.isnan() & ~values.isnan())

@@ -23,10 +23,10 @@ from shardwise.rules.helpers.composed_ops import (
     with_synonyms,
 )
 from shardwise.rules.helpers.dims import Inputs, as_dims, replaced, without
-from shardwise.rules.helpers.padding import cropped, filled
-from shardwise.rules.helpers.windows import Window, exchange
+from shardwise.rules.helpers.padding import crop, pad_empty_dims
+from shardwise.rules.helpers.windows import Window, plan_exchange
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 
 # ---- diff
 
@@ -53,11 +53,11 @@ def diff_of_one(input: torch.Tensor, n: int, dim: int) -> Spec:
     names, size = dims_of(input), input.shape[along]
     count = max(0, size - n)
 
-    def lower(here: Here) -> Callable[..., torch.Tensor] | None:
-        if not here.axes(names[along]):
+    def lower(context: SplitContext) -> Callable[..., torch.Tensor] | None:
+        if not context.axes(names[along]):
             return None
         needs = Window(size, n + 1).needs
-        get = exchange(here, f"d{along}", along, (size, count), needs)
+        get = plan_exchange(context, f"d{along}", along, (size, count), needs)
         return lambda local, *_: torch.diff(get(local), n, along)
 
     out = Out(names, replaced(input.shape, along, count))
@@ -85,21 +85,21 @@ class _Slope:
         last = max(stop + 1, 1 + self.edge_order) if start == 0 else stop + 1
         return clipped((first, last), self.size)
 
-    def lower(self, here: Here) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    def lower(self, context: SplitContext) -> Callable[[torch.Tensor, Any], torch.Tensor]:
         """Return a function that computes this rank's results from its shard and the spacing."""
         least = self.edge_order + 1
-        mine, shape = here.outputs[0].range(self.dim), here.outputs[0].local_shape()
+        mine, shape = context.outputs[0].range(self.dim), context.outputs[0].local_shape()
         start, stop = self.needs(mine) if mine[0] < mine[1] else (mine[0], mine[0] + least)
-        get = exchange(here, f"d{self.dim}", self.dim, (self.size, self.size), self.needs)
+        get = plan_exchange(context, f"d{self.dim}", self.dim, (self.size, self.size), self.needs)
 
         def run(local: torch.Tensor, spacing: Any) -> torch.Tensor:
             if isinstance(spacing, torch.Tensor) and spacing.dim():
                 spacing = spacing.narrow(0, min(start, self.size - stop + start), stop - start)
-            window = filled(get(local), [least] * local.dim())
+            window = pad_empty_dims(get(local), [least] * local.dim())
             (made,) = torch.gradient(
                 window, spacing=_listed(spacing), dim=self.dim, edge_order=self.edge_order
             )
-            return cropped(made.narrow(self.dim, mine[0] - start, mine[1] - mine[0]), shape)
+            return crop(made.narrow(self.dim, mine[0] - start, mine[1] - mine[0]), shape)
 
         return run
 
@@ -120,7 +120,7 @@ def gradient(
     input: torch.Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> Spec:
     given = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    dims = [normalized(each, input.dim()) for each in given]
+    dims = [normalize_dim(each, input.dim()) for each in given]
     names = dims_of(input)
     if len(set(dims)) < len(dims) or len(_spacings(spacing, len(dims))) != len(dims):
         raise RuntimeError(
@@ -128,12 +128,12 @@ def gradient(
             f"spacing={spacing}"
         )
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        if not here.axes(*(names[each] for each in dims)):
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        if not context.axes(*(names[each] for each in dims)):
             return None
         makes = [
-            _Slope(each, input.shape[each], edge_order).lower(here)
-            if here.axes(names[each])
+            _Slope(each, input.shape[each], edge_order).lower(context)
+            if context.axes(names[each])
             else partial(_unsplit_slope, each, edge_order)
             for each in dims
         ]
@@ -197,7 +197,7 @@ def _integral(
 
     @composed(name)
     def integral(y: torch.Tensor, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
-        along = normalized(dim, y.dim())
+        along = normalize_dim(dim, y.dim())
         broadcasts = x is not None and x.dim() != 1 and x.shape != y.shape
         if y.numel() and (broadcasts or _is_split(y, along)):
             return added(_areas(y, x, dx, along), along)

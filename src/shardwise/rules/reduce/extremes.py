@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.helpers.collectives import known_total
+from shardwise.rules.helpers.collectives import as_all_reduced
 from shardwise.rules.helpers.composed_ops import with_synonyms
 from shardwise.rules.helpers.dims import as_dims, whole_along, without
 from shardwise.rules.helpers.padding import for_empty
@@ -77,7 +77,7 @@ def extreme_value(
     same = _same(local, value) if nan_is_nan else local == value
     count = over.total(same.sum(over.dims, keepdim=True))
     mine = (local * same).sum(over.dims, keepdim=True) / count
-    return over.kept(known_total(mine, value, over.mesh, over.axes))
+    return over.kept(as_all_reduced(mine, value, over.mesh, over.axes))
 
 
 def _local_extreme(op: str) -> Callable[..., torch.Tensor]:
@@ -124,10 +124,10 @@ def _picked(local: torch.Tensor, over: Over, op: str) -> tuple[torch.Tensor, tor
         index = over.extreme(at, "min")
     if not _needs_gradient(local):
         return value, index
-    here = torch.arange(local.shape[dim], device=local.device) + over.start[dim]
-    here = here.view([-1 if each == dim else 1 for each in range(local.dim())])
-    mine = (local * (here == index)).sum(dim, keepdim=True)
-    return known_total(mine, value, over.mesh, over.axes), index
+    positions = torch.arange(local.shape[dim], device=local.device) + over.start[dim]
+    positions = positions.view([-1 if each == dim else 1 for each in range(local.dim())])
+    mine = (local * (positions == index)).sum(dim, keepdim=True)
+    return as_all_reduced(mine, value, over.mesh, over.axes), index
 
 
 def _extremes(name: str) -> Callable[..., Spec]:

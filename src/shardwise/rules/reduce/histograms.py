@@ -14,10 +14,10 @@ import torch
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
 from shardwise.rules.helpers.dims import Inputs, given
-from shardwise.rules.helpers.row_exchange import severed
+from shardwise.rules.helpers.row_exchange import mark_copy
 from shardwise.rules.reduce.reduction import Over, over_dims, split_as
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
 
 def _ends(columns: torch.Tensor, over: Over) -> list[float]:
@@ -35,8 +35,8 @@ def _ends(columns: torch.Tensor, over: Over) -> list[float]:
 def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Spec:
     names = dims_of(input)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        over = over_dims(here, names, tuple(range(input.dim())), False)
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        over = over_dims(context, names, tuple(range(input.dim())), False)
         if not over.axes:
             return None
 
@@ -82,8 +82,8 @@ def _histogram(
     inputs: Inputs = given((input, dims), (weight, tuple(dims[at] for at in counted)))
     inputs += [(each, (None,)) for each in edges]
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        over = over_dims(here, dims, counted, False)
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        over = over_dims(context, dims, counted, False)
         return with_synonyms(run(over)) if over.axes or any(map(_moves, edges)) else None
 
     outs = [Out((None,) * len(counts), counts), *(Out((None,), (each + 1,)) for each in counts)]
@@ -150,7 +150,7 @@ def histogramdd(
             given = [*bins] if isinstance(bins, list | tuple) else [bins] * size
             counts, edges = _counts(input.reshape(-1, size), given, range, weight, density, over)
             edges = tuple(
-                severed(mine.clone(), "histogramdd") if is_moved else mine
+                mark_copy(mine.clone(), "histogramdd") if is_moved else mine
                 for mine, is_moved in zip(edges, moves, strict=True)
             )
             return torch.return_types.histogramdd((counts, edges))

@@ -17,13 +17,13 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.chunks import shapes_along
-from shardwise.rules.helpers.collectives import extreme, stacked, total
+from shardwise.rules.helpers.collectives import all_gather_stack, all_reduce_extreme, all_reduce_sum
 from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, as_sizes, replaced, without
 from shardwise.rules.helpers.precision import autocast_wider, keeps_sums, wider
 from shardwise.rules.pointwise.elementwise import broadcast
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
 Body = Callable[[torch.Tensor, "Over"], Any]
 """A function that runs on the local tensor if a reduced dim is split."""
@@ -58,7 +58,7 @@ class Over:
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """The number of these elements on each rank, in the order of `stacked`."""
+        """The number of these elements on each rank, in the order of `all_gather_stack`."""
         return [
             math.prod(shape[dim] for dim in self.dims)
             for shape in shapes_along(self.layout, self.axes)
@@ -66,15 +66,15 @@ class Over:
 
     def total(self, local: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks; the result is replicated; differentiable."""
-        return total(local, self.mesh, self.axes)
+        return all_reduce_sum(local, self.mesh, self.axes)
 
     def extreme(self, local: torch.Tensor, op: str) -> torch.Tensor:
         """Take the maximum or minimum over the ranks; the result is replicated; no gradient."""
-        return extreme(local.contiguous(), self.mesh, self.axes, op)
+        return all_reduce_extreme(local.contiguous(), self.mesh, self.axes, op)
 
     def stacked(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the tensors of the ranks along a new first dim; differentiable."""
-        return stacked(local, self.mesh, self.axes)
+        return all_gather_stack(local, self.mesh, self.axes)
 
     def kept(self, result: torch.Tensor) -> torch.Tensor:
         """Drop the reduced dims of a result that still has them, unless `keepdim` is set."""
@@ -108,9 +108,9 @@ def reduced(
     names, shape = dims_of(input), tuple(input.shape)
     out = Out(without(names, dims, keepdim, None), without(shape, dims, keepdim, 1))
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        over = over_dims(here, names, dims, keepdim)
-        is_empty = 0 in here.inputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        over = over_dims(context, names, dims, keepdim)
+        is_empty = 0 in context.inputs[0].local_shape()
         if body is None or not (over.axes or (warns and is_empty)):
             return None
         return lambda *args, **kwargs: body(input_of(args, kwargs), over)
@@ -131,10 +131,10 @@ def split_as(names: Dims, dims: Sequence[int], how: str) -> dict[str, str]:
     return {name: how for each in dims if (name := names[each]) is not None}
 
 
-def over_dims(here: Here, names: Dims, dims: tuple[int, ...], keepdim: bool) -> Over:
+def over_dims(context: SplitContext, names: Dims, dims: tuple[int, ...], keepdim: bool) -> Over:
     """Return the reduced dims of a call's first input, for its lowering."""
-    axes = here.axes(*(names[each] for each in dims))
-    return Over(here.inputs[0], axes, dims, keepdim)
+    axes = context.axes(*(names[each] for each in dims))
+    return Over(context.inputs[0], axes, dims, keepdim)
 
 
 # ---- the rules

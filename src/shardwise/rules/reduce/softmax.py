@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.collectives import extreme, total_used
+from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_extreme
 from shardwise.rules.helpers.precision import widened
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 
 Lowering = Callable[..., torch.Tensor]
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -35,7 +35,7 @@ def shifted(
     Autograd treats the maximum as a constant: softmax and cross-entropy do not depend on it.
     """
     largest = _largest(input.detach(), dim)
-    largest = extreme(largest, mesh, axes, "max")
+    largest = all_reduce_extreme(largest, mesh, axes, "max")
     # If all elements are -inf, the difference is -inf and not NaN, and its exp is 0.
     return input - largest.clamp_min(torch.finfo(largest.dtype).min), largest
 
@@ -57,19 +57,19 @@ def _spec(
     """
     if not isinstance(dim, int):
         return None
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     names = dims_of(input)
 
-    def lower(here: Here) -> Lowering | None:
-        axes = here.axes(names[at]) if names else ()
+    def lower(context: SplitContext) -> Lowering | None:
+        axes = context.axes(names[at]) if names else ()
         if not axes:
             return whole
 
-        total_of = _total(at, here.mesh, axes)
+        total_of = _total(at, context.mesh, axes)
 
         def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             dtype = _dtype(args, kwargs) or input.dtype
-            above, _ = shifted(widened(input.to(dtype)), at, here.mesh, axes)
+            above, _ = shifted(widened(input.to(dtype)), at, context.mesh, axes)
             return split(above, total_of).to(dtype)
 
         return run
@@ -78,7 +78,7 @@ def _spec(
 
 
 def _total(dim: int, mesh: DeviceMesh, axes: Sequence[int]) -> Total:
-    return lambda local: total_used(local.sum(dim, keepdim=True), mesh, axes)
+    return lambda local: all_reduce_both_ways(local.sum(dim, keepdim=True), mesh, axes)
 
 
 def _dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -162,14 +162,14 @@ def log_softmax_backward(
 
 
 def _backward(grad: torch.Tensor, output: torch.Tensor, dim: int, split: Backward) -> Spec:
-    at = normalized(dim, output.dim())
+    at = normalize_dim(dim, output.dim())
     names = dims_of(output)
 
-    def lower(here: Here) -> Lowering | None:
-        axes = here.axes(names[at]) if names else ()
+    def lower(context: SplitContext) -> Lowering | None:
+        axes = context.axes(names[at]) if names else ()
         if not axes:
             return None
-        total_of = _total(at, here.mesh, axes)
+        total_of = _total(at, context.mesh, axes)
 
         def run(
             grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype

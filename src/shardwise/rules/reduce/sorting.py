@@ -16,14 +16,14 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.rules.helpers.chunks import shapes_along
-from shardwise.rules.helpers.collectives import extreme, stacked
+from shardwise.rules.helpers.collectives import all_gather_stack, all_reduce_extreme
 from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
-from shardwise.rules.helpers.constants import picked
+from shardwise.rules.helpers.constants import take_rows
 from shardwise.rules.helpers.dims import as_dims, whole_along, without
-from shardwise.rules.helpers.padding import padded
+from shardwise.rules.helpers.padding import pad
 from shardwise.rules.reduce.reduction import split_as
 from shardwise.rules.registry import handler, rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import as_local
 
 # ---- sorting
@@ -69,21 +69,25 @@ def topk(
     shape = tuple(k if at in dims else size for at, size in enumerate(input.shape))
     out = Out(without(names, dims, True), shape)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(*(names[each] for each in dims))
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(*(names[each] for each in dims))
         if not axes:
             return None
         (along,) = dims
-        layout = here.inputs[0]
+        layout = context.inputs[0]
         start, _ = layout.range(along)
         counts = [min(k, shape[along]) for shape in shapes_along(layout, axes)]
         real = [at * k + each for at, count in enumerate(counts) for each in range(count)]
 
         def joined(mine: torch.Tensor) -> torch.Tensor:
             """Gather the candidates of all ranks, in the order of the dim."""
-            full = padded(mine, {along: (0, k - mine.shape[along])})
-            every = stacked(full, here.mesh, axes).movedim(0, along).flatten(along, along + 1)
-            return picked(every, along, real)
+            full = pad(mine, {along: (0, k - mine.shape[along])})
+            every = (
+                all_gather_stack(full, context.mesh, axes)
+                .movedim(0, along)
+                .flatten(along, along + 1)
+            )
+            return take_rows(every, along, real)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             local = input_of(args, kwargs)
@@ -110,7 +114,9 @@ def bincount(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> DT
     mine = _piece(input, layout)
     with as_local(), torch.no_grad():
         longest = mine.max() + 1 if mine.numel() else mine.new_zeros(())
-        length = max(int(extreme(longest.to(torch.int64), layout.mesh, axes, "max")), minlength)
+        length = max(
+            int(all_reduce_extreme(longest.to(torch.int64), layout.mesh, axes, "max")), minlength
+        )
         weighed = None if weights is None else _piece(weights, layout)
         counts = torch.bincount(mine, weighed, length)
         if (

@@ -23,7 +23,7 @@ from shardwise.rules.helpers.precision import keeps_sums, widened, wider
 from shardwise.rules.reduce.extremes import extreme_value
 from shardwise.rules.reduce.reduction import Over, over_dims, reduced
 from shardwise.rules.registry import Aten, rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import VF
 
 # ---- variances
@@ -146,11 +146,11 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
         return dataclasses.replace(whole_along(input, dims, [out]), may_fail=True)
     summed, other = (rows, columns) if abs(order) == 1 else (columns, rows)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        if not here.axes(names[rows], names[columns]):
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        if not context.axes(names[rows], names[columns]):
             return None
-        along = over_dims(here, names, (summed,), True)
-        across = over_dims(here, names, (other,), True)
+        along = over_dims(context, names, (summed,), True)
+        across = over_dims(context, names, (other,), True)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             local = input_of(args, kwargs)

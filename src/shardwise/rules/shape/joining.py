@@ -13,10 +13,10 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import Inputs, unsplit
 from shardwise.rules.helpers.index_key import mesh_of, static
-from shardwise.rules.helpers.row_exchange import exchange
+from shardwise.rules.helpers.row_exchange import plan_row_exchange
 from shardwise.rules.linalg.matmul import VF
 from shardwise.rules.registry import Aten, rule
-from shardwise.rules.spec import Here, Out, Spec, normalized
+from shardwise.rules.spec import Out, Spec, SplitContext, normalize_dim
 
 
 def joined(
@@ -49,12 +49,12 @@ def joined(
         inputs.append((tensor, tuple(names[at] for at in place)))
     shape[dim] = sum(lengths)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(names[dim])
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(names[dim])
         if not axes:
             return None
         rows = range(shape[dim])
-        move = exchange(name, here.mesh, axes, dim, lengths, [shape[dim]], rows)
+        move = plan_row_exchange(name, context.mesh, axes, dim, lengths, [shape[dim]], rows)
         return lambda tensors, *args, **kwargs: move(local(tensors))
 
     return Spec(
@@ -73,7 +73,7 @@ def cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
     # torch ignores empty tensors of one dim.
     kept = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)] or list(tensors)
     ndim = kept[0].dim()
-    at = normalized(kwargs.get("axis", dim), ndim)
+    at = normalize_dim(kwargs.get("axis", dim), ndim)
     if any(tensor.dim() != ndim or ndim == 0 for tensor in kept):
         raise RuntimeError("cat: expected tensors of the same number of dims, at least 1")
     spec = joined("cat", kept, [tuple(range(ndim))] * len(kept), ndim, at, _cat_along(at))
@@ -93,7 +93,7 @@ def stack(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
     if not tensors or kwargs:
         return None
     ndim = tensors[0].dim() + 1
-    at = normalized(dim, ndim)
+    at = normalize_dim(dim, ndim)
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         raise RuntimeError("stack expects each tensor to be equal size")
     place = tuple(each for each in range(ndim) if each != at)
@@ -197,7 +197,7 @@ def combinations(input: DTensor, r: int = 2, with_replacement: bool = False) -> 
 @composed("_chunk_cat")
 def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> torch.Tensor:
     """Chunk each tensor along a dim, pad the last chunk with zeros, and join chunk by chunk."""
-    at = normalized(dim, tensors[0].dim())
+    at = normalize_dim(dim, tensors[0].dim())
     parts = []
     for tensor in tensors:
         *outer, size = tensor.shape[: at + 1]

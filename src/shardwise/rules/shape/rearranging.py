@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.rules.helpers.dims import as_sizes, unsplit
-from shardwise.rules.helpers.row_exchange import Rows, exchange
+from shardwise.rules.helpers.row_exchange import Rows, plan_row_exchange
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 
 
 def rearranged(
@@ -38,16 +38,16 @@ def rearranged(
     """
     dims = dims_of(input)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        split = {dim: here.axes(dims[dim]) for dim in rows}
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        split = {dim: context.axes(dims[dim]) for dim in rows}
         split = {dim: axes for dim, axes in split.items() if axes}
-        if not split and 0 not in here.inputs[0].local_shape():
+        if not split and 0 not in context.inputs[0].local_shape():
             return None
         moves = []
         for dim, axes in split.items():
             at = out.dims.index(dims[dim])
             sizes = [input.shape[dim]], [out.shape[at]]
-            moves.append(exchange(name, here.mesh, axes, at, *sizes, rows[dim](), fill))
+            moves.append(plan_row_exchange(name, context.mesh, axes, at, *sizes, rows[dim](), fill))
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             result = local(x, split)
@@ -85,7 +85,7 @@ def flipped(
 @rule("flip", inplace=False)
 def flip(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
     return flipped(
-        "flip", input, [normalized(dim, input.dim()) for dim in as_sizes(given or (dims,))]
+        "flip", input, [normalize_dim(dim, input.dim()) for dim in as_sizes(given or (dims,))]
     )
 
 
@@ -105,7 +105,7 @@ def flipud(input: torch.Tensor) -> Spec:
 
 @rule("rot90", inplace=False)
 def rot90(input: torch.Tensor, k: int = 1, dims: Any = (0, 1)) -> Spec:
-    first, second = (normalized(dim, input.dim()) for dim in dims)
+    first, second = (normalize_dim(dim, input.dim()) for dim in dims)
     if first == second:
         raise RuntimeError("expected rotation dims to be different")
     flips = ([], [second], [first, second], [first])[k % 4]
@@ -120,7 +120,7 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
         return unsplit([input], input.shape, linear=[(0,)])
     by: dict[int, int] = {}
     for shift, dim in zip(shifts, dims or (0,), strict=True):
-        at = normalized(dim, input.dim())
+        at = normalize_dim(dim, input.dim())
         by[at] = by.get(at, 0) + shift
 
     def local(x: torch.Tensor, done: Collection[int]) -> torch.Tensor:

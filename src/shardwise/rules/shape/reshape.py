@@ -21,7 +21,7 @@ from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import as_sizes, replaced
 from shardwise.rules.pointwise.casts import viewed_as
 from shardwise.rules.registry import Aten, handler, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec, dims_of, normalized, takes_shards
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 from shardwise.torch_internals import variable_functions
 
 _MOST_PIECES = 256
@@ -38,35 +38,35 @@ class Joined:
 
     def flat(self, cut: Cut, length: int, counts: tuple[int, ...]) -> Cut | None:
         """Return the cut of the merged dims, given the cut of this one; None if there is none."""
-        inside = cuts_of.rescaled(cut, length // self.outer, counts)
+        inside = cuts_of.rescale_cut(cut, length // self.outer, counts)
         return None if inside is None else inside * self.outer
 
     def of_flat(self, cut: Cut, counts: tuple[int, ...]) -> Cut | None:
         """Return the cut of this dim, given the cut of the merged dims; None if there is none."""
-        inside = cuts_of.repeated(cut, self.outer)
-        return None if inside is None else cuts_of.rescaled(inside, self.size, counts)
+        inside = cuts_of.repeating_part(cut, self.outer)
+        return None if inside is None else cuts_of.rescale_cut(inside, self.size, counts)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DimGroup:
     """A smallest group of adjacent dims whose sizes have the same product before and after."""
 
     before: list[int]
     after: list[int]
 
 
-def _groups(shape: Sequence[int], target: Sequence[int]) -> Iterator[Group]:
+def _groups(shape: Sequence[int], target: Sequence[int]) -> Iterator[DimGroup]:
     left = right = 0
     while left < len(shape) and right < len(target):
         if shape[left] == target[right]:
-            yield Group([left], [right])
+            yield DimGroup([left], [right])
             left, right = left + 1, right + 1
         elif shape[left] == 1:
             left += 1
         elif target[right] == 1:
             right += 1
         else:
-            group = Group([left], [right])
+            group = DimGroup([left], [right])
             old, new = shape[left], target[right]
             left, right = left + 1, right + 1
             while old != new:
@@ -131,7 +131,7 @@ def matched(input: torch.Tensor, target: Sequence[int]) -> Match:
     return Match(tuple(before), tuple(after), joined)
 
 
-def _carried(group: Group, layout: Layout | None, target: Sequence[int]) -> tuple[int, int]:
+def _carried(group: DimGroup, layout: Layout | None, target: Sequence[int]) -> tuple[int, int]:
     """Return the dims before and after the reshape between which a split is kept."""
     first = group.before[0], group.after[0]
     if layout is None or len(group.before) == len(group.after) == 1:
@@ -167,8 +167,8 @@ def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **ex
     """
     match = matched(input, target)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        shape = here.outputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        shape = context.outputs[0].local_shape()
         if local is not None and _means(local, shape):
             return None
         return takes_shards(lambda x, *args, **kwargs: x.view(shape))
@@ -231,9 +231,9 @@ def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec | None:
 def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -> Spec:
     """Return the spec of a reshape that copies if it must; `local` as in `reshaped`."""
 
-    def lower(here: Here) -> Callable[..., Any] | None:
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
         # A split dim of size 1 may become another dim of the result, so all sizes are given.
-        shape = here.outputs[0].local_shape()
+        shape = context.outputs[0].local_shape()
         if local is not None and _means(local, shape):
             return None
         return takes_shards(lambda x, *args, **kwargs: x.reshape(shape))
@@ -250,7 +250,7 @@ def to_shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @rule("flatten", inplace=False)
 def flatten(input: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> Spec:
-    first, last = (normalized(dim, input.dim()) for dim in (start_dim, end_dim))
+    first, last = (normalize_dim(dim, input.dim()) for dim in (start_dim, end_dim))
     shape = tuple(input.shape)
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
@@ -267,7 +267,7 @@ def ravel(input: torch.Tensor) -> Spec:
 def unflatten(input: torch.Tensor, dim: int, sizes: Any) -> Spec | None:
     if isinstance(dim, str) or not all(isinstance(size, int) for size in sizes):
         return None
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     shape = tuple(input.shape)
     return reshaped(input, (*shape[:at], *inferred(shape[at], sizes), *shape[at + 1 :]))
 
@@ -295,8 +295,8 @@ def at_least(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def scaled(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]) -> Spec:
     """Return the spec of an operator that scales some dims and keeps the order of elements."""
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        shape = here.outputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        shape = context.outputs[0].local_shape()
         if 0 not in shape:
             return None
         # torch refuses some empty tensors, or does not scale them
@@ -333,7 +333,7 @@ def repeat_interleave(
         return _rows(input, output_size)
     if dim is None:
         input, dim = input.flatten(), 0
-    size = input.shape[normalized(dim, input.dim())]
+    size = input.shape[normalize_dim(dim, input.dim())]
     if repeats.dim() == 0 or (repeats.shape[0] == 1 and size != 1):
         repeats = repeats.expand(size)
     if repeats.shape != (size,):
@@ -358,7 +358,7 @@ def repeated_alike(input: torch.Tensor, repeats: int, dim: int | None) -> Spec:
         after: Dims = (f"d{first}",) if input.numel() and input.dim() else (None,)
         target: tuple[int, ...] = (input.numel() * repeats,)
     else:
-        at = normalized(dim, input.dim())
+        at = normalize_dim(dim, input.dim())
         before = after = dims_of(input)
         target = replaced(input.shape, at, input.shape[at] * repeats)
     return Spec([(input, before)], [Out(after, target)], linear=[(0,)], scales=True)

@@ -16,9 +16,9 @@ import torch
 from shardwise.core import cut as cuts_of
 from shardwise.core.cut import Cut
 from shardwise.rules.helpers.dims import replaced, without
-from shardwise.rules.helpers.row_exchange import exchange, owned_part, severed
+from shardwise.rules.helpers.row_exchange import mark_copy, owned_part, plan_row_exchange
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 
 # ---- one part
 
@@ -41,11 +41,11 @@ def one_row(
     if not keep:
         out = Out(without(dims, (dim,)), without(shape, (dim,)))
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(dims[dim])
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(dims[dim])
         if not axes:
             return None
-        start, stop = here.inputs[0].range(dim)
+        start, stop = context.inputs[0].range(dim)
         is_here = start <= index < stop
         at = slice(index, index + 1) if keep else index
         key = (*_all(dim), at)
@@ -53,9 +53,9 @@ def one_row(
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = x.narrow(dim, first, int(is_here))
-            whole = owned_part(name, part, dim, 0, 1, here.mesh, axes)
+            whole = owned_part(name, part, dim, 0, 1, context.mesh, axes)
             whole = whole if keep else whole.squeeze(dim)
-            return severed(whole, name, key) if is_view else whole
+            return mark_copy(whole, name, key) if is_view else whole
 
         return run
 
@@ -85,16 +85,16 @@ def whole_pieces(name: str | None, parts: Sequence[range]) -> Recut:
         rows = parts[number]
         if len(rows) > 1 and rows.step != 1:
             return None
-        return cuts_of.between(cut, rows.start, max(rows.stop, rows.start))
+        return cuts_of.cut_between(cut, rows.start, max(rows.stop, rows.start))
 
     return recut
 
 
-def pieces_here(here: Here, dim: int, parts: Sequence[range]) -> list[tuple[int, int]]:
+def pieces_here(context: SplitContext, dim: int, parts: Sequence[range]) -> list[tuple[int, int]]:
     """Return start and length in the local tensor of parts that are whole pieces of a split dim."""
-    ranges = here.inputs[0].ranges(dim)
+    ranges = context.inputs[0].ranges(dim)
     found = []
-    for rows, out in zip(parts, here.outputs, strict=True):
+    for rows, out in zip(parts, context.outputs, strict=True):
         found.append((cuts_of.count_below(ranges, rows.start), out.local_shape()[dim]))
     return found
 
@@ -105,18 +105,18 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
         return one_row(input, dim, rows[0], name, keep=True, is_view=is_view)
     dims, shape = dims_of(input), tuple(input.shape)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(dims[dim])
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(dims[dim])
         if not axes:
             return None
-        if here.inputs[0].cuts[dim] is not None or rows == range(shape[dim]):
-            ((start, length),) = pieces_here(here, dim, [rows])
+        if context.inputs[0].cuts[dim] is not None or rows == range(shape[dim]):
+            ((start, length),) = pieces_here(context, dim, [rows])
             take = torch.narrow if is_view else torch.narrow_copy
             return takes_shards(lambda x, *args, **kwargs: take(x, dim, start, length))
-        move = exchange(name, here.mesh, axes, dim, [shape[dim]], [len(rows)], rows)
+        move = plan_row_exchange(name, context.mesh, axes, dim, [shape[dim]], [len(rows)], rows)
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return severed(move(x), name, _key(dim, rows)) if is_view else move(x)
+            return mark_copy(move(x), name, _key(dim, rows)) if is_view else move(x)
 
         return run
 
@@ -136,7 +136,7 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
 def select(input: torch.Tensor, dim: int, index: Any) -> Spec | None:
     if not isinstance(index, int) or isinstance(dim, str):
         return None
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     size = input.shape[at]
     if not -size <= index < size:
         raise IndexError(f"select(): index {index} out of range for a dim of size {size}")
@@ -168,7 +168,7 @@ def _narrowed(
 ) -> Spec | None:
     if not isinstance(start, int):
         return None
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     size = input.shape[at]
     first = start + size if start < 0 else start
     if length < 0 or not 0 <= first <= first + length <= size:
@@ -185,7 +185,7 @@ def slice_(
         return None
     if step <= 0:
         raise RuntimeError("slice step must be positive")
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     rows = range(input.shape[at])[slice(start, end, step)]
     return part_of(input, at, rows, "slice")
 
@@ -198,24 +198,24 @@ def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -
     dims, shape = dims_of(input), tuple(input.shape)
     lengths = [len(part) for part in parts]
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(dims[dim])
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(dims[dim])
         if not axes:
             return None
-        if here.inputs[0].cuts[dim] is not None:
-            places = pieces_here(here, dim, parts)
+        if context.inputs[0].cuts[dim] is not None:
+            places = pieces_here(context, dim, parts)
             return takes_shards(
                 lambda x, *args, **kwargs: tuple(x.narrow(dim, *place) for place in places)
             )
         rows = [row for part in parts for row in part]
-        move = exchange(name, here.mesh, axes, dim, [shape[dim]], lengths, rows)
-        local = [out.local_shape()[dim] for out in here.outputs]
+        move = plan_row_exchange(name, context.mesh, axes, dim, [shape[dim]], lengths, rows)
+        local = [out.local_shape()[dim] for out in context.outputs]
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             # The parts own the moved memory and may be written to, so autograd must not see views.
             found = move(x).unsafe_split_with_sizes(local, dim)
             return tuple(
-                severed(each, name, _key(dim, part))
+                mark_copy(each, name, _key(dim, part))
                 for each, part in zip(found, parts, strict=True)
             )
 
@@ -263,7 +263,7 @@ def split(tensor: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec |
     sizes = next(iter(kwargs.values())) if sizes is None else sizes
     if not isinstance(tensor, torch.Tensor) or len(kwargs) > 1:
         return None
-    at = normalized(dim, tensor.dim())
+    at = normalize_dim(dim, tensor.dim())
     size = tensor.shape[at]
     by = _by_length(size, sizes) if isinstance(sizes, int) else _by_lengths(size, sizes)
     return parts_of(tensor, at, by, "split")
@@ -273,7 +273,7 @@ def split(tensor: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec |
 def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     size = input.shape[at]
     parts = _by_length(size, -(-size // chunks)) if size else [range(0)] * chunks
     return parts_of(input, at, parts, "chunk")
@@ -298,7 +298,7 @@ def tensor_split(
     by = next(iter(by_name.values())) if by is None else by  # torch has three names for it
     if isinstance(by, torch.Tensor):
         return _tensor_split_at
-    return _tensor_split(input, by, normalized(dim, input.dim()), "tensor_split")
+    return _tensor_split(input, by, normalize_dim(dim, input.dim()), "tensor_split")
 
 
 def _tensor_split_at(input: Any, by: Any = None, dim: int = 0, **by_name: Any) -> Any:
@@ -330,7 +330,7 @@ _split_along("dsplit", lambda ndim: 2)
 
 @rule("unbind", inplace=False)
 def unbind(input: torch.Tensor, dim: int = 0) -> Spec:
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     dims = replaced(dims_of(input), at, None)
     out = Out(without(dims, (at,)), without(input.shape, (at,)))
     size = operator.index(input.shape[at])

@@ -18,11 +18,11 @@ from shardwise.core.errors import DispatchError, LayoutError
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.dtensor.writes import is_detached_copy
-from shardwise.rules.helpers.collectives import extreme
+from shardwise.rules.helpers.collectives import all_reduce_extreme
 from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.index_key import mesh_of, static, whole
 from shardwise.rules.registry import handler, rule
-from shardwise.rules.spec import Dims, Here, Out, Spec
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import as_local, base_of
 
 Sizes = tuple[int, ...]
@@ -105,8 +105,8 @@ def strided(input: torch.Tensor, size: Sizes, stride: Sizes, offset: int) -> Spe
     places = _places(input, size, stride, offset)
     before, after = _factors(input, size, places)
 
-    def lower(here: Here) -> Callable[..., Any]:
-        sizes = here.outputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., Any]:
+        sizes = context.outputs[0].local_shape()
 
         def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
             x, steps, first = _local(x, places, stride, offset)
@@ -129,8 +129,8 @@ def scatter(
     places = _places(input, size, stride, offset)
     before, after = _factors(input, size, places)
 
-    def lower(here: Here) -> Callable[..., Any]:
-        sizes = here.inputs[1].local_shape()
+    def lower(context: SplitContext) -> Callable[..., Any]:
+        sizes = context.inputs[1].local_shape()
 
         def run(x: torch.Tensor, src: torch.Tensor, *args: Any) -> torch.Tensor:
             # torch's gradient assumes that the memory begins with the tensor.
@@ -230,7 +230,7 @@ def _some_rank(input: DTensor, is_refused: bool) -> bool:
     if is_even or layout.mesh.is_abstract or input.is_meta:
         return is_refused
     flag = torch.tensor(is_refused, device=input.device)
-    return bool(extreme(flag, layout.mesh, split, "max"))
+    return bool(all_reduce_extreme(flag, layout.mesh, split, "max"))
 
 
 def _of_contiguous(

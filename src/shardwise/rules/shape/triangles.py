@@ -12,7 +12,7 @@ from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.make.creation import contribution
 from shardwise.rules.pointwise.elementwise import broadcast
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Here, Spec
+from shardwise.rules.spec import Spec, SplitContext
 from shardwise.torch_internals import as_local
 
 
@@ -23,10 +23,10 @@ def _triangle(function: Any) -> Any:
     """
 
     def spec(input: Any, diagonal: int = 0) -> Spec:
-        def lower(here: Here) -> Any:
-            if not any(here.inputs[0].shard_order[-2:]):
+        def lower(context: SplitContext) -> Any:
+            if not any(context.inputs[0].shard_order[-2:]):
                 return None
-            (rows, _), (columns, _) = (here.inputs[0].range(dim) for dim in (-2, -1))
+            (rows, _), (columns, _) = (context.inputs[0].range(dim) for dim in (-2, -1))
 
             def local(input: torch.Tensor, diagonal: int = 0) -> Any:
                 return function(input, diagonal + rows - columns)

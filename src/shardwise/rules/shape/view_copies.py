@@ -17,7 +17,7 @@ from shardwise.rules.helpers.composed_ops import composed, dispatched
 from shardwise.rules.helpers.index_key import ALL, mesh_of, static
 from shardwise.rules.index.assignment import ASSIGN, PUT, copy_of
 from shardwise.rules.shape.strides import check_source
-from shardwise.rules.spec import normalized
+from shardwise.rules.spec import normalize_dim
 
 # ---- of views
 
@@ -69,7 +69,7 @@ def copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 @composed("select_scatter")
 def select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> DTensor:
     """Return a copy of the input with one row replaced."""
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     check_source(src, (*input.shape[:at], *input.shape[at + 1 :]))
     return _overwritten(input, src, (*[ALL] * at, int(index)))
 
@@ -84,7 +84,7 @@ def slice_scatter(
     step: int = 1,
 ) -> DTensor:
     """Return a copy of the input with some rows replaced."""
-    at = normalized(dim, input.dim())
+    at = normalize_dim(dim, input.dim())
     rows = slice(start, end, step)
     count = len(range(input.shape[at])[rows])
     check_source(src, (*input.shape[:at], count, *input.shape[at + 1 :]))
@@ -105,7 +105,7 @@ def diagonal_scatter(
     mesh = mesh_of(input, src)
     meta = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2)
     check_source(src, meta.shape)
-    row, column = (normalized(dim, input.dim()) for dim in (dim1, dim2))
+    row, column = (normalize_dim(dim, input.dim()) for dim in (dim1, dim2))
     places = torch.arange(meta.shape[-1], device=input.device)
     indices: list[torch.Tensor | None] = [None] * input.dim()
     indices[row] = static(places + max(0, -offset), mesh)

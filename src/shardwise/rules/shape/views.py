@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from shardwise.core.errors import LayoutError
-from shardwise.dtensor.view_copy import has_other_dims, is_copy
+from shardwise.dtensor.view_copy import cut_links, is_view_copy
 from shardwise.dtensor.writes import is_detached_copy
 from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import as_dims, as_sizes
-from shardwise.rules.helpers.row_exchange import owned_part, severed
+from shardwise.rules.helpers.row_exchange import mark_copy, owned_part
 from shardwise.rules.registry import Aten, handler, rule
-from shardwise.rules.spec import Here, Out, Spec, dims_of, normalized, takes_shards
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 from shardwise.torch_internals import as_local
 
 _TENSOR: Any = torch.Tensor
@@ -33,7 +33,7 @@ def swapped(input: torch.Tensor, first: int, second: int) -> Spec:
     """The spec of a view with two dims swapped."""
     order = list(range(input.dim()))
     if order:
-        one, other = normalized(first, input.dim()), normalized(second, input.dim())
+        one, other = normalize_dim(first, input.dim()), normalize_dim(second, input.dim())
         order[one], order[other] = other, one
     return permuted(input, order)
 
@@ -61,7 +61,7 @@ def reversed_dims(input: torch.Tensor) -> Spec:
 
 @rule("permute", inplace=False)
 def permute(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
-    order = [normalized(dim, input.dim()) for dim in as_sizes(given or (dims,))]
+    order = [normalize_dim(dim, input.dim()) for dim in as_sizes(given or (dims,))]
     if sorted(order) != list(range(input.dim())):
         raise RuntimeError(f"permute: expected each of {input.dim()} dims once, got {order}")
     return permuted(input, order)
@@ -70,7 +70,7 @@ def permute(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
 @rule("movedim", "moveaxis", inplace=False)
 def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
     sources, destinations = (
-        [normalized(dim, input.dim()) for dim in ((dims,) if isinstance(dims, int) else dims)]
+        [normalize_dim(dim, input.dim()) for dim in ((dims,) if isinstance(dims, int) else dims)]
         for dims in (source, destination)
     )
     moved = dict(zip(destinations, sources, strict=True))
@@ -93,8 +93,8 @@ def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
     dims = tuple(None if at in gone else f"d{at}" for at in range(input.dim()))
     kept = [at for at in range(input.dim()) if at not in gone]
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        local = here.inputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        local = context.inputs[0].local_shape()
         if all((local[at] == 1) == (at in gone) for at in wanted):
             return None
         # A shard may have one row of a longer dim.
@@ -106,7 +106,7 @@ def squeeze(input: torch.Tensor, dim: Any = None) -> Spec:
 
 @rule("unsqueeze", inplace=False)
 def unsqueeze(input: torch.Tensor, dim: int) -> Spec:
-    at = normalized(dim, input.dim() + 1)
+    at = normalize_dim(dim, input.dim() + 1)
     dims, shape = dims_of(input), tuple(input.shape)
     out = Out((*dims[:at], None, *dims[at:]), (*shape[:at], 1, *shape[at:]))
     return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
@@ -119,7 +119,7 @@ def unsqueeze(input: torch.Tensor, dim: int) -> Spec:
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     name = func.__name__.partition(".")[0].removesuffix("_")
-    if is_copy(target):
+    if is_view_copy(target):
         raise LayoutError(
             f"{name}_: this tensor is a part of another one, and of a dim that was split: it must "
             f"keep its dims, to be kept as that part is; use x = x.{name}(...)"
@@ -136,7 +136,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with as_local():
         func(*args, **kwargs)
     target._layout = result._layout
-    has_other_dims(target)
+    cut_links(target)
     return target
 
 
@@ -156,8 +156,8 @@ def expand(input: torch.Tensor, *sizes: Any, size: Any = (), implicit: bool = Fa
         elif found != 1:
             raise RuntimeError(f"expand: expected {found} at dim {at + added}, got {wanted}")
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        local = here.outputs[0].local_shape()
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        local = context.outputs[0].local_shape()
         if all(want in (-1, have) for want, have in zip(given, local, strict=True)):
             return None
         return takes_shards(lambda x, *args, **kwargs: x.expand(local))
@@ -175,7 +175,7 @@ def diagonal_of(
     input: torch.Tensor, offset: int, dim1: int, dim2: int, name: str, is_view: bool
 ) -> Spec:
     """Return the spec of a diagonal; if a dim is split, each rank contributes its elements."""
-    row, column = normalized(dim1, input.dim()), normalized(dim2, input.dim())
+    row, column = normalize_dim(dim1, input.dim()), normalize_dim(dim2, input.dim())
     if row == column:
         raise RuntimeError(f"{name}: expected two dims, got {dim1} and {dim2}")
     dims = dims_of(input)
@@ -183,18 +183,18 @@ def diagonal_of(
     length = min(input.shape[row] + min(offset, 0), input.shape[column] - max(offset, 0))
     length = max(length, 0)
 
-    def lower(here: Here) -> Callable[..., Any] | None:
-        axes = here.axes(dims[row], dims[column])
+    def lower(context: SplitContext) -> Callable[..., Any] | None:
+        axes = context.axes(dims[row], dims[column])
         if not axes:
             return None
-        (start, _), (left, _) = (here.inputs[0].range(dim) for dim in (row, column))
+        (start, _), (left, _) = (context.inputs[0].range(dim) for dim in (row, column))
         shift = offset + start - left
         first = start + max(0, -shift) - max(0, -offset)
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = x.diagonal(shift, row, column)
-            whole = owned_part(name, part, part.dim() - 1, first, length, here.mesh, axes)
-            return severed(whole, name) if is_view else whole
+            whole = owned_part(name, part, part.dim() - 1, first, length, context.mesh, axes)
+            return mark_copy(whole, name) if is_view else whole
 
         return run
 
@@ -231,7 +231,7 @@ def diag(input: torch.Tensor, diagonal: int = 0) -> Spec | None:
 @rule("diag_embed", inplace=False)
 def diag_embed(input: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
     dims = (*dims_of(input)[:-1], None)
-    places = {normalized(dim, input.dim() + 1) for dim in (dim1, dim2)}
+    places = {normalize_dim(dim, input.dim() + 1) for dim in (dim1, dim2)}
     size = input.shape[-1] + abs(offset)
     rest = iter(range(input.dim() - 1))
     order = [None if at in places else next(rest) for at in range(input.dim() + 1)]
@@ -250,7 +250,7 @@ def diagflat(input: torch.Tensor, offset: int = 0) -> torch.Tensor:
 
 @rule(torch.Tensor.unfold, Aten("unfold"), inplace=False)
 def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> Spec:
-    at = normalized(dimension, input.dim())
+    at = normalize_dim(dimension, input.dim())
     dims = [*dims_of(input)]
     shape = [*input.shape]
     if input.dim():
