@@ -55,7 +55,7 @@ class Clock:
 
         def communicator(ranks, axes, channel=""):
             index = ranks.index(here.rank)
-            return SlowCommunicator(self, here._place, ranks, index, axes, channel)
+            return SlowCommunicator(self, here._scheduler, ranks, index, axes, channel)
 
         here.communicator = communicator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -858,3 +859,34 @@ def test_what_was_started_with_gradients_has_them_wherever_it_is_waited_for() ->
     with torch.no_grad():
         result = pending.wait()
     assert result.requires_grad
+
+
+def frames_of(call: Callable[[], object]) -> int:
+    """The number of Python functions that a call runs, itself included."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_move_that_was_planned_before_runs_few_python_functions() -> None:
+    def run() -> list[int]:
+        mesh = init_device_mesh("cpu", (2,), ("tp",))
+        whole = sw.ones(8, 8, device_mesh=mesh, placements=[sw.Replicate()])
+        counts = []
+        for placements in ([sw.Replicate()], [sw.Shard(0)]):
+            whole.redistribute(placements=placements)
+            counts.append(frames_of(lambda: whole.redistribute(placements=placements)))  # noqa: B023
+        return counts
+
+    for nothing, slice_ in sw.simulate(run, 2):
+        assert nothing <= 12
+        assert slice_ <= 36

@@ -526,7 +526,7 @@ def test_a_difference_is_shown_with_both_values(what: str, parallel: bool) -> No
 
     def program() -> None:
         comm = everybody()
-        while comm.index == 1 and not world.current()._place._counts:
+        while comm.index == 1 and not world.current()._scheduler._counts:
             time.sleep(0.001)  # comes second, so that the order of the message is known
         call(comm)
 

@@ -96,14 +96,14 @@ class C10dWorld(World):
             return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
         return TorchMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
-    def _end(self, ways: Set[Link], along_one_axis: Set[Link]) -> None:
+    def _end(self, links: Set[Link], along_one_axis: Set[Link]) -> None:
         """Abort the groups and remove them from torch.
 
         The default group is left alone if it only carried collectives over several axes: the
         program needs it for other things, and torch spares it too.
         """
         whole = tuple(range(self.size)), ""
-        keys = ways if whole in along_one_axis else ways - {whole}
+        keys = links if whole in along_one_axis else links - {whole}
         groups = [group for key in keys if (group := self._known(key)) is not None]
         _abort(groups)
         if world_of_torch.default_pg in groups:

@@ -217,11 +217,11 @@ class RankScheduler:
         """Return how often a rank has left a group of ranks."""
         return self._generations[rank, way] if self._generations else 0
 
-    def leave_groups(self, rank: int, ways: Set[Link]) -> None:
+    def leave_groups(self, rank: int, links: Set[Link]) -> None:
         """Fail the incomplete meetings of these ranks, and those that other ranks still join."""
         with self.lock:
             self._check_running()
-            for way in ways:
+            for way in links:
                 left = SimulatedGroup(*way, self._generations[rank, way])
                 self._generations[rank, way] += 1
                 for (place, turn), meeting in list(self._meetings.items()):

@@ -28,23 +28,23 @@ class SimulatedCommunicator(Communicator):
 
     def __init__(
         self,
-        place: RankScheduler,
+        scheduler: RankScheduler,
         ranks: tuple[int, ...],
         index: int,
         axes: tuple[str, ...],
         channel: str = "",
     ) -> None:
         super().__init__(ranks, index, axes)
-        self._place = place
+        self._scheduler = scheduler
         self._group = SimulatedGroup(
-            ranks, channel, place.generation(ranks[index], (ranks, channel))
+            ranks, channel, scheduler.generation(ranks[index], (ranks, channel))
         )
 
     @property
     def is_usable(self) -> bool:
         """Whether this rank did not abort its mesh, or another mesh of the same ranks."""
         way = self._group.ranks, self._group.channel
-        now = self._place.generation(self._rank, way)
+        now = self._scheduler.generation(self._rank, way)
         return not self.has_ended and self._group.generation == now
 
     def _start_all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
@@ -182,8 +182,8 @@ class SimulatedCommunicator(Communicator):
         combine: Combine,
     ) -> Pending[Any]:
         call = CollectiveCall(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
-        meeting = self._place.join((self._group, None), self.ranks, call, combine)
-        return Pending(lambda: self._place.wait(self._rank, meeting))
+        meeting = self._scheduler.join((self._group, None), self.ranks, call, combine)
+        return Pending(lambda: self._scheduler.wait(self._rank, meeting))
 
     def _meet_peer(
         self,
@@ -200,10 +200,10 @@ class SimulatedCommunicator(Communicator):
             self._rank, "send/recv", self.axes, agreed, tensors, payload, user_line()
         )
         place = self._group, (source, destination)
-        meeting = self._place.join(
+        meeting = self._scheduler.join(
             place, members, call, lambda given: [None, contiguous_copy(given[0])]
         )
-        return Pending(lambda: self._place.wait(self._rank, meeting))
+        return Pending(lambda: self._scheduler.wait(self._rank, meeting))
 
 
 class SimulatedWorld(World):
@@ -211,9 +211,9 @@ class SimulatedWorld(World):
 
     is_simulated = True
 
-    def __init__(self, place: RankScheduler, rank: int, size: int) -> None:
+    def __init__(self, scheduler: RankScheduler, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._place = place
+        self._scheduler = scheduler
 
     def describe(self) -> str:
         """Say what kind of ranks these are."""
@@ -226,11 +226,11 @@ class SimulatedWorld(World):
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
         index = ranks.index(self.rank)
-        return SimulatedCommunicator(self._place, ranks, index, axes, channel)
+        return SimulatedCommunicator(self._scheduler, ranks, index, axes, channel)
 
-    def _end(self, ways: Set[Link], along_one_axis: Set[Link]) -> None:
+    def _end(self, links: Set[Link], along_one_axis: Set[Link]) -> None:
         """Fail all meetings of these ranks, now and later."""
-        self._place.leave_groups(self.rank, ways)
+        self._scheduler.leave_groups(self.rank, links)
 
 
 def _described(x: torch.Tensor | None) -> str:
