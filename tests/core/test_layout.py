@@ -565,5 +565,5 @@ def test_on_a_rank_the_message_says_which() -> None:
 
 
 def test_the_examples_in_the_docstrings_are_true() -> None:
-    result = doctest.testmod(shardwise.layout)
+    result = doctest.testmod(shardwise.core.layout)
     assert result.attempted >= 4 and result.failed == 0

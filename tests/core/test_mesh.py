@@ -925,7 +925,7 @@ def test_flatten_does_not_take_a_name_that_stands_for_something_else() -> None:
 
 def test_the_examples_in_the_docstrings_are_true() -> None:
     def run(mesh: DeviceMesh) -> doctest.TestResults | None:
-        return doctest.testmod(shardwise.mesh) if mesh.get_rank() == 0 else None
+        return doctest.testmod(shardwise.core.mesh) if mesh.get_rank() == 0 else None
 
     result = on_eight(run)[0]
     assert result is not None and result.attempted >= 3 and result.failed == 0

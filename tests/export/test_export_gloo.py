@@ -10,6 +10,7 @@ from support.exported_models import CASES, program, runs
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.core import world
 from shardwise.export import make_groups, shard_program
 
 
@@ -117,7 +118,7 @@ def test_saved_programs_run_where_there_is_torch_only(tmp_path):
         for name, ranks in (("all", [0, 1]), ("turned", [1, 0])):
             mesh = sw.DeviceMesh("cpu", ranks, mesh_dim_names=("tp",))
             made = shard_program(program("sdpa"), mesh, case.plan)
-            torch.export.save(made, tmp_path / f"{name}_{sw.world.current().rank}.pt2")
+            torch.export.save(made, tmp_path / f"{name}_{world.current().rank}.pt2")
 
     sw.simulate(save, 2)
     started = [
@@ -131,7 +132,7 @@ def loaded(folder):
     """Run what other processes saved, by groups that this one has not made."""
     case = CASES["sdpa"]
     (x,), _ = case.inputs()
-    rank = sw.world.current().rank
+    rank = world.current().rank
     made = torch.export.load(f"{folder}/{rank}.pt2")
     names = list(make_groups(made))
     with torch.no_grad():
@@ -144,7 +145,7 @@ def test_the_groups_of_a_loaded_program_can_be_made(workers4, tmp_path):
         ranks = torch.tensor([[2, 0], [3, 1]])
         mesh = sw.DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
         made = shard_program(program("sdpa"), mesh, CASES["sdpa"].plan)
-        torch.export.save(made, tmp_path / f"{sw.world.current().rank}.pt2")
+        torch.export.save(made, tmp_path / f"{world.current().rank}.pt2")
 
     sw.simulate(save, 4)
     first, second = ["ranks_2_0"], ["ranks_3_1"]

@@ -8,13 +8,14 @@ import torch
 from support.export_styles import CASES, called, collectives
 
 import shardwise as sw
+from shardwise.core import world
 from shardwise.export import shard_program, tensor_parallel_transformation
 from shardwise.parallel import plans
 
 
 def outcome(name, decomposed, path):
     """How far the program of this rank is off when it is run twice, and its collectives."""
-    case, here = CASES[name], sw.world.current()
+    case, here = CASES[name], world.current()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.export
         program = case.exported()
@@ -56,7 +57,7 @@ def test_a_decomposed_program_does_so_too(workers4, name, tmp_path):
 
 def ready_plan(kind, sequence_parallel):
     """What a Llama's program returns by a ready plan, and its collectives."""
-    case, here = CASES["Llama, 2 layers, tied embeddings"], sw.world.current()
+    case, here = CASES["Llama, 2 layers, tied embeddings"], world.current()
     program = case.exported()
     if kind == "styles":
         styles = plans.llama_styles(sequence_parallel=sequence_parallel)

@@ -11,6 +11,7 @@ from support.exported_models import CASES, program, runs
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.core import world
 from shardwise.export import shard_program
 from shardwise.parallel import shard_module
 
@@ -173,7 +174,7 @@ def test_a_program_has_the_collectives_of_the_same_plan_in_eager_mode(name):
         return heard()[before:]
 
     def heard():
-        return [event.kind for event in events if event.rank == sw.world.current().rank]
+        return [event.kind for event in events if event.rank == world.current().rank]
 
     events = []
     with sw.listen(events.append):

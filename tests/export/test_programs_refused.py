@@ -7,6 +7,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Partial, Shard
+from shardwise.core import world
 from shardwise.export import ExportError, shard_program
 from shardwise.parallel.plan_spec import PlanError
 
@@ -77,13 +78,13 @@ def test_placements_of_outputs_that_do_not_fit(program, mesh, given, message):
 def test_a_model_is_no_program_and_a_number_no_mesh(program, mesh):
     with pytest.raises(ExportError, match=r"torch.export.export\(model, args\) returns, got MLP"):
         shard_program(MLP(), mesh, {})
-    with pytest.raises(sw.errors.MeshError, match="expected a DeviceMesh, got 2"):
+    with pytest.raises(sw.MeshError, match="expected a DeviceMesh, got 2"):
         shard_program(program, 2, {})
 
 
 def test_a_mesh_that_this_rank_is_not_in(program):
     def rank():
-        if sw.world.current().rank == 0:
+        if world.current().rank == 0:
             with pytest.raises(ExportError, match=r"one that this rank is in, got .*\[1\]"):
                 shard_program(program, sw.DeviceMesh("cpu", [1]), {})
 

@@ -97,7 +97,7 @@ except UserWarning as warning:
 """
     done = run(program, "2.16.0", "-W", "error::UserWarning")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "TorchVersionWarning ['shardwise.errors']\n"
+    assert done.stdout == "TorchVersionWarning ['shardwise.core', 'shardwise.core.errors']\n"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm import listen
 from shardwise.rules.pointwise import foreach
+from shardwise.rules.registry import lookup
 from shardwise.testing import Sample, check_rule
 
 
@@ -84,7 +85,7 @@ def test_other_reductions():
 def test_every_foreach_function_of_torch_has_a_handler():
     for name in dir(torch):
         if name.startswith("_foreach_"):
-            assert sw.rules.registry.lookup(getattr(torch, name)) is not None, name
+            assert lookup(getattr(torch, name)) is not None, name
 
 
 # ---- by hand

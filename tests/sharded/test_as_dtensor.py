@@ -21,6 +21,7 @@ from support.sharded_operators import (
 import shardwise as sw
 import shardwise.sharded as sh
 from shardwise import Partial, Replicate, Shard
+from shardwise.core import world
 
 X = values(5, 4, grad=False)
 
@@ -227,7 +228,7 @@ def test_metadata_is_each_tensor_s_own() -> None:
         assert tensor.metadata().shards_metadata[0].placement is not None
         assert (
             tensor.local_shards()[0].metadata
-            == tensor.metadata().shards_metadata[sw.world.current().rank]
+            == tensor.metadata().shards_metadata[world.current().rank]
         )
 
     on_ranks(run, 3)

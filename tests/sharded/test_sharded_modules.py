@@ -18,6 +18,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import sharded
+from shardwise.core import world
 from shardwise.core.mesh import init_device_mesh
 from shardwise.sharded import (
     ShardedStateError,
@@ -61,7 +62,7 @@ def test_a_sharded_model_computes_what_the_whole_one_does(kind, count):
 def test_the_source_rank_s_parameters_are_the_ones():
     def run():
         module = nn.Linear(3, 4)
-        nn.init.constant_(module.weight, sw.world.current().rank + 1.0)
+        nn.init.constant_(module.weight, world.current().rank + 1.0)
         shard_parameter(module, "weight", chunks(0, 2, 0), src_rank=1)
         assert isinstance(module.weight, nn.Parameter)
         return whole(module.weight.detach())
@@ -204,7 +205,7 @@ class Replace(Sharder):
 
 class NoModule(Sharder):
     def shard(self, module):
-        return "no module" if sw.world.current().rank == 1 else module
+        return "no module" if world.current().rank == 1 else module
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(plan, message):
 
 def test_what_one_rank_objects_to_is_refused_on_all():
     def run():
-        rank = sw.world.current().rank
+        rank = world.current().rank
         name = "fc1.weight" if rank == 0 else "fc1.wait"
         with pytest.raises(ShardedTensorError) as error:
             shard_module(Recommender(), ShardingPlan({name: TWO}))
@@ -289,7 +290,7 @@ def test_an_error_of_the_users_own_spec_on_one_rank_is_told_to_all():
             return {}["no"]
 
     def run():
-        spec = Broken(0, ["rank:0/cpu"]) if sw.world.current().rank == 1 else TWO
+        spec = Broken(0, ["rank:0/cpu"]) if world.current().rank == 1 else TWO
         with pytest.raises(ShardedStateError, match="rank 1: KeyError: 'no'"):
             shard_parameter(nn.Linear(3, 4), "weight", spec)
 

@@ -23,6 +23,7 @@ from support.sharded_tensors import chunks
 from torch import nn, optim
 
 import shardwise as sw
+from shardwise.core import world
 from shardwise.sharded import (
     ShardedOptimizer,
     ShardedStateError,
@@ -153,7 +154,7 @@ def test_groups_have_names_and_options_of_their_own():
 
 def test_a_state_dict_that_does_not_fit_changes_nothing_on_any_rank():
     def run():
-        rank = sw.world.current().rank
+        rank = world.current().rank
         model = cut(Recommender(), in_order(2))
         optimizer = sharded_optimizer(model, "Adam")
         train(model, optimizer, 1)
@@ -193,7 +194,7 @@ def test_shards_that_were_stepped_apart_have_no_common_state():
     def run():
         weight = nn.Parameter(chunks(0, 0, 1).shard(torch.ones(4)))
         optimizer = ShardedOptimizer({"weight": weight}, optim.Adam)
-        if sw.world.current().rank == 0:
+        if world.current().rank == 0:
             weight.local_tensor().grad = torch.ones(2)
             optimizer.step()
         with pytest.raises(ShardedStateError, match="must have been stepped together"):

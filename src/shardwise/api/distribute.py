@@ -218,7 +218,7 @@ def local_map(
         spmd_types: whether the package `spmd_types` checks `func`: that it never takes a
             contribution for a value, and that the results fit `out_placements`. Replicated inputs
             then have gradients `Partial()`, unless `in_grad_placements` says `Replicate()`. See
-            `shardwise.local_types`.
+            `shardwise.api.local_types`.
     """
     if func is None:
         return functools.partial(

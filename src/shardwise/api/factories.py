@@ -1,6 +1,6 @@
 """Factories of DTensors. Each rank makes its own shard, without communication.
 
-Random tensors have the same global values on every layout and mesh (`shardwise.random`).
+Random tensors have the same global values on every layout and mesh (`random.samplers`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layout: the distribution of one global tensor over one mesh.
 
 A layout has the mesh, the global shape, for every dim the *ordered* axes that split it (outer to
-inner) and optionally the pieces that are split one by one (`shardwise.cut`), and the axes with a
-pending reduction. It is immutable and interned: equal layouts are one object, so comparing and
+inner) and optionally the pieces that are split one by one (`shardwise.core.cut`), and the axes with
+a pending reduction. It is immutable and interned: equal layouts are one object, so comparing and
 hashing are free, and a layout can be a key of a cache. Every method computes on one coordinate of
 the mesh; none communicates.
 """

@@ -178,7 +178,7 @@ _INLINE: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.wrap_with_set_grad_enabled: _with_grad_mode,
     torch.ops.higher_order.wrap_with_autocast: _with_autocast,
     # Checks the metadata of a tensor before a cast: it would gather the tensor for nothing.
-    _aten._assert_tensor_metadata.default: lambda *args, **kwargs: None,
+    torch.ops.aten._assert_tensor_metadata.default: lambda *args, **kwargs: None,
 }
 
 

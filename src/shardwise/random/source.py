@@ -18,7 +18,7 @@ from shardwise.core.layout import Layout
 from shardwise.random import samplers
 
 Sampler = Callable[..., torch.Tensor]
-"""A function of `shardwise.random` that makes a shard."""
+"""A function of `random.samplers` that makes a shard."""
 
 _aten: Any = torch.ops.aten
 
@@ -34,7 +34,7 @@ def draw_shard(
     """Draw this rank's shard of a tensor of random numbers.
 
     Arguments:
-        sampler: the distribution, a function of `shardwise.random`.
+        sampler: the distribution, a function of `random.samplers`.
         numbers: the parameters of the distribution.
     """
     if world.current().draws_whole:

@@ -2,7 +2,7 @@
 
 A factor is a name for a dim that several operands and results share, like a letter of an einsum.
 Splitting a factor over an axis of the mesh splits every dim that has it. The rest follows from that
-(`shardwise.rules.choose`): the legal splits, the results' layouts, which gradients are
+(`shardwise.rules.strategy`): the legal splits, the results' layouts, which gradients are
 contributions, and what a strategy costs.
 """
 
@@ -65,8 +65,8 @@ class Spec:
     """Return whether these splits (axes by factor) are possible; by default all are."""
     positions: Collection[str] | None = None
     """Factors along which the lowering must know which indices a rank holds: their dims are never
-    segmented (`shardwise.cut`). None stands for all factors if there is `lower` or `allows`, and
-    for no factor otherwise."""
+    segmented (`shardwise.core.cut`). None stands for all factors if there is `lower` or `allows`,
+    and for no factor otherwise."""
     scales: bool = False
     """Whether dims of one factor may differ in size: they are split at the same places up to scale,
     and not at all if such a place is between indices."""

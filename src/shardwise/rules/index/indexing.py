@@ -1,9 +1,9 @@
 """Reading by index: `x[key]`.
 
-Indexing has two steps (`shardwise.rules.keys`): the basic part of a key gives a view, then the
-tensors of the key select elements of it. A slice of a split dim stays split: rows move between
-ranks. A single row, and elements selected by tensors, are a sum over ranks: each contributes what
-it holds, and zeros for the rest. Nothing is gathered.
+Indexing has two steps (`shardwise.rules.helpers.index_key`): the basic part of a key gives a view,
+then the tensors of the key select elements of it. A slice of a split dim stays split: rows move
+between ranks. A single row, and elements selected by tensors, are a sum over ranks: each
+contributes what it holds, and zeros for the rest. Nothing is gathered.
 """
 
 from __future__ import annotations

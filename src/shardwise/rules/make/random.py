@@ -42,7 +42,7 @@ def noise(
     """Return random numbers in a layout, replicated where it has a pending reduction.
 
     Arguments:
-        sampler: a sampler of `shardwise.random`; `numbers` are its parameters.
+        sampler: a sampler of `random.samplers`; `numbers` are its parameters.
     """
     whole = layout.relaid(partial={}) if layout.partial else layout
     local = draw_shard(sampler, whole, *numbers, dtype=dtype, device=device, generator=generator)

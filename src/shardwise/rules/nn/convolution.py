@@ -1,7 +1,7 @@
 """Convolutions.
 
 The batch and the channels of the result are free; the channels of the input are summed. Along
-spatial dims each rank receives the rows that its results read (`shardwise.rules.halo`).
+spatial dims each rank receives the rows that its results read (`shardwise.rules.helpers.windows`).
 """
 
 from __future__ import annotations

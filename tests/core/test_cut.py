@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import DeviceMesh, Layout, LayoutError, Replicate, Shard, redistribute_local
+from shardwise.core import world
 from shardwise.core.mesh import init_device_mesh
 from shardwise.testing import Sample, check_rule, rule_check
 from shardwise.testing import layouts_of as every_layout
@@ -31,7 +32,7 @@ HEADS = ((24, 8), (12, 4), (12, 4))
 @contextmanager
 def own_events() -> Iterator[list[sw.Event]]:
     """What the calling rank communicates in here."""
-    rank = sw.world.current().rank
+    rank = world.current().rank
     heard: list[sw.Event] = []
     with sw.listen(lambda event: heard.append(event) if event.rank == rank else None):
         yield heard
