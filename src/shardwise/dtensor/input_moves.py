@@ -50,7 +50,7 @@ class InputMove:
     """The part of the local tensor to keep, if slicing is all that this rank has to do."""
     is_slice: bool
     """Whether slicing is all that every rank has to do. `slices` is None nevertheless on a rank
-    that needs nothing, and where a dim is segmented."""
+    that needs nothing, and where a dim is cut."""
     is_linear: bool
     """Whether the move has a gradient: no maximum or product is pending."""
     stages: tuple[InputMove, InputMove] | None

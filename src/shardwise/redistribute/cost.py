@@ -241,7 +241,7 @@ def estimate(source: Layout, target: Layout, price: Sequence[Price]) -> Price:
             continue
         if before.is_shard():
             # To a pending sum nothing is sent now, but as much as to make it whole is later. A
-            # segmented dim is made whole before it is split otherwise.
+            # cut dim is made whole before it is split otherwise.
             is_exchange = after.is_shard() and not (source.is_cut or target.is_cut)
             moved = (size - 1) / size if is_exchange else size - 1
         elif after.is_partial():

@@ -1,6 +1,6 @@
-"""Moves of tensors with segmented dims (cut in pieces, each split on its own), as ordinary moves.
+"""Moves of tensors with cut dims (cut in pieces, each split on its own), as ordinary moves.
 
-Where a segmented dim stays as it is, every rank keeps its share of it: the move takes place among
+Where a cut dim stays as it is, every rank keeps its share of it: the move takes place among
 the ranks that have the same share, on the sub-mesh of the other axes, with the local size of that
 dim. Otherwise the dim is first made whole and put in the order of the global tensor; or it is cut
 in the end, which needs no communication.
@@ -54,7 +54,7 @@ def stages(source: Layout, target: Layout, place: Sequence[int] | None) -> list[
 
 
 def _kept(source: Layout, target: Layout, dim: int) -> tuple[int, ...]:
-    """Return the outer axes that split a segmented dim in the same way in both layouts."""
+    """Return the outer axes that split a cut dim in the same way in both layouts."""
     if source.cuts[dim] is None and target.cuts[dim] is None:
         return ()
     before, after = source.shard_order[dim], target.shard_order[dim]
@@ -127,7 +127,7 @@ def _gather(source: Layout, dim: int) -> Step:
 
 
 def in_order(layout: Layout, dim: int) -> list[tuple[int, int]]:
-    """Return the ranges of the concatenated shards of all ranks that put a segmented dim in the
+    """Return the ranges of the concatenated shards of all ranks that put a cut dim in the
     order of the global tensor."""
     cut = layout.cuts[dim]
     assert cut is not None, "an ordinary dim is in order"

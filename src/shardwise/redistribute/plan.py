@@ -262,7 +262,7 @@ def _plan_cut(
     costs: Costs,
     place: tuple[int, ...] | None,
 ) -> Plan:
-    """Return the plan of the rank at `place` for segmented dims: where such a dim stays, the ranks
+    """Return the plan of the rank at `place` for cut dims: where such a dim stays, the ranks
     with the same share of it make a plan of their own."""
     _check(src, dst)
     moves: list[Step] = []

@@ -65,7 +65,7 @@ class Spec:
     """Return whether these splits (axes by factor) are possible; by default all are."""
     positions: Collection[str] | None = None
     """Factors along which the lowering must know which indices a rank holds: their dims are never
-    segmented (`shardwise.core.cut`). None stands for all factors if there is `lower` or `allows`,
+    cut (`shardwise.core.cut`). None stands for all factors if there is `lower` or `allows`,
     and for no factor otherwise."""
     scales: bool = False
     """Whether dims of one factor may differ in size: they are split at the same places up to scale,

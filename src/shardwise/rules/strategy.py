@@ -46,7 +46,7 @@ class AxisStrategy(NamedTuple):
     """The inputs that keep their pending sum."""
     op: str = "sum"
     cut: Cut | None = None
-    """The pieces of the factor's dim, if it is segmented."""
+    """The pieces of the factor's dim, if it is cut."""
     size: int | None = None
     """The size of the dim that `cut` describes, or that others are scaled to."""
 
@@ -218,7 +218,7 @@ def _exchanges(spec: Spec, dims: Dims, layout: Layout, axis: int) -> Iterator[Ax
 
 
 def _may_be_cut(spec: Spec, factor: str) -> bool:
-    """Return whether the dims of a factor may stay segmented."""
+    """Return whether the dims of a factor may stay cut."""
     if spec.positions is None:
         return spec.lower is None and spec.allows is None
     return factor not in spec.positions
@@ -272,7 +272,7 @@ class _Cuts:
             factor: tuple(mesh.shape[axis] for axis in axes) for factor, axes in splits.items()
         }
         self.given: dict[str, tuple[Cut, int]] = {}
-        """The pieces that the inputs have, and the size of their dim; only of segmented dims."""
+        """The pieces that the inputs have, and the size of their dim; only of cut dims."""
         # Segmented dims first: their pieces count.
         for option in sorted(options, key=lambda option: option.cut is None):
             if option.factor is not None and option.size is not None:
@@ -280,7 +280,7 @@ class _Cuts:
                 self.given.setdefault(option.factor, (cut, option.size))
 
     def of_inputs(self, dims: Dims, shape: Sequence[int]) -> tuple[Cut | None, ...] | None:
-        """Return the pieces of each dim of an input; None if no input is segmented."""
+        """Return the pieces of each dim of an input; None if no input is cut."""
         if not self.given:
             return None
         return tuple(map(self._scaled, dims, shape))

@@ -319,7 +319,7 @@ def _describe_layout(
     )
     found = _search_layout(ownership, layout.shape, ranks, layout.mesh.device_type, None)
     if found is None and not layout.partial:
-        found = layout  # the search misses uneven splits by several axes, and segmented dims
+        found = layout  # the search misses uneven splits by several axes, and cut dims
     return spec, shards, ownership, found
 
 
