@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Event, listen
-from shardwise.rules.helpers.chunks import chunks_of, same_units
+from shardwise.rules.helpers.dims import chunks_of, same_units
 from shardwise.rules.helpers.windows import Window, WindowExchange
 from shardwise.testing import Sample, check_rule
 

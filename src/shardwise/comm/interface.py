@@ -72,7 +72,7 @@ class Communicator(Engine):
     def all_reduce_async(
         self, x: torch.Tensor, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Pending[torch.Tensor]:
-        """Every rank gets the reduction of all ranks' `x` (equal shapes).
+        """Return every rank gets the reduction of all ranks' `x` (equal shapes).
 
         `op` is sum, avg, max, min or product, or torch's `ReduceOp` of that name. On bool, sum
         means any and product means all.
@@ -153,7 +153,7 @@ class Communicator(Engine):
     def all_gather_async(
         self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Pending[torch.Tensor]:
-        """Every rank gets all ranks' `x`, concatenated along `dim` in order.
+        """Return every rank gets all ranks' `x`, concatenated along `dim` in order.
 
         Arguments:
             sizes: the length of each rank's piece along `dim`; all equal to `x`'s by default.
@@ -176,7 +176,7 @@ class Communicator(Engine):
     def all_gather_into_async(
         self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
     ) -> Pending[torch.Tensor]:
-        """Every rank gets all ranks' `x` in given memory: rank i's becomes `rows[i]`.
+        """Return every rank gets all ranks' `x` in given memory: rank i's becomes `rows[i]`.
 
         Arguments:
             x: of the same size on every rank.
@@ -201,8 +201,8 @@ class Communicator(Engine):
     def all_gather_in_place_async(
         self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
     ) -> Pending[None]:
-        """Every rank gets several tensors of all ranks in given memory: rank i's `xs[j]` becomes
-        `outs[j][i]`, of the same shape. A rank's own entries are not written to.
+        """Return every rank gets several tensors of all ranks in given memory: rank i's `xs[j]`
+        becomes `outs[j][i]`, of the same shape. A rank's own entries are not written to.
 
         For large tensors: each travels as a message, and nothing is copied.
         """
@@ -248,7 +248,7 @@ class Communicator(Engine):
         )
 
     def broadcast_async(self, x: torch.Tensor, source: int = 0) -> Pending[torch.Tensor]:
-        """Every rank gets `x` of rank `source`. Elsewhere `x` only gives shape and dtype."""
+        """Return every rank gets `x` of rank `source`. Elsewhere `x` only gives shape and dtype."""
         check_tensor("broadcast(x)", x)
         source = as_peer("broadcast(source)", source, self.size)
         received = 0 if source == self.index else size_in_bytes(x)
@@ -351,7 +351,7 @@ class Communicator(Engine):
         return self._traced("barrier", None, 0, self._start_barrier)
 
     def gather_objects_async(self, value: Any) -> Pending[list[Any]]:
-        """Every rank gets the list of all ranks' `value`, which must be picklable."""
+        """Return every rank gets the list of all ranks' `value`, which must be picklable."""
         data = pickle.dumps(value)
         event = self._tell("gather_objects", None, 0)
         sent = self._start_gather_bytes(len(data).to_bytes(8, "little"), [8] * self.size).wait()

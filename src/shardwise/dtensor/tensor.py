@@ -264,12 +264,12 @@ class DTensor(torch.Tensor):
         return self._layout.size if is_torch_function_enabled() else _shape_of(self)
 
     def size(self, dim: int | None = None) -> Any:
-        """The global shape, or its size along `dim`."""
+        """Return the global shape, or its size along `dim`."""
         shape = self.shape
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """The number of elements of the global tensor."""
+        """Return the number of elements of the global tensor."""
         return self._layout.numel if is_torch_function_enabled() else _numel_of(self)
 
     nelement = numel
@@ -280,7 +280,7 @@ class DTensor(torch.Tensor):
         return len(self._layout.shape)
 
     def dim(self) -> int:
-        """The number of dims."""
+        """Return the number of dims."""
         return len(self._layout.shape)
 
     ndimension = dim
@@ -291,7 +291,7 @@ class DTensor(torch.Tensor):
         return self.shape[0]
 
     def stride(self, dim: int | None = None) -> Any:
-        """The strides of the global tensor if it were stored as its shards are."""
+        """Return the strides of the global tensor if it were stored as its shards are."""
         strides = locally(TensorBase.stride, (), (self,))
         if is_torch_function_enabled():
             strides = global_stride(strides, self._layout)

@@ -113,7 +113,7 @@ class Llama(nn.Module):
         self.register_buffer("sines", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token that follows each."""
+        """Return the logits of the token that follows each."""
         length = tokens.shape[1]
         cosines, sines = self.get_buffer("cosines")[:length], self.get_buffer("sines")[:length]
         x = self.tok_embeddings(tokens)
@@ -122,7 +122,7 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of the tokens that should follow."""
+        """Return the mean cross-entropy of the tokens that should follow."""
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
 

@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 def all_tokens() -> Tensor:
-    """The whole text."""
+    """Return the whole text."""
     text = "\n".join(topics[name] for name in sorted(topics))
     return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
 

@@ -7,8 +7,8 @@ Importing a module registers its rules.
 
 from shardwise.rules import properties
 from shardwise.rules.index import assignment, gathering, indexing, scattering
-from shardwise.rules.linalg import einsum, factorizations, fourier, matmul, scaled_matmul, solvers
-from shardwise.rules.make import creation, initialization, random
+from shardwise.rules.linalg import factorizations, fourier, matmul, scaled_matmul, solvers
+from shardwise.rules.make import creation, random
 from shardwise.rules.nn import (
     adaptive_pooling,
     attention,
@@ -21,11 +21,10 @@ from shardwise.rules.nn import (
     losses,
     multihead,
     normalization,
-    patches,
     pooling,
     recurrent,
 )
-from shardwise.rules.pointwise import aliases, casts, elementwise, foreach, foreach_norm
+from shardwise.rules.pointwise import casts, elementwise, foreach
 from shardwise.rules.reduce import (
     cumulative,
     differences,
@@ -42,7 +41,6 @@ from shardwise.rules.shape import (
     reshape,
     splitting,
     strides,
-    triangles,
     view_copies,
     views,
 )

@@ -27,8 +27,7 @@ from shardwise.dtensor.call_args import check_same_on_ranks
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.composed_ops import tensors_in
-from shardwise.rules.pointwise.aliases import SPELLINGS
-from shardwise.rules.pointwise.elementwise import names
+from shardwise.rules.pointwise.elementwise import ALIASES, names
 from shardwise.rules.pointwise.foreach import one_by_one
 from shardwise.rules.registry import lookup, name_of
 from shardwise.sharded import as_dtensor, embedding, per_shard_ops
@@ -85,7 +84,7 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTenso
     handler: Any = getattr(lookup(func), "handler", None)
     if handler is run_on_whole:
         return func(*(as_full_tensor(each) for each in args), **kwargs)
-    if handler in SPELLINGS:
+    if handler in ALIASES:
         return handler(func, args, kwargs)
     if name_of(func).startswith("_foreach_"):
         results = one_by_one(func, args, kwargs)

@@ -136,7 +136,7 @@ def _cast_to_own(node: fx.Node, aliases: Aliases) -> fx.Node | None:
 
 
 def _copied_constant(node: fx.Node, aliases: Aliases) -> fx.Node | None:
-    """A copy of a constant, made in case something writes to it."""
+    """Return a copy of a constant, made in case something writes to it."""
     (x,) = node.args
     return x if isinstance(x, fx.Node) else None
 

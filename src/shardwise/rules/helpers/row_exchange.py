@@ -20,10 +20,9 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.thread_config import PolicyError
 from shardwise.dtensor.state import state
 from shardwise.dtensor.writes import mark_detached_copy
-from shardwise.rules.helpers.chunks import chunks_of
 from shardwise.rules.helpers.collectives import all_reduce_sum
-from shardwise.rules.helpers.constants import take_rows
-from shardwise.rules.helpers.padding import pad
+from shardwise.rules.helpers.dims import chunks_of
+from shardwise.rules.helpers.local_tensors import pad, take_rows
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 Rows = npt.NDArray[np.int64]

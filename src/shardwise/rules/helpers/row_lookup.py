@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm import Communicator, communicator
 from shardwise.core.layout import Layout
-from shardwise.rules.helpers.padding import pad_to_one_row
+from shardwise.rules.helpers.local_tensors import pad_to_one_row
 from shardwise.rules.helpers.row_exchange import AllToAll
 from shardwise.rules.index.indexing import out_of_range
 

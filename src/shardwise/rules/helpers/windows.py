@@ -16,7 +16,7 @@ import torch
 from shardwise.comm import communicator
 from shardwise.core.box import Range
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.chunks import chunks_of, clipped, overlap
+from shardwise.rules.helpers.dims import chunks_of, clipped, overlap
 from shardwise.rules.spec import SplitContext
 
 

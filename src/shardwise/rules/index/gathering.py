@@ -15,7 +15,7 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.rules.helpers.collectives import all_reduce_extreme, all_reduce_sum
 from shardwise.rules.helpers.dims import Inputs, replaced, unsplit, without
-from shardwise.rules.helpers.padding import pad_to_one_row
+from shardwise.rules.helpers.local_tensors import pad_to_one_row
 from shardwise.rules.index.indexing import located, looked_up, unravelled
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import rule

@@ -33,7 +33,7 @@ from shardwise.rules.helpers.index_key import (
     static,
     whole,
 )
-from shardwise.rules.helpers.padding import pad, pad_to_one_row
+from shardwise.rules.helpers.local_tensors import pad, pad_to_one_row
 from shardwise.rules.helpers.row_exchange import mark_copy, plan_row_exchange
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.shape.splitting import whole_pieces

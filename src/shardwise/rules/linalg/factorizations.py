@@ -16,7 +16,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.random.seed_check import check_if_suspect
 from shardwise.rules.helpers.composed_ops import input_of, tensors_in, with_synonyms
 from shardwise.rules.helpers.dims import Inputs, as_dims, broadcast_dims, replaced, unsplit
-from shardwise.rules.helpers.padding import for_empty
+from shardwise.rules.helpers.local_tensors import for_empty
 from shardwise.rules.linalg.matmul import leading
 from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
 from shardwise.rules.registry import functions_named, handler, rule

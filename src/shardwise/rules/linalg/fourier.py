@@ -17,7 +17,7 @@ import torch
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.composed_ops import Function, composed, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, given, replaced, without
-from shardwise.rules.helpers.padding import crop, for_empty, is_empty, pad_empty_dims
+from shardwise.rules.helpers.local_tensors import crop, for_empty, is_empty, pad_empty_dims
 from shardwise.rules.helpers.windows import Window, plan_exchange
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.shape.rearranging import roll
@@ -300,7 +300,7 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Spec:
-    """The time is whole: torch checks the sum of all windows at each point."""
+    """Return the time is whole: torch checks the sum of all windows at each point."""
     whole = n_fft + (hop_length or n_fft // 4) * (input.shape[-1] - 1)
     size = length or whole - (2 * (n_fft // 2) if center else 0)
     batch = ("batch",) * (input.dim() - 2)

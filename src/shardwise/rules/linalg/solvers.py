@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.helpers.composed_ops import Function, composed, with_synonyms
-from shardwise.rules.helpers.padding import crop, for_empty, pad_empty_dims
+from shardwise.rules.helpers.local_tensors import crop, for_empty, pad_empty_dims
 from shardwise.rules.linalg.factorizations import NOTHING, matrices
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec

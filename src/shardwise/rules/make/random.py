@@ -7,11 +7,13 @@ whether pending sums flow. The noise itself is replicated where its model has a 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import init
 
 from shardwise.core import world
 from shardwise.core.cut import Cut
@@ -28,7 +30,7 @@ from shardwise.rules.make.creation import check_layout
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import Aten, handler, name_of, rule
 from shardwise.rules.spec import Spec, SplitContext
-from shardwise.torch_internals import as_local
+from shardwise.torch_internals import as_local, fan_of, fill_constant, fill_normal, fill_uniform
 
 
 def noise(
@@ -386,3 +388,47 @@ def multinomial(
     if num_samples == 1:
         return races.argmax(-1, keepdim=True)
     return races.topk(num_samples, -1)[1]
+
+
+# ---- torch.nn.init: the functions that call `__torch_function__` of their tensor
+# The others are composed of operators that have rules.
+
+
+@handler(init.uniform_)
+def uniform_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Fill with uniform numbers in [a, b)."""
+    return fill_uniform(*args, **kwargs)
+
+
+@handler(init.normal_)
+def normal_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Fill with normally distributed numbers."""
+    return fill_normal(*args, **kwargs)
+
+
+@handler(init.constant_)
+def constant_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Fill with one value."""
+    return fill_constant(*args, **kwargs)
+
+
+@handler(init.kaiming_uniform_)
+def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Fill with uniform numbers whose bound follows from the global fan."""
+
+    def initialized(
+        tensor: Any,
+        a: float = 0,
+        mode: Any = "fan_in",
+        nonlinearity: Any = "leaky_relu",
+        generator: Any = None,
+    ) -> Any:
+        if 0 in tensor.shape:
+            warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=5)
+            return tensor
+        fan = fan_of(tensor, mode)
+        bound = init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fan)
+        with torch.no_grad():
+            return tensor.uniform_(-bound, bound, generator=generator)
+
+    return initialized(*args, **kwargs)

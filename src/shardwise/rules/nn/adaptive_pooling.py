@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.box import Range
-from shardwise.rules.helpers.padding import crop, is_empty, pad_empty_dims
+from shardwise.rules.helpers.local_tensors import crop, is_empty, pad_empty_dims
 from shardwise.rules.helpers.precision import keeps_sums
 from shardwise.rules.helpers.windows import per_dim, plan_exchange
 from shardwise.rules.nn.pooling import planes

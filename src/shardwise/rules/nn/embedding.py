@@ -20,7 +20,7 @@ from shardwise.rules.helpers.collectives import all_reduce_extreme
 from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import given
 from shardwise.rules.helpers.index_key import whole
-from shardwise.rules.helpers.padding import pad_to_one_row
+from shardwise.rules.helpers.local_tensors import pad_to_one_row
 from shardwise.rules.helpers.row_exchange import refuse_if_explicit
 from shardwise.rules.helpers.row_lookup import FetchedRows, RowTable, rows_of
 from shardwise.rules.index.indexing import located

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.core.box import Range
-from shardwise.rules.helpers.chunks import clipped
-from shardwise.rules.helpers.padding import crop, is_empty, pad, pad_empty_dims
+from shardwise.rules.helpers.dims import clipped
+from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
 from shardwise.rules.helpers.precision import keeps_sums
 from shardwise.rules.helpers.windows import plan_exchange
 from shardwise.rules.registry import rule

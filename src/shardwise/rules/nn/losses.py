@@ -114,7 +114,7 @@ def reduced(
     count: float | Callable[[SplitContext, Values], Any],
     each: Each | None = None,
 ) -> Spec:
-    """The spec of a loss.
+    """Return the spec of a loss.
 
     Arguments:
         spec: the spec of the losses before reduction.
@@ -239,7 +239,7 @@ def triplet_margin_loss(loss: Loss, values: Values) -> Spec:
 
 @losses("multi_margin_loss", "multilabel_margin_loss")
 def margin_loss(loss: Loss, values: Values) -> Spec:
-    """The input is (N, C) or (C); the target has one or several classes for each row."""
+    """Return the input is (N, C) or (C); the target has one or several classes for each row."""
     rows: Dims = ("n",) * (values["input"].dim() - 1)
     inputs: Inputs = []
     for name in ("input", "target", "weight"):

@@ -147,7 +147,8 @@ REINTERPRETED = Function("view", lambda input, dtype, last: input.view(dtype))
 
 @rule(REINTERPRETED)
 def reinterpreted(input: torch.Tensor, dtype: torch.dtype, last: int) -> Spec:
-    """The size of the last dim changes by the ratio of the item sizes; `last` is its new size."""
+    """Return the size of the last dim changes by the ratio of the item sizes; `last` is its new
+    size."""
     dims = dims_of(input)
     shape = (*input.shape[:-1], last) if dims else ()
     return Spec([(input, dims)], [Out(dims, shape)], scales=True, positions=(), is_view=True)

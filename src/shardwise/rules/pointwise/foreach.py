@@ -6,19 +6,23 @@ torch call on the shards is enough. Otherwise the ordinary operator runs for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from shardwise.comm import communicator
 from shardwise.core.layout import Layout
-from shardwise.dtensor.tensor import DTensor, redistribute_to
+from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.tensor import DTensor, redistribute_to, wrap
 from shardwise.dtensor.writes import check_writable
+from shardwise.rules.helpers.local_tensors import numbers
 from shardwise.rules.pointwise.elementwise import names
 from shardwise.rules.registry import handler
-from shardwise.torch_internals import as_local
+from shardwise.torch_internals import TensorBase, as_local
 
 _layout_of = attrgetter("_layout")
 _Tensor = torch.Tensor
@@ -197,3 +201,175 @@ def _like_parameter(tensor: Any, parameter: Any, moved: list[Any]) -> Any:
     made = redistribute_to(tensor, layout)
     moved.append((tensor, made))
     return made
+
+
+# ---- norms of many tensors, and the check for non-finite values: one collective for all tensors
+
+_local_numel = TensorBase.numel
+
+
+@handler("_foreach_norm", "_foreach_powsum")
+def norms(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Compute the norm of each tensor, or its power, with one collective per mesh."""
+    tensors, order, dtype = _bound(*args, **kwargs)
+    is_root = func.__name__ == "_foreach_norm"
+    if order == math.inf and any(each.numel() == 0 for each in tensors):
+        raise RuntimeError(
+            "_foreach_norm cannot compute the infinity norm on an empty tensor because the "
+            "operation does not have an identity"
+        )
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if needs_grad or not order > 0:
+        made = [torch.linalg.vector_norm(each, order, dtype=dtype) for each in tensors]
+        return tuple(made if is_root else [each**order for each in made])
+    results: list[Any] = [None] * len(tensors)
+    by_mesh = _by_mesh(tensors)
+    widest = _widest(tuple(by_mesh))
+    for mesh, positions in by_mesh.items():
+        group = [tensors[at] for at in positions]
+        if mesh is None:
+            found = list(func(group, order, dtype=dtype))
+        else:
+            found = _norms_on(mesh, group, order, dtype, is_root)
+            if widest is not None and widest is not mesh:
+                found = [wrap(each, Layout(widest, ())) for each in found]
+        for at, each in zip(positions, found, strict=True):
+            results[at] = each
+    return tuple(results)
+
+
+def _bound(
+    tensors: Any = None, ord: Any = 2, dtype: Any = None, *, self: Any = None
+) -> tuple[Any, float, Any]:
+    return self if tensors is None else tensors, float(ord), dtype
+
+
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> dict[DeviceMesh | None, Sequence[int]]:
+    """Return the positions of the tensors on each mesh; plain tensors count under None."""
+    try:
+        return _by_mesh_of(tuple(map(_layout_of, tensors)))
+    except AttributeError:  # a plain tensor among them
+        return _by_mesh_of(tuple(getattr(each, "_layout", None) for each in tensors))
+
+
+@lru_cache(maxsize=256)
+def _by_mesh_of(layouts: tuple[Layout | None, ...]) -> dict[DeviceMesh | None, Sequence[int]]:
+    found: dict[DeviceMesh | None, list[int]] = {}
+    for at, layout in enumerate(layouts):
+        found.setdefault(None if layout is None else layout.mesh, []).append(at)
+    return dict(found)
+
+
+@lru_cache(maxsize=256)
+def _widest(meshes: tuple[DeviceMesh | None, ...]) -> DeviceMesh | None:
+    """Return the mesh that contains all ranks of the others, if there is one.
+
+    All norms are returned on that mesh, so that they can be combined, for example of parameters on
+    `mesh["dp"]` and on `mesh["dp", "tp"]`. A tensor on fewer ranks is the same along the other
+    axes.
+    """
+    ranks = {mesh: set(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
+    if len(ranks) < 2:
+        return None
+    found = max(ranks, key=lambda mesh: len(ranks[mesh]))
+    return found if all(each <= ranks[found] for each in ranks.values()) else None
+
+
+def _norms_on(
+    mesh: DeviceMesh, tensors: list[Any], order: float, dtype: Any, is_root: bool
+) -> list[DTensor]:
+    layouts = tuple(map(_layout_of, tensors))
+    axes, counts = _counted(layouts, mesh.get_coordinate())
+    if counts is None:
+        tensors = [_reduced(each) for each in tensors]
+        return _norms_on(mesh, tensors, order, dtype, is_root)
+    with as_local():
+        made = _local_norms(tensors, order, dtype)
+        if is_root and not axes:
+            layout = Layout(mesh, ())
+            return [wrap(each, layout) for each in made]
+        dtypes = [each.dtype for each in made]
+        kinds = set(dtypes)
+        if any(kind.itemsize < 4 for kind in kinds):
+            made = _local_norms(tensors, order, torch.float32)
+        # In double precision: the square of a finite norm may overflow.
+        values = torch.stack(made).double()
+        if order == math.inf:
+            if axes:
+                values = communicator(mesh, axes).all_reduce(values, "max")
+        else:
+            if order != 1:
+                values = values**order
+            if axes:
+                if 0 in counts:
+                    values = values * numbers(counts, values)
+                values = communicator(mesh, axes).all_reduce(values, "sum")
+            if is_root and order != 1:
+                values = values ** (1 / order)
+        if len(kinds) == 1:
+            parts = list(values.to(dtypes[0]).unbind())
+        else:
+            parts = [part.to(each) for part, each in zip(values.unbind(), dtypes, strict=True)]
+        layout = Layout(mesh, ())
+        return [wrap(part, layout) for part in parts]
+
+
+def _reduced(tensor: DTensor) -> DTensor:
+    layout = tensor._layout
+    return redistribute_to(tensor, layout.relaid(partial={})) if layout.partial else tensor
+
+
+def _local_norms(tensors: list[Any], order: float, dtype: Any) -> tuple[torch.Tensor, ...]:
+    if order == math.inf:  # torch refuses the maximum of an empty tensor
+        tensors = [each if _local_numel(each) else each.new_zeros(1) for each in tensors]
+    return torch._foreach_norm(tensors, order, dtype=dtype)
+
+
+@lru_cache(maxsize=256)
+def _counted(
+    layouts: tuple[Layout, ...], place: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+    """Return the axes that split any of the tensors, and a weight for each tensor.
+
+    Of the ranks that hold the same shard only the first counts: its weight is 1, the others' is 0.
+    The weights are None if a reduction is pending.
+    """
+    if any(layout.partial for layout in layouts):
+        return (), None
+    axes = sorted(
+        {
+            axis
+            for layout in layouts
+            for each in layout.shard_order
+            for axis in each
+            if layout.mesh.shape[axis] > 1
+        }
+    )
+    counts = []
+    for layout in layouts:
+        split = {axis for each in layout.shard_order for axis in each}
+        is_first = place is None or all(place[axis] == 0 for axis in axes if axis not in split)
+        counts.append(1.0 if is_first else 0.0)
+    return tuple(axes), tuple(counts)
+
+
+@handler("_amp_foreach_non_finite_check_and_unscale_")
+def non_finite_check_and_unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale and check each rank's shards; `found_inf` is set if any rank finds one."""
+    tensors, found_inf, inv_scale = (*args, *kwargs.values())
+    pieces = [each for each in tensors if not _has_pending(each)]
+    # A pending sum may overflow although no contribution does, so it is reduced first.
+    sums = [each for each in tensors if _has_pending(each)]
+    reduced = [_reduced(each) for each in sums]
+    if isinstance(inv_scale, DTensor):
+        inv_scale = inv_scale.full_tensor()
+    with as_local():
+        func([*pieces, *reduced], found_inf, inv_scale)
+        for mesh in filter(None, _by_mesh(tensors)):
+            found_inf.copy_(communicator(mesh).all_reduce(found_inf.detach().clone(), "max"))
+    for tensor, whole in zip(sums, reduced, strict=True):
+        tensor.copy_(whole)
+
+
+def _has_pending(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and bool(tensor._layout.partial)

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from shardwise.comm import communicator
-from shardwise.rules.helpers.chunks import shapes_along
 from shardwise.rules.helpers.collectives import all_gather_stack
 from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
-from shardwise.rules.helpers.constants import take_rows
-from shardwise.rules.helpers.dims import as_dims, whole_along, without
-from shardwise.rules.helpers.padding import pad_to_one_row
+from shardwise.rules.helpers.dims import as_dims, shapes_along, whole_along, without
+from shardwise.rules.helpers.local_tensors import pad_to_one_row, take_rows
 from shardwise.rules.helpers.precision import keeps_sums, widened
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
@@ -32,7 +30,7 @@ def _running(
     reduce: Callable[..., torch.Tensor],
     combine: Combine,
 ) -> Spec:
-    """The spec of a running sum or product.
+    """Return the spec of a running sum or product.
 
     Arguments:
         run: the operator.

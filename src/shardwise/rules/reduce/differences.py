@@ -14,7 +14,6 @@ import torch
 
 from shardwise.core.box import Range
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.chunks import clipped
 from shardwise.rules.helpers.composed_ops import (
     Function,
     composed,
@@ -22,8 +21,8 @@ from shardwise.rules.helpers.composed_ops import (
     tensors_in,
     with_synonyms,
 )
-from shardwise.rules.helpers.dims import Inputs, as_dims, replaced, without
-from shardwise.rules.helpers.padding import crop, pad_empty_dims
+from shardwise.rules.helpers.dims import Inputs, as_dims, clipped, replaced, without
+from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims
 from shardwise.rules.helpers.windows import Window, plan_exchange
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
@@ -110,7 +109,7 @@ def _listed(spacing: Any) -> Any:
 
 
 def _spacings(spacing: Any, count: int) -> list[Any]:
-    """The spacing of each dim."""
+    """Return the spacing of each dim."""
     return [*spacing] if isinstance(spacing, list | tuple) else [spacing] * count
 
 
@@ -165,7 +164,7 @@ def _unsplit_slope(dim: int, edge_order: int, local: torch.Tensor, spacing: Any)
 
 
 def _areas(y: torch.Tensor, x: Any, dx: Any, along: int) -> torch.Tensor:
-    """The area between each point along a dim and the next one."""
+    """Return the area between each point along a dim and the next one."""
     count = y.shape[along] - 1
     width = 1 if dx is None else dx
     if x is not None:

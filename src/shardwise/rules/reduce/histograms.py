@@ -98,7 +98,7 @@ def _moves(edges: Any) -> bool:
 def _counts(
     columns: torch.Tensor, bins: Any, range: Any, weight: Any, density: bool, over: Over
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The counts of all ranks, and the edges of the bins."""
+    """Return the counts of all ranks, and the edges of the bins."""
     columns = columns.detach()
     if range is None and over.layout.numel and not any(isinstance(b, torch.Tensor) for b in bins):
         range = _ends(columns, over)

@@ -16,10 +16,9 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.chunks import shapes_along
 from shardwise.rules.helpers.collectives import all_gather_stack, all_reduce_extreme, all_reduce_sum
 from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
-from shardwise.rules.helpers.dims import as_dims, as_sizes, replaced, without
+from shardwise.rules.helpers.dims import as_dims, as_sizes, replaced, shapes_along, without
 from shardwise.rules.helpers.precision import autocast_wider, keeps_sums, wider
 from shardwise.rules.pointwise.elementwise import broadcast
 from shardwise.rules.registry import rule
@@ -93,7 +92,7 @@ def reduced(
     warns: bool = False,
     by_index: bool = False,
 ) -> Spec:
-    """The spec of a reduction over some dims.
+    """Return the spec of a reduction over some dims.
 
     Arguments:
         how: the reduction that is pending on the results if a reduced dim is split; "whole" for

@@ -49,7 +49,7 @@ def _largest(local: torch.Tensor, dim: int) -> torch.Tensor:
 def _spec(
     input: torch.Tensor, dim: Any, split: Split, whole: Lowering | None = None
 ) -> Spec | None:
-    """The spec of an operator along one dim.
+    """Return the spec of an operator along one dim.
 
     Arguments:
         split: computes the result if that dim is split.

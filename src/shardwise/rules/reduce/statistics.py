@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
-from shardwise.rules.helpers.constants import numbers
 from shardwise.rules.helpers.dims import as_dims, whole_along, without
+from shardwise.rules.helpers.local_tensors import numbers
 from shardwise.rules.helpers.precision import keeps_sums, widened, wider
 from shardwise.rules.reduce.extremes import extreme_value
 from shardwise.rules.reduce.reduction import Over, over_dims, reduced

@@ -27,7 +27,7 @@ def joined(
     dim: int,
     local: Callable[[Any], torch.Tensor],
 ) -> Spec:
-    """The spec of tensors joined along a dim.
+    """Return the spec of tensors joined along a dim.
 
     Arguments:
         places: for each tensor the dims of the result that its dims become; other dims have size 1.

@@ -98,7 +98,7 @@ class Match:
 
 
 def matched(input: torch.Tensor, target: Sequence[int]) -> Match:
-    """The factors of a reshape.
+    """Return the factors of a reshape.
 
     Dims are grouped into smallest groups of equal size. By default the first dim of a group becomes
     the first dim of the result's group, as its chunks are contiguous. If another dim is split, that
@@ -158,7 +158,7 @@ def _carried(group: DimGroup, layout: Layout | None, target: Sequence[int]) -> t
 
 
 def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **extra: Any) -> Spec:
-    """The spec of a reshape.
+    """Return the spec of a reshape.
 
     Arguments:
         target: the global shape of the result.

@@ -23,14 +23,14 @@ _TENSOR: Any = torch.Tensor
 
 
 def permuted(input: torch.Tensor, order: Sequence[int]) -> Spec:
-    """The spec of a view with the dims in this order."""
+    """Return the spec of a view with the dims in this order."""
     dims = dims_of(input)
     out = Out(tuple(dims[dim] for dim in order), tuple(input.shape[dim] for dim in order))
     return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
 
 
 def swapped(input: torch.Tensor, first: int, second: int) -> Spec:
-    """The spec of a view with two dims swapped."""
+    """Return the spec of a view with two dims swapped."""
     order = list(range(input.dim()))
     if order:
         one, other = normalize_dim(first, input.dim()), normalize_dim(second, input.dim())

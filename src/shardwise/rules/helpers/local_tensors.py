@@ -1,7 +1,7 @@
-"""Padding and cropping, for operators that refuse empty shards or need one more row.
+"""Local tensors in lowerings: padding and cropping, constants, rows by number.
 
-All functions are differentiable on all ranks, empty shards included, so that every rank runs the
-same backward.
+Padding serves operators that refuse empty shards or need one more row. All functions are
+differentiable on all ranks, empty shards included, so that every rank runs the same backward.
 """
 
 from __future__ import annotations
@@ -78,3 +78,24 @@ def for_empty(function: Callable[..., Any]) -> Callable[[SplitContext], Callable
 def is_empty(shape: Sequence[int]) -> bool:
     """Return whether a tensor of this shape has no elements."""
     return math.prod(shape) == 0
+
+
+# ---- constants and rows
+# A recorded program runs on meta tensors, which have no data: constants stay on the CPU.
+
+
+def numbers(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """Return a vector of numbers with the dtype and device of `like`."""
+    if not like.is_meta:
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+    made = [torch.full((), each, dtype=like.dtype, device=like.device) for each in values]
+    return torch.stack(made)
+
+
+def take_rows(x: torch.Tensor, dim: int, rows: Any) -> torch.Tensor:
+    """Take rows of a dim by number, in the given order."""
+    index = torch.as_tensor(rows, dtype=torch.int64, device="cpu")
+    if x.is_meta:
+        key: Any = (*[slice(None)] * dim, index)
+        return x[key]
+    return x.index_select(dim, index.to(x.device))
