@@ -23,6 +23,7 @@ def axes_aborted_and_made_again():
     held = sw.communicator(mesh), sw.communicator(mesh, "dp")
     held[1].barrier()
     names = {group.group_name for group in mesh.get_all_groups()}
+    dist.barrier()  # a peer may still be connecting the groups
     mesh.abort()
     assert not names & {group.group_name for group in registered()}
     for use in (x.full_tensor, mesh.get_all_groups, mesh["tp"].get_group):
