@@ -211,7 +211,7 @@ def test_nobody_asks_within_explicit() -> None:
     def run() -> None:
         mesh = init_device_mesh("cpu", (2,))
         here, weight = (distribute_tensor(each, mesh, [S0]) for each in (INDICES, ROWS))
-        with sw.explicit(), pytest.raises(sw.PolicyError, match="must change hands"):
+        with sw.explicit(), pytest.raises(sw.PolicyError, match="would move between ranks"):
             F.embedding(here, weight)
 
     simulate(run, 2)

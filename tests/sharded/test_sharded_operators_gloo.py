@@ -62,7 +62,7 @@ def test_a_lookup_and_both_halves_of_an_mlp_have_the_gradients_of_one_process(
 def own_rows() -> Any:
     """Rows of a large table by each rank's own indices, which some ranks have none of."""
     mesh = sw.init_device_mesh("cpu", (4,))
-    table = chunks(0, 0, 1, 2, 3).shard(torch.arange(3e5).view(3000, 100).requires_grad_())
+    table = chunks(0, 0, 1, 2, 3).shard(torch.arange(3e6).view(3000, 1000).requires_grad_())
     batch = sw.distribute_tensor(torch.arange(0, 2700, 3).view(3, 300), mesh, [sw.Shard(0)])
     events: list[sw.Event] = []
     with sw.listen(events.append):
@@ -78,7 +78,7 @@ def own_rows() -> Any:
 
 
 def test_ranks_ask_each_other_for_the_rows_of_their_own_indices(workers4: sw.Workers) -> None:
-    table = torch.arange(3e5).view(3000, 100).requires_grad_()
+    table = torch.arange(3e6).view(3000, 1000).requires_grad_()
     expected = F.embedding(torch.arange(0, 2700, 3).view(3, 300), table)
     expected.square().sum().backward()
     results = workers4.run(own_rows)
