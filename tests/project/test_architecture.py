@@ -69,3 +69,16 @@ def test_a_path_that_is_gone_is_found():
     words = list(paths_in(text))
     assert words == ["rules/choose", "tests/multiprocess", "x.py", "core/mesh", "comm/trace"]
     assert [word for word in words if not exists(word)] == words[:3]
+
+
+def test_the_picture_of_the_layers_is_that_of_the_test():
+    picture = PAGE.split("## Layers")[1].split("## Files")[0]
+    rows = [line[4:41].split() for line in picture.splitlines() if re.match(r"    \w", line)]
+    tests = ast.parse((ROOT / "tests" / "project" / "test_layers.py").read_text("utf-8")).body
+    (layers,) = [
+        ast.literal_eval(node.value)
+        for node in tests
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LAYERS"
+    ]
+    names = [{"shardwise"} if each == {"__init__"} else each for each in layers]
+    assert [set(row) for row in reversed(rows)] == [each for each in names if each != {"__main__"}]
