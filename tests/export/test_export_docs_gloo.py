@@ -50,7 +50,7 @@ def run(folder):
         warnings.simplefilter("ignore")  # of torch.export
         found = re.findall(r"```python\n(.*?)```(\n+```text)?", PAGE.read_text("utf-8"), re.DOTALL)
         for each, is_program in found:
-            if not is_program:  # tests/test_readme.py runs that
+            if not is_program:  # tests/project/test_readme.py runs it
                 exec(compile(each, "docs/export.md", "exec"), names)
     assert shown.getvalue().splitlines()[-1] in PAGE.read_text("utf-8")
     whole = Net()(names["x"]).detach()
