@@ -17,8 +17,8 @@ import torch
 from shardwise.core.box import Range
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.dims import clipped, same_units
-from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
 from shardwise.rules.helpers.halo_exchange import Window, WindowExchange, per_dim, plan_exchange
+from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import nn_builtins

@@ -22,8 +22,8 @@ from shardwise.rules.helpers.composed_ops import (
     with_synonyms,
 )
 from shardwise.rules.helpers.dims import Inputs, as_dims, clipped, replaced, without
-from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims
 from shardwise.rules.helpers.halo_exchange import Window, plan_exchange
+from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 
