@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import Event, listen
 from shardwise.rules.helpers.dims import chunks_of, same_units
-from shardwise.rules.helpers.windows import Window, WindowExchange
+from shardwise.rules.helpers.halo_exchange import Window, WindowExchange
 from shardwise.testing import Sample, check_rule
 
 MESHES = ((2,), (4,), (2, 3))

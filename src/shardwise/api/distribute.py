@@ -175,10 +175,11 @@ def distribute_module(
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replicate the parameters and buffers of a module that are still plain.
+    """Replicate a module's own parameters and buffers that are still plain; not of submodules.
 
     Arguments:
-        made: the DTensor that each plain parameter has become; new ones are added.
+        made: maps each plain parameter to the DTensor that replaces it; new ones are added. So a
+            parameter that modules share is replaced once.
     """
     for name, parameter in list(own_parameters(module).items()):
         if parameter is not None and not isinstance(parameter, DTensor):

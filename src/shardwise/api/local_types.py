@@ -160,7 +160,10 @@ class LocalTypes:
         return (spmd.V,) if placement.is_shard() else (spmd.P, spmd.V)
 
     def _mesh_axis(self, axis: int) -> Any:
-        """Return the package's object for an axis, of its process group if there are any."""
+        """Return the `spmd_types.MeshAxis` of an axis of the mesh.
+
+        It is made from the axis's process group, or from the ranks if there are no groups.
+        """
         if self._has_groups:
             return self._spmd.MeshAxis.of(self.mesh.get_group(axis))
         ranks = sorted(self.mesh.ranks_along([axis]))

@@ -1,6 +1,7 @@
-"""Index arithmetic: how a length is cut into chunks, and boxes of indices.
+"""Index arithmetic: how axes split a length into chunks, and boxes of indices.
 
-`chunk` is the only place in shardwise where a shard's boundaries are computed.
+`chunk` is the only function in shardwise that computes the boundaries of shards. `cut` applies it
+to dims that are cut in pieces.
 """
 
 from __future__ import annotations

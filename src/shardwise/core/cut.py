@@ -2,8 +2,8 @@
 
 Example: a fused weight [queries + keys + values, features] has three pieces in dim 0, and every
     rank holds its share of each of them. The pieces keep their places in the global tensor; the
-    shard of a rank is its shares, one after the other. `box.chunk` computes all boundaries, counted
-    in units.
+    shard of a rank is the concatenation of its shares. Ordinary dims, without pieces, need only
+    `box.chunk`, which also computes the boundaries here, counted in units.
 """
 
 from __future__ import annotations

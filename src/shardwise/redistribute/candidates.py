@@ -282,10 +282,11 @@ class Hop(NamedTuple):
 
 
 def hops(layout: Layout, state: State) -> Iterator[Hop]:
-    """Yield every move over one axis: gather it, slice along it, move it to another dim, or reduce
-    over it.
+    """Yield every move from a state over one axis: gather, slice, move the axis to another dim, or
+    reduce.
 
-    `layout` gives mesh and shape, and the pending reductions that stay.
+    Arguments:
+        layout: gives the mesh, the shape, and the pending reductions that no move ends.
     """
     mesh = layout.mesh.shape
     order, partial = state

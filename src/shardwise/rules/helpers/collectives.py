@@ -88,9 +88,13 @@ def all_reduce_extreme(
 def all_gather_stack(
     local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], *, is_used: bool = False
 ) -> torch.Tensor:
-    """Stack the tensors of the ranks along these axes, in their order, along a new first dim.
+    """Stack the tensors of the ranks along these axes, in rank order, along a new first dim.
 
-    Forward: all-gather. Backward: slice; reduce-scatter if it `is_used` beside shards.
+    Forward: all-gather. Backward: slice; reduce-scatter with `is_used`.
+
+    Arguments:
+        is_used: whether each rank combines the stack with its shards, so that its gradient is a
+            contribution to a sum.
     """
     ranks = math.prod(mesh.shape[axis] for axis in axes)
     whole = Layout(mesh, (ranks, *local.shape))

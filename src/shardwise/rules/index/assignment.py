@@ -210,7 +210,10 @@ def PUT(  # noqa: N802
 
 
 def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
-    """Return for each dim the indices that a key with basic parts and tensors selects."""
+    """Convert a key of slices, integers and tensors to one index tensor per dim.
+
+    The index tensors broadcast together.
+    """
     taken = picks(key.basic, tuple(target.shape))
     sizes = [1 if pick is None else pick.count for pick in taken if pick is None or not pick.drops]
     where = picked(len(sizes), key.indices)

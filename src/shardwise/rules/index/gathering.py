@@ -183,7 +183,10 @@ def take(input: torch.Tensor, index: torch.Tensor) -> Spec:
 def searchsorted(
     sorted_sequence: torch.Tensor, input: Any, *, sorter: torch.Tensor | None = None, **kwargs: Any
 ) -> Spec:
-    """Find places: that of a value is the sum of its places in the shards of the sequence."""
+    """Find where values belong in a sorted sequence.
+
+    If the sequence is split, each rank searches its shard, and the positions are summed.
+    """
     ndim = sorted_sequence.dim()
     batch = dims_of(sorted_sequence)[:-1]
     sequence: Dims = (*batch, "sequence" if sorter is None else None)
@@ -201,7 +204,7 @@ def searchsorted(
 
 @rule("bucketize", inplace=False)
 def bucketize(input: Any, boundaries: torch.Tensor, **kwargs: Any) -> Spec:
-    """Find places as searchsorted does."""
+    """Find where values belong among the boundaries, which may be split, as for `searchsorted`."""
     if boundaries.dim() != 1:
         raise RuntimeError(
             f"boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})"

@@ -166,9 +166,9 @@ def _index_write(
     adds: bool = False,
     linear: bool = True,
 ) -> Spec:
-    """Return the spec of a write of rows to the first tensor, as `_scatter` for elements.
+    """Return the spec of an operator that writes rows of the first tensor (`index_add`, ...).
 
-    The flags are those of `_scatter`.
+    `_scatter` does the same for operators that write elements, and explains `adds` and `linear`.
     """
     input, index, *values = tensors
     flows = [(0, 2)] if values and linear else []

@@ -277,8 +277,10 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return F.bilinear; torch's own fails for features of size 0, as it flattens the batch by
-    -1."""
+    """Compute `F.bilinear`, also for features of size 0.
+
+    torch's own fails for them: it flattens the batch with a size of -1, which is then ambiguous.
+    """
     batch = input1.shape[:-1]
     rows = batch.numel()
     result = torch._trilinear(

@@ -1,7 +1,7 @@
 """Convolutions, and patches (F.unfold, F.fold).
 
 The batch and the channels of the result are free; the channels of the input are summed. Along
-spatial dims each rank receives the rows that its results read (`shardwise.rules.helpers.windows`).
+spatial dims each rank receives the rows that its results read (`rules.helpers.halo_exchange`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from shardwise.core.box import Range
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.dims import clipped, same_units
+from shardwise.rules.helpers.halo_exchange import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
-from shardwise.rules.helpers.windows import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import nn_builtins

@@ -88,7 +88,7 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
         return (lambda values: compute(values, problem, context, axes)) if axes else None
 
     def count(context: SplitContext, values: Values) -> torch.Tensor:
-        """Return the sum of the weights of the targets that are not ignored."""
+        """Sum the weights of all ranks' targets that are not ignored: the divisor of the mean."""
         target, weight = values["target"], values["weight"]
         if weight is None:
             found = (target != problem.ignore_index).sum()
@@ -285,7 +285,7 @@ def chunked_rule(loss: Loss, values: Values) -> Spec:
     is_index = target.shape != (*input.shape[:-1], *matrix.shape[:-1])
 
     def count(context: SplitContext, values: Values) -> torch.Tensor:
-        """Return the sum of the weights of the targets that are not ignored."""
+        """Sum the weights of all ranks' targets that are not ignored: the divisor of the mean."""
         target, weight, ignored = values["target"], values["weight"], values["ignore_index"]
         is_valid = target != (-100 if ignored is None else ignored)
         if weight is not None:

@@ -239,7 +239,10 @@ def triplet_margin_loss(loss: Loss, values: Values) -> Spec:
 
 @losses("multi_margin_loss", "multilabel_margin_loss")
 def margin_loss(loss: Loss, values: Values) -> Spec:
-    """Return the input is (N, C) or (C); the target has one or several classes for each row."""
+    """Compute one loss per row of an input of shape (N, C) or (C).
+
+    The target has one class (`multi_margin_loss`) or several classes per row.
+    """
     rows: Dims = ("n",) * (values["input"].dim() - 1)
     inputs: Inputs = []
     for name in ("input", "target", "weight"):

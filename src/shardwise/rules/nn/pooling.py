@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from shardwise.core.box import Range
 from shardwise.rules.helpers.composed_ops import composed
+from shardwise.rules.helpers.halo_exchange import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
 from shardwise.rules.helpers.precision import keeps_sums
-from shardwise.rules.helpers.windows import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
@@ -59,7 +59,11 @@ class Pooling:
     def spec(
         self, input: torch.Tensor, lower: Callable[[SplitContext], Operator], **extra: Any
     ) -> Spec:
-        """Return the spec; every dim is free. `lower` returns the operator for padded windows."""
+        """Return the spec of the pooling; every dim may be split.
+
+        Arguments:
+            lower: returns the operator that pools the exchanged and padded shard.
+        """
 
         def windowed(context: SplitContext) -> Callable[..., Any] | None:
             split = [at for at in range(self.first, len(self.input)) if context.axes(f"d{at}")]

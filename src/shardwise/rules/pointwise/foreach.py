@@ -262,11 +262,11 @@ def _by_mesh_of(layouts: tuple[Layout | None, ...]) -> dict[DeviceMesh | None, S
 
 @lru_cache(maxsize=256)
 def _widest(meshes: tuple[DeviceMesh | None, ...]) -> DeviceMesh | None:
-    """Return the mesh that contains all ranks of the others, if there is one.
+    """Return the mesh that contains the ranks of all others.
 
-    All norms are returned on that mesh, so that they can be combined, for example of parameters on
-    `mesh["dp"]` and on `mesh["dp", "tp"]`. A tensor on fewer ranks is the same along the other
-    axes.
+    None if no mesh contains all others, or if there is only one mesh. All norms are returned on the
+    widest mesh, so that norms of parameters on `mesh["dp"]` and on `mesh["dp", "tp"]` can be
+    combined. A tensor on fewer ranks is the same along the other axes.
     """
     ranks = {mesh: set(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
     if len(ranks) < 2:

@@ -22,8 +22,8 @@ from shardwise.rules.helpers.composed_ops import (
     with_synonyms,
 )
 from shardwise.rules.helpers.dims import Inputs, as_dims, clipped, replaced, without
+from shardwise.rules.helpers.halo_exchange import Window, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims
-from shardwise.rules.helpers.windows import Window, plan_exchange
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 
@@ -164,7 +164,7 @@ def _unsplit_slope(dim: int, edge_order: int, local: torch.Tensor, spacing: Any)
 
 
 def _areas(y: torch.Tensor, x: Any, dx: Any, along: int) -> torch.Tensor:
-    """Return the area between each point along a dim and the next one."""
+    """Return the areas of the trapezoids between neighbouring points along a dim."""
     count = y.shape[along] - 1
     width = 1 if dx is None else dx
     if x is not None:

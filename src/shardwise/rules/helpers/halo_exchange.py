@@ -1,8 +1,9 @@
-"""Windows: operators whose results read a range of the input along a split dim (halo exchange).
+"""Halo exchange: each rank receives the inputs that its results read along a split dim.
 
-A convolution along a split dim needs rows that its neighbours hold. Each rank receives exactly the
-rows that its results read, from whichever ranks hold them, and sends their gradients back. All
-sends and receives follow from global sizes, so all ranks agree without communication.
+For convolutions, pooling, interpolation and differences. A result reads a range of the input, its
+window, which may reach into the shards of neighbours. Each rank receives exactly the rows that its
+results read, from the ranks that hold them, and sends their gradients back. All sends and receives
+follow from global sizes, so all ranks agree without communication.
 """
 
 from __future__ import annotations
