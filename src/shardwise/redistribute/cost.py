@@ -288,7 +288,7 @@ _UNIT = Price(1.0, 0.0)
 
 
 def _reorders(source: Layout, target: Layout) -> bool:
-    """Return whether some dim keeps axes that are not its outermost ones in the same order."""
+    """Return whether some dim's axes in the source are not its outermost axes in the target."""
     return source.shard_order != target.shard_order and any(
         before != after[: len(before)]
         for before, after in zip(source.shard_order, target.shard_order, strict=True)
