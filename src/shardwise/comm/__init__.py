@@ -89,9 +89,11 @@ def communicator(
 
 
 def carries_values(mesh: DeviceMesh) -> bool:
-    """Return whether tensors on a mesh have values, which may decide what is sent. They have none
-    on
-    an abstract mesh, and where collectives are only recorded."""
+    """Return whether tensors on a mesh have values, so that code may read them to decide what to
+    send.
+
+    They have none on an abstract mesh, and where collectives are only recorded.
+    """
     return not mesh.is_abstract and mesh.device_type != "meta" and world.current().carries_values
 
 

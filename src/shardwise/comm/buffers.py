@@ -1,4 +1,4 @@
-"""What all engines share: packed buffers, and checks of the arguments of collectives.
+"""Helpers of all engines: packed buffers, and checks of the arguments of collectives.
 
 A check returns the canonical form of an argument, or raises `CollectiveError` with its name.
 """
@@ -24,8 +24,9 @@ _MOST_SHOWN = 8
 def is_large(num_bytes: int) -> bool:
     """Return whether a transfer of this size should travel as separate messages.
 
-    Below, packing all pieces into one buffer for one all-to-all is faster; from here on the copy
-    costs more than the messages. All ranks must decide alike, so ask with a size that all know.
+    For smaller transfers it is faster to pack all pieces into one buffer for one all-to-all. For
+    larger ones that copy costs more than separate messages. All ranks must decide alike, so pass a
+    size that all of them know.
     """
     return num_bytes >= _LARGE
 

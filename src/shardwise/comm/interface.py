@@ -72,7 +72,7 @@ class Communicator(Engine):
     def all_reduce_async(
         self, x: torch.Tensor, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Pending[torch.Tensor]:
-        """Return every rank gets the reduction of all ranks' `x` (equal shapes).
+        """Reduce all ranks' `x`, of equal shapes; every rank gets the result.
 
         `op` is sum, avg, max, min or product, or torch's `ReduceOp` of that name. On bool, sum
         means any and product means all.
@@ -95,7 +95,7 @@ class Communicator(Engine):
         sizes: Sequence[int] | None = None,
         op: ReduceOp = "sum",
     ) -> Pending[torch.Tensor]:
-        """Each rank gets its piece, along `dim`, of the reduction of all ranks' `x`.
+        """Reduce all ranks' `x`; each rank gets its piece of the result along `dim`.
 
         Arguments:
             sizes: the length of each rank's piece along `dim`; equal lengths by default.
@@ -130,8 +130,9 @@ class Communicator(Engine):
         outs: Sequence[torch.Tensor],
         op: ReduceOp = "sum",
     ) -> Pending[None]:
-        """Reduce several tensors into given memory: rank i's `outs[j]` gets the reduction of all
-        ranks' `xs[j][i]`, of the same shape.
+        """Reduce and scatter several tensors into given memory.
+
+        Rank i's `outs[j]` gets the reduction of all ranks' `xs[j][i]`, of the same shape.
 
         For large tensors: each travels as a message, and none is packed. Until the result is waited
         for, do not read `outs`.
@@ -153,7 +154,7 @@ class Communicator(Engine):
     def all_gather_async(
         self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Pending[torch.Tensor]:
-        """Return every rank gets all ranks' `x`, concatenated along `dim` in order.
+        """Concatenate all ranks' `x` along `dim`, in rank order; every rank gets the result.
 
         Arguments:
             sizes: the length of each rank's piece along `dim`; all equal to `x`'s by default.
@@ -176,12 +177,12 @@ class Communicator(Engine):
     def all_gather_into_async(
         self, x: torch.Tensor, rows: torch.Tensor, *, skip_own: bool = False
     ) -> Pending[torch.Tensor]:
-        """Return every rank gets all ranks' `x` in given memory: rank i's becomes `rows[i]`.
+        """Gather all ranks' `x` on every rank, into given memory: `rows[i]` gets rank i's `x`.
 
         Arguments:
             x: of the same size on every rank.
             rows: one row per rank, contiguous; it is written to and returned.
-            skip_own: the caller does not need its own row, which may then stay as it is.
+            skip_own: whether the caller's own row, which it does not need, may stay unwritten.
         """
         check_tensor("all_gather_into(x)", x)
         check_tensor("all_gather_into(rows)", rows)
@@ -201,8 +202,9 @@ class Communicator(Engine):
     def all_gather_in_place_async(
         self, xs: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
     ) -> Pending[None]:
-        """Return every rank gets several tensors of all ranks in given memory: rank i's `xs[j]`
-        becomes `outs[j][i]`, of the same shape. A rank's own entries are not written to.
+        """Gather several tensors of all ranks on every rank, into given memory.
+
+        `outs[j][i]` gets rank i's `xs[j]`, of the same shape. A rank's own entries are not written.
 
         For large tensors: each travels as a message, and nothing is copied.
         """
@@ -221,7 +223,7 @@ class Communicator(Engine):
     def all_to_all_async(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Shape] | None = None
     ) -> Pending[list[torch.Tensor]]:
-        """Rank i gets `pieces[i]` of every rank, as a list in rank order.
+        """Send `pieces[i]` to rank i; return the list of the pieces received, in rank order.
 
         The tensors of the list may share one new buffer: keeping any of them keeps all of it.
 
@@ -248,7 +250,7 @@ class Communicator(Engine):
         )
 
     def broadcast_async(self, x: torch.Tensor, source: int = 0) -> Pending[torch.Tensor]:
-        """Return every rank gets `x` of rank `source`. Elsewhere `x` only gives shape and dtype."""
+        """Send `x` of rank `source` to every rank; elsewhere `x` only gives shape and dtype."""
         check_tensor("broadcast(x)", x)
         source = as_peer("broadcast(source)", source, self.size)
         received = 0 if source == self.index else size_in_bytes(x)
@@ -257,7 +259,7 @@ class Communicator(Engine):
     def scatter_async(
         self, like: torch.Tensor, pieces: Sequence[torch.Tensor] | None, source: int = 0
     ) -> Pending[torch.Tensor]:
-        """Rank i gets `pieces[i]` of rank `source`.
+        """Send `pieces[i]` of rank `source` to rank i, for every rank.
 
         Arguments:
             like: a tensor of the shape and dtype that this rank is to get.
@@ -286,7 +288,7 @@ class Communicator(Engine):
     def gather_async(
         self, x: torch.Tensor, shapes: Sequence[Shape] | None = None, destination: int = 0
     ) -> Pending[list[torch.Tensor] | None]:
-        """Rank `destination` gets the list of all ranks' `x`; the others get None.
+        """Send all ranks' `x` to rank `destination`, which gets them as a list; others get None.
 
         Arguments:
             shapes: the shape of each rank's `x`; by default all equal to this rank's.
@@ -351,7 +353,7 @@ class Communicator(Engine):
         return self._traced("barrier", None, 0, self._start_barrier)
 
     def gather_objects_async(self, value: Any) -> Pending[list[Any]]:
-        """Return every rank gets the list of all ranks' `value`, which must be picklable."""
+        """Gather all ranks' `value`, any picklable object, as a list on every rank."""
         data = pickle.dumps(value)
         event = self._tell("gather_objects", None, 0)
         sent = self._start_gather_bytes(len(data).to_bytes(8, "little"), [8] * self.size).wait()

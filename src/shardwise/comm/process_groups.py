@@ -246,7 +246,8 @@ def _release(groups: list[dist.ProcessGroup]) -> None:
     """Empty a list of aborted groups on another thread, which then holds the last references.
 
     gloo closes its connections, which the peers notice, when the last reference to a group goes. It
-    first waits for collectives that this rank has started, and the caller must not wait for these.
+    first waits for collectives that this rank has started. The caller must not wait for them, so
+    another thread does.
     """
     kept = list(groups)
     groups.clear()

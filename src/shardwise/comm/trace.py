@@ -187,7 +187,7 @@ def tell(event: Event) -> None:
 
 
 def end_with(event: Event | None, pending: Pending[T]) -> Pending[T]:
-    """Return the same result; waiting for it records when the event ended."""
+    """Return the same pending result, which also records the end of the event when waited for."""
     if event is None:
         return pending
 

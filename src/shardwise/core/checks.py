@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def as_int(value: Any) -> int | None:
-    """Return a plain int for an integer of any type, such as numpy's; None for all else and
-    bools."""
+    """Return a plain int for an integer of any type, such as numpy's; None for bools and all
+    else."""
     if type(value) is int:
         return value
     if isinstance(value, bool):

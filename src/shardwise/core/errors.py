@@ -1,7 +1,7 @@
 """The exceptions of shardwise, all derived from `ShardwiseError`, and one warning.
 
-Every message says what was expected, what came and what to do. The base class adds the rank on
-which the error was raised, so callers do not.
+Every message says what was expected, what was given and how to correct it. The base class adds the
+rank on which the error was raised, so the code that raises does not.
 """
 
 from __future__ import annotations

@@ -234,13 +234,13 @@ class DeviceMesh(RankGrid):
         )
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Do as `flatten` of all axes, under the name that torch uses."""
+        """Merge all axes into one; torch's private name for `flatten()`."""
         return self.flatten(name=mesh_dim_name)
 
     def _unflatten(
         self, dim: Axis, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
     ) -> DeviceMesh:
-        """Do as `unflatten`, under the name that torch uses."""
+        """Split one axis into several; torch's private name for `unflatten`."""
         return self.unflatten(dim, mesh_sizes, mesh_dim_names)
 
     # ---- torch's meshes and groups

@@ -52,8 +52,8 @@ def check_not_aborted(mesh: DeviceMesh) -> None:
 def resolve_names(mesh: DeviceMesh, wanted: Axes) -> tuple[DeviceMesh, list[Axes]]:
     """Find the mesh that knows all the wanted names, and the axes behind each name.
 
-    The mesh is `mesh` itself or one of its parents. Of a parent only the names of flattened axes
-    count.
+    The mesh found is `mesh` itself or one of its parents. In a parent, only names of flattened axes
+    are looked up.
     """
     own = mesh.mesh_dim_names or ()
     flattened: list[str] = []

@@ -93,8 +93,8 @@ class _LeafMoves(threading.local):
 
     A leaf cannot hold them itself: their graph leads back to the leaf, and a cycle through C++ is
     never freed. Keys begin with the id of the leaf, which the graph of the value keeps alive.
-    Whether something is alive must not decide what is shared: ranks could differ, and each move
-    back is a collective.
+    Whether a tensor is still alive must not decide which moves are shared: it may differ between
+    ranks, and each move of a gradient back is a collective.
     """
 
     def __init__(self) -> None:

@@ -256,8 +256,8 @@ class CompositeCall(CachedCall):
 class PartialReuseCall(CachedCall):
     """A call whose result is a pending sum because an input is one.
 
-    To pass a pending sum on costs nothing now. But if an earlier call has reduced the input, the
-    reduced value is at hand, and passing the pending sum on leaves a second reduction to do.
+    Passing a pending sum on costs nothing now. But if an earlier call has reduced the input, the
+    reduced value is available, and passing the pending sum on would need a second reduction later.
 
     Arguments:
         call: the call that passes pending sums on.

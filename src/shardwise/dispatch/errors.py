@@ -1,8 +1,8 @@
 """Errors of calls: refused operators, errors raised on every rank, torch's own for global shapes.
 
-An operator may fail on one rank only: for the values that this rank holds (one matrix of a batch
-is singular), or because it holds any (torch does not check the dtype of an empty shard). Then it
-fails on every rank. Otherwise the other ranks would go on, and deadlock in their next collective.
+An operator may fail on one rank only: because of the values in its shard (one matrix of a batch is
+singular), or because its shard is not empty (torch does not check the dtype of an empty one). Then
+it must fail on every rank. Otherwise the other ranks go on, and deadlock in their next collective.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def check_dtype_on_empty_shards(
 ) -> Callable[..., Any]:
     """Return a local call that refuses a dtype on an empty shard, too, if torch refuses it.
 
-    For calls of one tensor only: small tensors in place of several need not fit each other, and
-    some functions crash then.
+    Only for calls with one tensor: the check runs on small substitutes, and substitutes for several
+    tensors may not fit each other, on which some functions crash.
 
     Arguments:
         run: `func`, or the lowering that runs in its place. A lowering may communicate before torch

@@ -1,4 +1,4 @@
-"""The planner: from a function and its arguments to a `CachedCall`. Paid once per kind of call."""
+"""The planner: from a function and its arguments to a `CachedCall`. Runs once per kind of call."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The DTensor, and what both rules and dispatch need to know about one."""
+"""The DTensor, and the functions on DTensors that both rules and dispatch use."""

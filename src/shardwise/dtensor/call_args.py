@@ -138,7 +138,7 @@ def check_plain_tensors(name: str, tensors: Sequence[torch.Tensor], mesh: Device
 
 
 def check_same_on_ranks(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Refuse a plain tensor that differs between the ranks of a mesh, all of which call this."""
+    """Refuse a plain tensor that differs between the ranks of a mesh; all its ranks call this."""
     if tensor.is_meta:
         return
     kind = f"{tuple(tensor.shape)} {tensor.dtype}".encode()

@@ -1,4 +1,4 @@
-"""Checks of the local tensors that ranks bring: do they fit together, and to what global shape?"""
+"""Checks that the local tensors of all ranks fit together, and the global shape they form."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _setting = _Setting()
 
 
 def piece_sizes(policy: str) -> Policy:
-    """Set, on this thread, how ranks find the global size of a dim of which each brings a shard.
+    """Set, on this thread, how ranks find the global size of a split dim from their shards.
 
-    `DTensor.from_local` without `shape` needs it, and so do styles whose plain inputs are split
-    along a dim of a size that the module does not know, such as a sequence.
+    `DTensor.from_local` without `shape` needs that size. So do styles whose plain inputs are split
+    along a dim whose size the module does not know, such as a sequence.
 
     Arguments:
         policy: `"ask"` makes the ranks exchange their sizes, in one small collective each time

@@ -35,7 +35,7 @@ def remember_reduced(tensor: Any, result: DTensor, has_grad: bool) -> None:
 def find_reduced(tensor: Any) -> DTensor | None:
     """Return the value of a tensor without its pending reductions, if an earlier call made it.
 
-    The answer is the same on every rank: whether something is alive does not influence it.
+    The answer is the same on every rank: it does not depend on whether the value is still alive.
     """
     notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
     if type(notes) is not TensorState or notes.reduced is None:

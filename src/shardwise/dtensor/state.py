@@ -118,9 +118,9 @@ def plain_tensors(policy: str) -> Policy:
 
 @contextmanager
 def explicit() -> Iterator[None]:
-    """Within, an operator that would communicate to make its inputs fit is an error.
+    """Return a context in which an operator that would communicate to move its inputs is refused.
 
-    `redistribute`, `full_tensor` and the like are explicit, and allowed.
+    Calls that ask for communication, such as `redistribute` and `full_tensor`, are allowed.
     """
     before, state.explicit = state.explicit, True
     try:

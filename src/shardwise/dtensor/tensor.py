@@ -485,7 +485,9 @@ def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: 
 
 
 def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tensor:
-    """Return a tensor in a layout: move a DTensor; take a plain tensor for the shard or the whole.
+    """Return a value as a tensor in `layout`.
+
+    A DTensor is moved. A plain tensor is taken as this rank's shard or as the whole tensor.
 
     Arguments:
         argument: the name of the value in messages.

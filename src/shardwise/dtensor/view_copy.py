@@ -166,7 +166,7 @@ class ViewCopy(DTensor):
         return self if copy is None else copy  # type: ignore[return-value]
 
     def _renew(self) -> None:
-        """Take the copy again, if the original was written to since."""
+        """Take the copy again if the original has been written to since it was taken."""
         copy, link = self._copy, self._link
         original = link.original()
         if type(original) is ViewCopy:

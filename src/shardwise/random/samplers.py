@@ -3,7 +3,7 @@
 A random operator draws one 64-bit key from torch's default generator, which every rank has in the
 same state. The key selects a stream of 64-bit words (numpy's Philox, which can start anywhere), and
 word i makes the element at row-major position i of the *global* tensor. So a rank makes its shard
-alone, and the global tensor is the same on every layout, mesh and number of ranks. Seeds, saved
+without communication, and the global tensor is the same on every layout and mesh. Seeds, saved
 states, `fork_rng` and the recomputation of activation checkpointing work as in torch, because only
 the generator holds state.
 

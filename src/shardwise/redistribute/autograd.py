@@ -147,9 +147,12 @@ class MovePair:
 def apply_move(
     local: torch.Tensor, pair: MovePair, started: Pending[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Run a move and record it for autograd. `started`: its forward, if that was started already.
+    """Run a move and record it for autograd.
 
     Forward: `pair.forward`. Backward: `pair.backward`.
+
+    Arguments:
+        started: the result of the forward, if it was started already.
     """
     if type(local) is not torch.Tensor and is_torch_function_enabled():
         result = _Redistribute.apply(local, pair, started)  # type: ignore[no-untyped-call]

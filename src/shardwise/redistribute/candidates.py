@@ -124,8 +124,8 @@ def pending_op(source: Layout, axes: tuple[int, ...]) -> str:
 
 
 def _only_zero_fill(source: Layout, target: Layout) -> bool:
-    """Return whether the ranks along the new pending axes together hold what their sum must
-    give."""
+    """Return whether a zero-fill alone makes the move: the ranks along the new pending axes already
+    hold, together, all elements of the result."""
     new = new_axes(source, target)
     if not new:
         return False
@@ -203,8 +203,8 @@ def _gather_of_one_dim(source: Layout, target: Layout) -> list[Step] | None:
 
 
 def _sliced_early(source: Layout, target: Layout) -> Layout:
-    """Return `source` sliced along the axes where it is whole and the target is not: there is less
-    to reduce."""
+    """Return `source` sliced along the axes where it is whole and the target is not, so that fewer
+    elements are reduced."""
     whole = set(replicated_axes(source))
     order = [
         (*before, *(axis for axis in after if axis in whole))
@@ -324,7 +324,7 @@ def hops(layout: Layout, state: State) -> Iterator[Hop]:
 
 
 def hop_prices(mesh: DeviceMesh, costs: Costs, itemsize: int) -> list[tuple[float, float]]:
-    """Return for every axis the seconds of a collective: before its bytes, and for an element."""
+    """Return for every axis the seconds of a collective: before its first byte, and per element."""
     return [(before, per_byte * itemsize) for before, per_byte in prices(mesh, costs)]
 
 

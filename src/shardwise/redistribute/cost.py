@@ -1,4 +1,4 @@
-"""The cost model: seconds, bytes and memory of moves. Planning and dispatch both ask it.
+"""The cost model: seconds, bytes and memory of moves. Planning and dispatch both use it.
 
 *Time.* A collective takes `start + peers * alpha + bytes * beta` seconds, with the busiest rank's
 figures and, over several axes, the worst alpha and beta among them (`Costs`). Plans are scored step
@@ -221,11 +221,11 @@ def prices(mesh: DeviceMesh, costs: Costs) -> tuple[Price, ...]:
 
 
 def estimate(source: Layout, target: Layout, price: Sequence[Price]) -> Price:
-    """Estimate a move within one mesh, axis by axis: the seconds before the first byte, and for
-    each byte of the size of an element.
+    """Estimate the time of a move within one mesh, axis by axis, without a plan.
 
-    Equal to the time of the plan where one axis changes and divides the tensor evenly. Both are 0
-    if nothing is communicated.
+    Returns a fixed time in seconds, and a time to multiply by the size of an element in bytes; both
+    are 0 if nothing is communicated. The estimate equals the time of the plan where one axis
+    changes and divides the tensor evenly.
     """
     if source is target:
         return _FREE
@@ -260,7 +260,8 @@ _FREE = Price(0.0, 0.0)
 
 
 def estimate_reduction(layout: Layout, price: Sequence[Price]) -> Price:
-    """Estimate the reduction of what is pending in a layout, by a reduce-scatter for each axis."""
+    """Estimate the time to complete the pending reductions of a layout, by a reduce-scatter for
+    each axis."""
     if not layout.partial:
         return _FREE
     sizes = layout.mesh.shape
@@ -287,7 +288,7 @@ _UNIT = Price(1.0, 0.0)
 
 
 def _reorders(source: Layout, target: Layout) -> bool:
-    """Return whether a dim keeps its axes, but not as the outer ones in their order."""
+    """Return whether some dim's axes in the source are not its outermost axes in the target."""
     return source.shard_order != target.shard_order and any(
         before != after[: len(before)]
         for before, after in zip(source.shard_order, target.shard_order, strict=True)
@@ -402,21 +403,25 @@ def _besides_input(step: Step, dtype: torch.dtype) -> Sizes:
 
 
 def _copies_to_reduce(op: str, dtype: torch.dtype) -> int:
-    """Return the copies a reduction needs: halves are added in float32, a total and a term of
-    twice their size each."""
+    """Return the number of copies of its input that a reduction needs.
+
+    Half types are added in float32: the total and a term take twice the size of the input each.
+    """
     is_half = dtype.is_floating_point and dtype.itemsize == 2
     return 4 if is_half and op not in ("max", "min") else 1
 
 
 def _copies_to_all_reduce(op: str, dtype: torch.dtype) -> int:
-    """Return the copies an all-reduce needs: an average is divided into a new tensor, and floats
-    are mapped to ordered integers for max and min."""
+    """Return the number of copies of its input that an all-reduce needs.
+
+    An average is divided into a new tensor; floats are mapped to ordered integers for max and min.
+    """
     copies = 2 if op == "avg" else 4 if op in ("max", "min") and dtype.is_floating_point else 1
     return 2 * copies + 1 if dtype.itemsize == 2 else copies
 
 
 def _besides_packed(step: Step, after: Sizes) -> Sizes:
-    """Return the elements held by an exchange that packs what it sends and unpacks what it gets."""
+    """Return the elements held by an exchange that packs its sends and unpacks its receives."""
     moved = received(step.source, step.target)
     goes_as_it_is = (_copies(step) == 1) & (tiles(step.target, step.source) <= 1)
     sent = np.where(goes_as_it_is & _keeps_rows(step.source, step.target), 0, _sent(step))

@@ -160,8 +160,10 @@ def _kept_part(step: Step, local: torch.Tensor, place: tuple[int, ...]) -> torch
 def _kept_slices(
     source: Layout, target: Layout, place: tuple[int, ...]
 ) -> tuple[tuple[slice, ...] | None, tuple[int, ...]]:
-    """Return the part of the local tensor that a slice keeps, and its shape. An empty part may lie
-    outside the local tensor, and has no slices."""
+    """Return the slices of the local tensor that a slice step keeps, and the shape of that part.
+
+    An empty part may lie outside the local tensor, and has no slices.
+    """
     before, after = source.box(place), target.box(place)
     return None if after.is_empty else after.within(before).slices, after.shape
 

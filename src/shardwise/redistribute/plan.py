@@ -185,8 +185,11 @@ def plan_redistribute(
 
 
 def planning_costs(costs: Costs | str | Path | None, src: Layout, dst: Layout) -> Costs:
-    """Return the costs to plan with. Between two meshes those set for one do not count: the ranks
-    of the other may not know them."""
+    """Return the costs to plan with.
+
+    Between two meshes, costs that were set for one mesh do not count, because the ranks of the
+    other may not know them.
+    """
     if costs is None and src.mesh is not dst.mesh:
         return LOOPBACK if src.mesh.device_type == "cpu" else DEFAULT
     return as_costs(costs, src.mesh)
@@ -262,8 +265,10 @@ def _plan_cut(
     costs: Costs,
     place: tuple[int, ...] | None,
 ) -> Plan:
-    """Return the plan of the rank at `place` for cut dims: where such a dim stays, the ranks
-    with the same share of it make a plan of their own."""
+    """Return the plan of the rank at `place` for layouts with cut dims.
+
+    Where a cut dim keeps its split, the ranks with the same share of it have their own plan.
+    """
     _check(src, dst)
     moves: list[Step] = []
     in_bytes: list[PlanStep] = []

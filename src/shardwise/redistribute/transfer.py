@@ -1,7 +1,7 @@
 """Transfers: which boxes of a tensor each pair of ranks exchanges, and how they are sent.
 
 Every rank computes its own sends and receives from the two layouts alone, in time proportional to
-the number of its peers. Both sides follow one relation, so every send has its receive.
+the number of its peers. Sender and receiver apply the same rule, so every send has its receive.
 
 Three parts. *Exchange*: the transfers of a move without pending reductions (`sends`, `receives`).
 *Ownership*: the transfers of a move that also reduces. *Swap*: sending and receiving the boxes.

@@ -1,4 +1,4 @@
-"""Spec: what a rule says of one call, in factors.
+"""Spec: the description of one call by its rule, in factors.
 
 A factor is a name for a dim that several operands and results share, like a letter of an einsum.
 Splitting a factor over an axis of the mesh splits every dim that has it. The rest follows from that

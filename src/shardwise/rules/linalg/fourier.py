@@ -300,7 +300,8 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Spec:
-    """Return the time is whole: torch checks the sum of all windows at each point."""
+    """Invert a short-time transform: the time dim is whole, because torch checks the sum of all
+    windows at each point."""
     whole = n_fft + (hop_length or n_fft // 4) * (input.shape[-1] - 1)
     size = length or whole - (2 * (n_fft // 2) if center else 0)
     batch = ("batch",) * (input.dim() - 2)

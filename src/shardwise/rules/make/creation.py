@@ -71,7 +71,7 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("linspace", "logspace", inplace=False)
 def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
-    """Return the result is replicated, as are the bounds that are tensors."""
+    """Make a replicated result; bounds that are tensors are replicated, too."""
     return unsplit([each for each in (start, end) if isinstance(each, torch.Tensor)], (steps,))
 
 

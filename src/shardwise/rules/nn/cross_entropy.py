@@ -278,7 +278,7 @@ def chunked_cross_entropy(
 
 @losses(chunked_cross_entropy)
 def chunked_rule(loss: Loss, values: Values) -> Spec:
-    """Return the rows are free; all other dims are whole."""
+    """Compute the chunked loss: rows may be split; all other dims are whole."""
     input, matrix, target = values["input"], values["linear_weight"], values["target"]
     rows: Dims = ("n",) * (input.dim() - 1)
     shape = (*input.shape[:-1], *matrix.shape[1:-1])
