@@ -262,11 +262,11 @@ def _by_mesh_of(layouts: tuple[Layout | None, ...]) -> dict[DeviceMesh | None, S
 
 @lru_cache(maxsize=256)
 def _widest(meshes: tuple[DeviceMesh | None, ...]) -> DeviceMesh | None:
-    """Return the mesh that contains all ranks of the others, if there is one.
+    """Return the one of several meshes that contains all ranks of the others, or None.
 
-    All norms are returned on that mesh, so that they can be combined, for example of parameters on
-    `mesh["dp"]` and on `mesh["dp", "tp"]`. A tensor on fewer ranks is the same along the other
-    axes.
+    All norms are returned on that mesh, so that they can be combined, for example norms of
+    parameters on `mesh["dp"]` and on `mesh["dp", "tp"]`. A norm on a smaller mesh is the same along
+    the axes that this mesh lacks, so it becomes a replicated tensor of the larger mesh.
     """
     ranks = {mesh: set(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
     if len(ranks) < 2:
