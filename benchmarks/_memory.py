@@ -1,9 +1,9 @@
 """The peak of the memory that a step takes, in bytes of CPU tensors.
 
-Torch's profiler tells of every allocation and release of its CPU allocator, whoever makes it and in
-which thread: gloo's workers, the buckets of DDP in C++, storages that are resized. What is made for
-the step is made under the profiler too, so parameters and lasting buffers count from nothing. What
-is not a tensor, such as the sockets' buffers, does not count.
+Torch's profiler records every allocation and release of its CPU allocator, in every thread: those
+of gloo's workers, of DDP's buckets in C++, of resized storages. The model is created under the
+profiler too, so parameters and lasting buffers count. Memory outside of torch's allocator, such as
+socket buffers, does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEASURED = "the step that is measured"
 
 
 class Peak(NamedTuple):
-    """What was measured."""
+    """The result of a measurement."""
 
     nbytes: int
     """The most that lived at any moment of the step."""
@@ -33,10 +33,10 @@ class Peak(NamedTuple):
 
 
 def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
-    """The most that lives at any moment of a step.
+    """Return the peak of the memory that is allocated at any moment of a step.
 
     Arguments:
-        make: makes the step, with all that it needs, and warms it up.
+        make: creates the model and the step, warms the step up, and returns it.
     """
     gc.collect()
     with _pausing(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -68,8 +68,11 @@ def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
 
 @contextmanager
 def _pausing() -> Iterator[None]:
-    """Give gloo's workers the time to let go of what they have sent and received. They do so out of
-    the profiler's sight: if nobody else held it by then, it would seem to live on."""
+    """Give gloo's workers time to release the tensors that they have sent and received.
+
+    The profiler does not see their releases. If a worker were the last to release a tensor, the
+    tensor would seem to stay allocated.
+    """
     wait = dist.Work.wait
 
     def patient(self: dist.Work, *args: Any) -> bool:

@@ -1,6 +1,7 @@
 """The model of `tensor_parallel` and `fsdp`: a Llama-like decoder, ordinary PyTorch code.
 
-Not one line knows of ranks; heads are counted by `-1`, as styles hand modules local tensors.
+The code does not refer to ranks. It takes the number of heads from the tensors (`-1`), because
+modules with styles get local tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways to do the same step, timed in the same processes, taking turns."""
+"""Time several implementations of one step in the same processes, in alternation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ WARM_UP = 1
 
 @contextmanager
 def without_patches() -> Iterator[None]:
-    """Within, torch is unchanged: the others must not pay for the patches of shardwise."""
+    """Undo shardwise's patches of torch within, so that they do not slow down the other
+    implementations."""
     torch_patches.uninstall()
     try:
         yield
@@ -32,13 +33,13 @@ def taking_turns(
     rounds: int,
     seconds: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round: of the slowest rank, all having begun together.
+    """Return the seconds of each step in each round, on the slowest rank; all ranks start together.
 
     Arguments:
-        steps: by name; each round begins with another one.
-        ours: the names of those that need our patches.
-        rounds: how many there are.
-        seconds: after so many, no further round begins.
+        steps: the steps by name; each round begins with another one.
+        ours: the names of the steps that need our patches.
+        rounds: the number of rounds.
+        seconds: no round begins after this time.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)

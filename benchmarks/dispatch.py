@@ -1,4 +1,4 @@
-"""What a call on a DTensor costs over the plain call: ours beside torch's DTensor.
+"""Overhead of a call on a DTensor over the call on plain tensors, for ours and torch's DTensor.
 
 One process, one thread, 8x8 tensors, the three kinds of tensor taking turns. torch's DTensor runs
 on a fake process group of two ranks, ours on a mesh of one rank. So neither communicates; and ours

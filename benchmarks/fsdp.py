@@ -7,14 +7,14 @@ the same processes, taking turns:
 - DDP and FSDP2: torch's `DistributedDataParallel` and `fully_shard`, of each layer and of the root;
 - ours: `fully_shard` of the same modules, and `replicate` of the model.
 
-FSDP2 and ours give parameters back after forward as their own defaults say: torch's those of all
-layers, ours of all but those that backward begins with. "True" is of all layers, "kept" of none.
-All but the first must have the losses of one process that trains on the whole batch. A step is
-forward, backward and SGD, and its time is that of the slower rank.
+FSDP2 and ours reshard parameters after forward by their own defaults: torch's in all layers, ours
+in all layers except those that backward begins with. "True" reshards all layers, "kept" none. All
+but the first must have the losses of one process that trains on the whole batch. A step is forward,
+backward and SGD, and its time is that of the slower rank.
 
-Memory is the peak of all CPU tensors in a step, on the rank that has more (`benchmarks._memory`),
-made from nothing for each way. With one token a rank there are hardly any activations: what is left
-is parameters, gradients and buffers.
+Memory is the peak of all CPU tensors in a step, on the rank that needs more (`benchmarks._memory`),
+with a new model for each way. With one token per rank there are hardly any activations, so the
+peak consists of parameters, gradients and buffers.
 """
 
 from __future__ import annotations

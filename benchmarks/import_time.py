@@ -1,4 +1,4 @@
-"""What `import shardwise` adds to `import torch`.
+"""The time that `import shardwise` adds to `import torch`.
 
 Two kinds of fresh interpreter take turns: one imports torch, the other torch and then shardwise.
 The clock of the imports runs inside the child, that of the whole process outside it.

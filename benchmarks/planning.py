@@ -1,4 +1,4 @@
-"""How long it takes to plan one redistribution that was never planned before.
+"""The time to plan a redistribution that is not in any cache.
 
 Random pairs of layouts (nested shards in any order, pending sums) on abstract meshes; every cache
 is cleared before each. Goals: at most 1 ms up to 64 ranks, 60 ms at 4,096.

@@ -1,7 +1,7 @@
-"""What layout-independent random numbers cost, beside torch's own for as many local elements.
+"""Time of layout-independent random numbers, relative to torch's for the same number of elements.
 
-Each row is one rank's shard of a global tensor; the words are those of its global positions. Goal:
-within 5 times torch's for typical shards. One thread.
+Each row is one rank's shard of a global tensor, whose values depend on the global positions. Goal:
+at most 5 times torch's time for typical shards. One thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ ROWS: list[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
 
 
 def seconds(*runs: Callable[[], object]) -> list[float]:
-    """The best of several times of each, taken in turns, and of the processor: others use it."""
+    """Return the best CPU time of each function over several runs in alternation. CPU time does not
+    count other programs on the machine."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(9):
         for run, found in zip(runs, times, strict=True):

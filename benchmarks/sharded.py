@@ -1,8 +1,8 @@
 """Sharded tensors: ours beside torch's ShardedTensor, on the same calls, in the same processes.
 
 Four gloo ranks of one thread each, taking turns; the time of a call is that of the slowest rank.
-`wire` is what the loopback interface carried for each rank, `needed` what nobody can undercut.
-Calls that torch's refuses, or that end its processes, have no number on its side.
+`wire` is the number of bytes on the loopback interface per rank, `needed` the lower bound on it.
+A call that torch's ShardedTensor refuses, or that ends its processes, has no number for torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same on every machine: the environment and the examples of hypothesis."""
+"""Make test runs reproducible: a fixed environment and fixed examples of hypothesis."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What cannot be made into a program for each rank, and what the errors say."""
+"""Programs, plans and meshes that shard_program refuses, and the error messages."""
 
 import pytest
 import torch

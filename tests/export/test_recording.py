@@ -1,4 +1,4 @@
-"""What is easily lost when a program is recorded without data, or when ranks are not alike."""
+"""Recording a program without data keeps metadata, casts, writes and differences between ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Graphs without what nobody would write by hand: the same results from fewer nodes."""
+"""The passes `clean` and `simplify`: the same results from fewer nodes."""
 
 import pytest
 import torch

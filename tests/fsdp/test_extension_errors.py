@@ -1,4 +1,4 @@
-"""What extensions must not do; the error names the parameter."""
+"""Gather extensions that return wrong results are refused; the error names the parameter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parameters that say themselves what travels when they are gathered."""
+"""Gather extensions: parameters that define the tensors to gather for them."""
 
 import copy
 import math

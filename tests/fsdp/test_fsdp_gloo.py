@@ -1,4 +1,4 @@
-"""`fully_shard` over gloo: what only real messages can show."""
+"""`fully_shard` over gloo: behaviour that simulated ranks cannot show."""
 
 import torch
 from support.fsdp_cases import batch, full, made, mine, shard_all, train

@@ -1,4 +1,4 @@
-"""Every rank gathers the same, whatever it uses of a model."""
+"""All ranks gather the same units in the same order, even if they use different parameters."""
 
 import pytest
 import torch

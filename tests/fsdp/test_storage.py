@@ -1,4 +1,4 @@
-"""The memory of gathered parameters, which may stay where it is."""
+"""set_keep_unsharded_storage: gathered parameters keep their memory addresses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a sharded module is doing, where its parameters are, and on which mesh it lies."""
+"""The training state, parameter state and mesh information of sharded modules."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What some ranks do not use: zeros from them where it can be, else an error that names it."""
+"""Unused parameters contribute zeros; modules that only some ranks call are named in an error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What torch's FSDP2 refuses and ours does: tied, mixed, odd and uneven parameters."""
+"""Parameters that torch's FSDP2 refuses: tied, of mixed dtypes, scalar, empty, uneven."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Differences of neighbours along split dims, and sums of them."""
+"""diff, gradient and trapezoid along split dims."""
 
 from __future__ import annotations
 

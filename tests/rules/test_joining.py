@@ -1,4 +1,4 @@
-"""Tensors joined and broadcast."""
+"""cat, stack and broadcasting of DTensors."""
 
 import pytest
 import torch

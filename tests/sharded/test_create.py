@@ -1,4 +1,4 @@
-"""Sharded tensors of pieces that the ranks have. Who disagrees is told to all."""
+"""init_from_local_shards: ranks that disagree are named in an error on all ranks."""
 
 import pytest
 import torch

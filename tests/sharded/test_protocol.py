@@ -1,4 +1,4 @@
-"""Sharded tensors as Python objects, and what users register for them."""
+"""Sharded tensors as Python objects, and operators that users register for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References to remote shards where RPC is not as it must be: refused on all ranks, in words."""
+"""References to remote shards are refused on all ranks if RPC is not set up correctly."""
 
 from collections.abc import Iterator
 

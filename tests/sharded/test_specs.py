@@ -1,4 +1,4 @@
-"""How specs cut a tensor: which shards there are, and what is no cut at all."""
+"""Sharding specs: the shards that they give, and the specs that are refused."""
 
 import pickle
 

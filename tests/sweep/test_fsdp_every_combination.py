@@ -1,4 +1,4 @@
-"""Every pair of what the tests of tests/fsdp show together. For `make sweep`."""
+"""Every pair of FSDP options that tests/fsdp tests one by one. For `make sweep`."""
 
 import pytest
 import torch

@@ -3,7 +3,7 @@
 main.py      from start to end
 options.py   the options, and the modes of parallelism
 training.py  the model on a mesh, the training of every rank, the weights
-display.py   progress, loss curves, what was communicated and why, which rank holds what
+display.py   progress, loss curves, a table of collectives, a table of shards
 """
 
 from shardwise.demo.main import run

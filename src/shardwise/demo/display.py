@@ -1,4 +1,4 @@
-"""The output of the demo: progress, loss curves, what was communicated and why, who holds what."""
+"""The output of the demo: progress, loss curves, a table of collectives, a table of shards."""
 
 from __future__ import annotations
 
@@ -273,13 +273,13 @@ _COLOURS = ("cyan", "green", "yellow", "magenta")
 
 
 def shard_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table of the shards of one layer, with a column for each position along the axes
-    that split parameters: all ranks at a position hold the same."""
+    """Return a table of the shards of one layer: a row for each weight, and a column for each
+    position along the mesh axes that split parameters. Ranks at one position hold equal shards."""
     positions: dict[str, list[int]] = {}
     for rank, each in enumerate(outcomes):
         where = ", ".join(f"{axis}={at}" for axis, at in each.position.items())
         positions.setdefault(where, []).append(rank)
-    table = Table(title="Who holds what of the first layer", show_lines=True)
+    table = Table(title="Shards of the first layer, by rank", show_lines=True)
     table.add_column("weight")
     for where, ranks in positions.items():
         which = ", ".join(map(str, ranks))
@@ -296,7 +296,8 @@ def shard_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def format_box(shape: Sequence[int], box: Box) -> str:
-    """Format a box of a tensor, such as `rows 0:64`, or `all`."""
+    """Format a box of a tensor, such as `rows 0:64`; `all` for the whole tensor, `nothing` if the
+    box is empty."""
     if box.is_empty:
         return "nothing"
     found = [

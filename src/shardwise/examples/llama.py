@@ -1,7 +1,7 @@
 """A Llama-style decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm.
 
-Ordinary PyTorch for one process: not one line knows of ranks. `llama_plan.py` says how to lay it
-out on a mesh, `train_llama.py` trains it.
+Ordinary PyTorch for one process: the code does not refer to ranks. `llama_plan.py` lays it out on a
+mesh, `train_llama.py` trains it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to what came."""
+    """Attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -127,13 +127,13 @@ class Llama(nn.Module):
 
 
 def rotary_angles(config: Config) -> Tensor:
-    """By how much each pair of features turns at each position: [longest, head_width / 2]."""
+    """Return the angle of each pair of features at each position: [longest, head_width / 2]."""
     exponents = torch.arange(0, config.head_width, 2) / config.head_width
     return torch.arange(config.longest).unsqueeze(1) / config.rope_base**exponents
 
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Heads [..., length, head_width] with each pair of features (i, i + half) turned."""
+    """Rotate each pair of features (i, i + half) of heads [..., length, head_width]."""
     first, second = x.chunk(2, dim=-1)
     turned = first * cosines - second * sines, second * cosines + first * sines
     return torch.cat(turned, dim=-1)

@@ -1,6 +1,6 @@
-"""How a Llama-style decoder lies on a mesh: its plans for `shard_module`, on one page.
+"""Plans of a Llama-style decoder for `shard_module`, on one page.
 
-A parameter that no plan names is whole on every rank.
+A parameter that no plan names is replicated.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from shardwise.parallel import shard_module
 
 
 def train(options: argparse.Namespace) -> list[float]:
-    """What every rank does; returns the losses."""
+    """Train on one rank, and return the losses."""
     torch.manual_seed(options.seed)  # on every rank alike
     mesh = sw.init_device_mesh("cpu", options.mesh, ("dp", "tp"))
     model = Llama(Config(VOCABULARY, longest=options.length))  # knows nothing of ranks

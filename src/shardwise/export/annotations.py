@@ -1,7 +1,7 @@
 """Annotations of the nodes of a recorded graph: layouts, collectives, and values without data.
 
-`meta["layout"]` is a Layout. `meta["custom"]` has the same as text, and facts about collectives,
-all as plain data: torch saves it with a program. `meta["val"]` is a fake tensor, as in torch's
+`meta["layout"]` is a Layout. `meta["custom"]` has the layout as text, and facts about collectives.
+It is plain data, which torch saves with a program. `meta["val"]` is a fake tensor, as in torch's
 programs.
 """
 
@@ -103,7 +103,7 @@ def annotate_layout(node: fx.Node | None, layout: Layout) -> None:
 
 
 def annotate_collective(started: torch.Tensor, event: Event | None) -> None:
-    """Write at the node of a collective what it does and its cause."""
+    """Write the kind, axes, bytes and cause of a collective at its node."""
     node = node_of(started)
     if node is None or event is None:
         return

@@ -255,7 +255,8 @@ VaryingArguments = dict[fx.Node, Any]
 def record_at_samples(
     record: Callable[[SymbolSizes], fx.GraphModule], symbols: Sequence[Symbol]
 ) -> tuple[fx.GraphModule, VaryingArguments]:
-    """Record a graph at several sizes; return that at the example's, and what varies in it."""
+    """Record a graph at several sizes; return the graph at the example's sizes, and the arguments
+    in it that vary with the sizes."""
     samples = sample_sizes(symbols)
     graphs = [record(each) for each in samples[:FEW_SAMPLES]]
     if len(samples) > FEW_SAMPLES:
@@ -268,7 +269,7 @@ def record_at_samples(
 
 
 def _find_varying(graphs: Sequence[fx.GraphModule], solver: PolynomialSolver) -> VaryingArguments:
-    """Return the arguments of the first graph's nodes in which the graphs have other numbers."""
+    """Return the arguments of the first graph's nodes that have other numbers in other graphs."""
     lists = [list(each.graph.nodes) for each in graphs]
     positions = [{node: at for at, node in enumerate(nodes)} for nodes in lists]
     if len({len(nodes) for nodes in lists}) > 1:

@@ -1,6 +1,6 @@
-"""Run a graph on DTensors without data, as one rank would, and record what happens locally.
+"""Run a graph on DTensors without data, as one rank, and record the operators on local tensors.
 
-The DTensors do not appear in the result: it has the local operators and the collectives.
+The recorded graph has the local operators and the collectives, and no DTensors.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class RowGather(PendingGather):
             )
 
     def _communicator(self) -> Communicator:
-        """Return the communicator. Its first use creates a process group, which is a collective and
-        fails if a rank does not take part."""
+        """Return the communicator of the shard axis. Its first use creates a process group: a
+        collective, which fails if a rank does not take part."""
         try:
             return self.first.info.shard_communicator(CHANNEL)
         except CollectiveError as error:
@@ -153,7 +153,7 @@ class RowGather(PendingGather):
 
 
 class PostForwardGather(PendingGather):
-    """An all_gather over the few ranks that a unit is sharded over between forward and backward."""
+    """An all_gather of a unit that was sharded over a few ranks between forward and backward."""
 
     def __init__(self, unit: Unit, communicator: Communicator) -> None:
         assert unit.post_forward_shard is not None, "it is SHARDED_POST_FORWARD"
@@ -180,8 +180,8 @@ class PostForwardGather(PendingGather):
 
 
 def post_forward_mesh(unit: Unit, count: int) -> tuple[DeviceMesh, int]:
-    """Return the `count` ranks that a unit is sharded over after forward, and this rank's index
-    among them."""
+    """Return the mesh of the `count` ranks that a unit is sharded over after forward, and this
+    rank's index in it."""
     ranks = unit.info.shard_ranks
     index = unit.info.shard_mesh_rank
     first = index // count * count

@@ -65,7 +65,7 @@ def fully_shard(
     Every rank of the mesh calls it. Parameters become DTensors, with the values of the first rank.
     They are gathered for forward and backward; in between, and at rest, a rank holds its shard.
     Call it on the layers of a model first and then on the model: each call makes a group of the
-    parameters that are in no group yet, and a group is gathered while the one before it computes.
+    parameters that are in no group yet. A group is gathered while the group before it computes.
 
     Arguments:
         module: a module, or a list of modules that make one group.
@@ -148,8 +148,10 @@ def replicate(
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let modules without a common outer module, such as the stages of a pipeline, share a
-    schedule: each is gathered while the one before it computes."""
+    """Let modules without a common outer module share a schedule, such as the stages of a pipeline.
+
+    Each module is then gathered while the one before it computes.
+    """
     groups: dict[ParamGroup, None] = {}
     check_modules(modules)
     for index, module in enumerate(modules):
@@ -308,7 +310,7 @@ def _checked_ignored(ignored: Any) -> list[nn.Parameter]:
 def _find_params(
     modules: Sequence[nn.Module], ignored: set[int]
 ) -> list[tuple[nn.Module, str, str]]:
-    """Return the parameters that are in no group yet: module, key and name of each."""
+    """Return the module, key and name of each parameter that is in no group yet."""
     inner = [each for module in modules for each in module.modules()]
     taken = {
         (id(slot.module), slot.key)
@@ -373,7 +375,12 @@ def _shard_param(
     extension: GatherExtension | None,
     name: str,
 ) -> Any:
-    """Return the parameter as a DTensor, with the values of the first rank."""
+    """Return the sharded form of a parameter: a new parameter that is a DTensor.
+
+    It has the values of the first data-parallel rank, and the attributes, hooks and `grad_dtype`
+    that users have set on the parameter. A tied parameter that another group has already sharded
+    gets the same DTensor.
+    """
     twin = _sharded_form(parameter)
     if twin is not None:
         return twin
@@ -405,7 +412,7 @@ def _shard_param(
 def _scatter_from_first(
     values: torch.Tensor, sharding: ParamSharding, info: DataParallelMeshInfo
 ) -> torch.Tensor:
-    """Return this rank's shard of the first rank's values."""
+    """Return this rank's shard of the values that the first data-parallel rank has."""
     shard = values.new_empty(sharding.shapes[sharding.index])
     if values.is_meta:
         return shard

@@ -44,7 +44,7 @@ class Bucket:
         return [gather_buffer_size(self.units, is_direct), self.plan(self.units).size]
 
     def plan(self, units: Sequence[Unit]) -> ReducePlan:
-        """Return the plan to reduce the gradients of all its units, or of one."""
+        """Return the plan to reduce the gradients of some of its units."""
         is_direct = units[0].groups[0].settings.reduce_scatter is None
         key = (is_direct, *((unit.number, *unit.trainable) for unit in units))
         found = self._plans.get(key)
@@ -112,8 +112,8 @@ class UnitSet:
 def _build_units(groups: Sequence[ParamGroup]) -> list[Unit]:
     """Return the units of groups, with their memory, in the order of the groups.
 
-    Parameters that several groups share, being tied, are units of their own, and so are parameters
-    with gather extensions.
+    Tied parameters that several groups share have units of their own, and so do parameters with
+    gather extensions.
     """
     tensors: dict[int, tuple[ParamSlot, DTensor, list[ParamGroup]]] = {}
     for group in groups:
@@ -170,15 +170,15 @@ def _check_tied_policies(part: Sequence[SlotTensor], users: Sequence[ParamGroup]
 
 
 def _find_reduce_dtype(parameters: Sequence[SlotTensor]) -> torch.dtype | None:
-    """Return the dtype in which gradients of one group's parameters of one dtype are reduced: the
-    one that all promote to. None if all of them may have any."""
+    """Return the dtype to which all `grad_dtype`s of the parameters promote, in which gradients are
+    reduced. None if every parameter accepts gradients of any dtype."""
     found = {accumulation_dtype(slot, tensor.dtype) for slot, tensor in parameters}
     known = {dtype for dtype in found if dtype is not None}
     return promoted_dtype(known) if known else None
 
 
 def _current_tensor(slot: ParamSlot) -> DTensor:
-    """Return the parameter in a slot, with the slot's layout; users may have put in another one."""
+    """Return the parameter in a slot, with the slot's layout. Users may have replaced it."""
     tensor = slot.tensor
     if tensor.is_meta:
         raise StateError(
@@ -233,8 +233,11 @@ def _make_unit(
 
 
 def _make_flat_buffers(units: Sequence[Unit]) -> None:
-    """Move the shards of units that may share a collective into one flat buffer, in the order in
-    which they are probably used. A gather sends a range of it, without a copy."""
+    """Move the shards of units that may share a collective into one flat buffer.
+
+    The units are in the order in which forward probably uses them, so that an all_gather of
+    consecutive units sends a range of the buffer without a copy.
+    """
     together: dict[Any, list[Unit]] = {}
     for unit in units:
         first = unit.params[0].sharded
@@ -265,7 +268,7 @@ def _make_flat_buffers(units: Sequence[Unit]) -> None:
 
 
 def _make_buckets(units: Sequence[Unit], known: Sequence[Bucket]) -> list[Bucket]:
-    """Return the buckets of units: small units share one with their neighbours.
+    """Return the buckets of units: small neighbouring units share a bucket.
 
     Arguments:
         known: earlier buckets, which are reused if they have the same units.

@@ -1,4 +1,4 @@
-"""What users choose for a group: dtypes, offloading, settings, collectives of their own."""
+"""Policies and settings of a parameter group: dtypes, offloading, schedule, custom collectives."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class MixedPrecisionPolicy:
     """Dtypes of a group's computation and of its communication.
 
     Arguments:
-        param_dtype: of the gathered parameters, so of forward and backward; by default their own.
-        reduce_dtype: in which gradients are reduced, and accumulated while they are not reduced;
-            by default the parameter's `grad_dtype`, which is its own dtype unless it was set. If
-            the gradients of a group have different dtypes, they are reduced in the dtype that
-            they promote to. The gradient of a shard has the parameter's `grad_dtype`.
+        param_dtype: the dtype of the gathered parameters, and so of forward and backward; by
+            default the parameters' own.
+        reduce_dtype: the dtype in which gradients are reduced, and accumulated before they are
+            reduced; by default the parameter's `grad_dtype`, which is its own dtype unless it was
+            set. If the gradients of a group have different dtypes, they are reduced in the dtype
+            that they promote to. The gradient of a shard has the parameter's `grad_dtype`.
         output_dtype: floating-point outputs are cast to it; by default they are not cast.
         cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
         param_dtype_override_fn: called once with each parameter when its module is sharded;
@@ -60,7 +61,7 @@ class MixedPrecisionPolicy:
         """Return the policy of one parameter, with `param_dtype_override_fn` applied.
 
         Arguments:
-            name: of the parameter, for errors.
+            name: the parameter's name, for errors.
         """
         if self.param_dtype_override_fn is None:
             return self
@@ -81,12 +82,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards stay on the mesh's device."""
+    """Policy that keeps shards on the mesh's device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and the optimizer's state live on the CPU.
+    """Policy that keeps shards, their gradients and the optimizer's state on the CPU.
 
     Arguments:
         pin_memory: keep the shards in page-locked memory, for faster copies to an accelerator.

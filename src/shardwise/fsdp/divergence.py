@@ -1,10 +1,10 @@
 """Divergence of ranks: detect a rank that is about to run other collectives than its peers.
 
-A rank that calls other modules than its peers would meet them in a collective of another size, on
-which some backends end the process. So each rank compares the sequence of its collectives with that
-of the last step. If it is about to do something else than the last time, it first asks its peers
-whether they do the same. If they do not, they are in another collective, and both wait until a
-time-out raises an error that names the modules. As long as steps are alike, nothing is exchanged.
+A rank that calls other modules than its peers would run a collective of another size than theirs,
+on which some backends end the process. So each rank compares the sequence of its collectives with
+that of the last step. If its next collective is not the expected one, it first asks its peers
+whether they are about to run the same one. If they run another collective instead, both sides wait
+until a time-out raises an error that names the modules. While steps repeat, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ScheduleGuard:
         self._now = []
 
     def end(self) -> None:
-        """Make the finished sequence the expected one, unless it is empty, as it is when all
-        parameters were still gathered."""
+        """Make the finished sequence the expected one. An empty sequence is ignored: all parameters
+        were still gathered."""
         if self._now:
             self._last = self._now
 
@@ -57,7 +57,7 @@ class ScheduleGuards:
         self._guards.clear()
 
     def change_settings(self, settings: Hashable) -> None:
-        """Note the settings of the groups, of which each choice has sequences of its own."""
+        """Switch to the sequences that belong to these settings of the groups."""
         self._settings = settings
 
     def begin(self, kind: Hashable) -> ScheduleGuard:

@@ -1,4 +1,4 @@
-"""Units of parameters with gather extensions, which define what is sent and how it is used.
+"""Units of parameters with gather extensions, which define the tensors that are gathered.
 
 The tensors that ranks send for a parameter may differ in length along dim 0. Ranks exchange the
 shapes when a unit is gathered for the first time; they must stay the same from then on. A row has
@@ -104,8 +104,8 @@ class ExtendedUnit(Unit):
         return self.own_shard(param).to(self.device, non_blocking=True)
 
     def _agree_on_specs(self, own: list[TensorSpecs]) -> None:
-        """Exchange with other ranks what each sends, the first time; check later that it is the
-        same."""
+        """Exchange the shapes and dtypes that each rank sends, the first time; later, check that
+        they have not changed."""
         index = self.info.shard_mesh_rank
         if self.extended[0].specs:
             for each, now in zip(self.extended, own, strict=True):
@@ -165,7 +165,8 @@ class ExtendedUnit(Unit):
         return address in self._storages
 
     def reshard_post_forward(self, index: int, count: int) -> None:
-        """Free all memory: the tensors that the parameters are made of may not have equal parts."""
+        """Free all memory, as `reshard` does: the tensors that the parameters are made of may not
+        divide into equal parts."""
         self.reshard()
 
     # ---- gathered parameters
@@ -178,7 +179,7 @@ class ExtendedUnit(Unit):
         Arguments:
             rows: the rows of all ranks.
             sent: the tensors that this rank has sent.
-            metadata: that the extensions have returned beside these tensors.
+            metadata: the metadata that the extensions have returned with these tensors.
         """
         # Tensors that are created in inference mode could never be used in training.
         with torch.inference_mode(False), torch.no_grad():
@@ -258,7 +259,7 @@ class ExtendedGather(RowGather):
     """An all_gather of the tensors that an extended unit sends; starts at once.
 
     Arguments:
-        units: exactly one.
+        units: a list of exactly one unit.
         pool: provides the row buffer.
         custom: the user's collective, in place of the communicator's.
     """
@@ -310,8 +311,11 @@ class ExtendedGather(RowGather):
 def _join_rows(
     each: ExtendedParam, outputs: list[torch.Tensor], rows: torch.Tensor, own: list[torch.Tensor]
 ) -> None:
-    """Join the tensors of all ranks into `outputs`. Autograd may have saved these, so the copies
-    must not count as changes: they go to `.data`."""
+    """Join the tensors of all ranks into `outputs`.
+
+    Autograd may have saved `outputs` for backward. The copies go to `.data`, so that autograd does
+    not count them as changes.
+    """
     if not each.is_sent:
         for output, tensor in zip(outputs, own, strict=True):
             output.data.copy_(tensor)

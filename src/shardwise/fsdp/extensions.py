@@ -1,4 +1,4 @@
-"""Gather extensions: functions of a parameter that define what is sent when it is gathered.
+"""Gather extensions: functions of a parameter that define the tensors to gather for it.
 
 `fsdp_pre_all_gather` makes the tensors to gather from this rank's shard, such as a quantised copy
 and its scales; `fsdp_post_all_gather` makes the parameter from the tensors of all ranks. They are
@@ -55,10 +55,10 @@ class GatherExtension:
         """Return the tensors that this rank sends, and the metadata that it keeps.
 
         Arguments:
-            name: of the parameter, for errors.
+            name: the parameter's name, for errors.
             mesh: the ranks that hold its shards.
-            size: of the gathered parameter.
-            strides: of the gathered parameter.
+            size: the size of the gathered parameter.
+            strides: the strides of the gathered parameter.
         """
         if self.takes_mesh_only:
             found = self.pre_all_gather(shard, mesh)
@@ -92,9 +92,9 @@ class GatherExtension:
 
         Arguments:
             gathered: the tensors of all ranks, joined along dim 0.
-            metadata: what `make_inputs` returned.
-            dtype: expected of the parameter.
-            shape: expected of the parameter.
+            metadata: the metadata that `make_inputs` returned.
+            dtype: the dtype that the parameter must have.
+            shape: the shape that the parameter must have.
         """
         found = self.post_all_gather(shard, tuple(gathered), metadata, dtype)
         is_pair = isinstance(found, tuple | list) and len(found) == 2
@@ -124,8 +124,8 @@ class GatherExtension:
         dtype: torch.dtype,
         out: torch.Tensor,
     ) -> None:
-        """Write the values of a parameter that `make_param` has made and whose memory has been
-        allocated again."""
+        """Write the values of a parameter again. `make_param` has made the parameter; its memory
+        was freed and allocated again."""
         found = self.post_all_gather(shard, tuple(gathered), metadata, dtype, out=out)
         if found is not None:
             raise FSDPError(
@@ -195,8 +195,8 @@ class _TensorSubclass:
 
     Arguments:
         cls: the class.
-        inner: of a wrapper subclass, the attribute that holds the wrapped tensor.
-        context: of a wrapper subclass, what `__tensor_flatten__` returns beside the names.
+        inner: for a wrapper subclass, the attribute that holds the wrapped tensor.
+        context: for a wrapper subclass, the context that `__tensor_flatten__` returns.
     """
 
     cls: Any

@@ -1,9 +1,9 @@
-"""Manual finalization: users say when the backward of a root is over, and may wait for it later.
+"""Manual finalization: users end the backward of a root by a call, and may wait for it later.
 
 A root is the outermost sharded module of a model. By default its iteration ends with autograd's
 backward: all gradients are reduced, and the shards have them. With manual finalization, a backward
 that has several parts, such as that of a pipeline stage, ends when `finalize_backward` is called.
-Gradients that are left are then reduced, and parameters resharded, by the settings of that time.
+The remaining gradients are then reduced, and parameters resharded, by the settings at that time.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _check_may_finalize(group: ParamGroup, schedule: Schedule) -> None:
 
 
 def _check_no_other_root(group: ParamGroup, schedule: Schedule) -> None:
-    """Raise `StateError` if another root of the schedule has work under way: reductions that are
-    left in flight would mix with it."""
+    """Raise `StateError` if another root of the schedule has work under way, with which reductions
+    left in flight would mix."""
     for unit in {*schedule.reduce_queue.units_in_flight(), *schedule.reduce_queue.used}:
         for other in unit.groups:
             if other.root is not group:

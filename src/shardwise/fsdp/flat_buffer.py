@@ -1,9 +1,9 @@
-"""Flat buffers: the memory that shards live in, and the buffers that collectives use.
+"""Flat buffers, which hold the shards, and row buffers, which collectives fill and send.
 
 Shards of a unit are consecutive in a flat buffer, as a *row* that has the same length on every
-rank. An all_gather fills a `RowBuffer`, which has one row for each rank; a reduce_scatter sends
-one. Row buffers are reused from group to group and from step to step: the pages of fresh memory
-must be zeroed first, and the views of a buffer that is used again need not be made again.
+rank. A `RowBuffer` has one row for each rank: an all_gather fills it, a reduce_scatter sends it.
+Row buffers are reused from group to group and from step to step, for two reasons: the operating
+system must zero the pages of new memory first, and the views of a reused buffer exist already.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def aligned(count: int) -> int:
 
 
 def header_digits(number: int) -> list[int]:
-    """Return the first two elements of a unit's row: its number, in digits that are exact in every
-    dtype. A receiver compares them, to find ranks that have sent another unit."""
+    """Return the header of a unit's row: the unit's number as two digits, exact in every dtype.
+
+    Receivers compare the headers of all rows, to detect ranks that have sent another unit.
+    """
     return [number % 128, number // 128 % 128]
 
 

@@ -77,10 +77,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _watch_inputs(
     group: ParamGroup, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Tell the schedule when all inputs have their gradients: backward then does not need the
-    parameters any more.
+    """Tell the schedule when all inputs have their gradients, after which backward does not need
+    the parameters any more.
 
-    The inputs become views, so that only gradients which this forward contributes count.
+    The inputs are replaced by views, so that only the gradients from this forward count.
     """
 
     def note_grad(_: torch.Tensor) -> None:
@@ -113,7 +113,8 @@ def _watch_inputs(
 
 
 def _watch_outputs(group: ParamGroup, call: ForwardCall, output: Any) -> bool:
-    """Tell the schedule when the first gradient of an output arrives. Return whether one may."""
+    """Tell the schedule when the first gradient of an output arrives. Return whether any output
+    can get a gradient."""
     requires_grad = False
 
     def note_grad(_: torch.Tensor) -> None:
@@ -145,7 +146,7 @@ def _watch_outputs(group: ParamGroup, call: ForwardCall, output: Any) -> bool:
 
 def _find_hidden_outputs(group: ParamGroup, call: ForwardCall) -> list[torch.Tensor]:
     """Return tensors that a forward has computed and stored as attributes, such as an auxiliary
-    loss: backward may begin with them, and need the parameters."""
+    loss. Backward may begin with them, and then needs the parameters."""
     return [
         value
         for module in group.own_modules

@@ -180,8 +180,8 @@ def replicate_info(
 
 
 def process_group_or_communicator(info: DataParallelMeshInfo) -> Any:
-    """Return what a custom collective communicates through: simulated ranks have no process
-    group."""
+    """Return the process group for a custom collective, or the communicator on simulated ranks,
+    which have no process group."""
     try:
         return info.shard_process_group
     except MeshError:
@@ -204,7 +204,7 @@ def _named_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
 
 
 def _merged(mesh: DeviceMesh, names: str | tuple[str, ...] | None) -> str | None:
-    """Return the name of one axis, merged from those that are named."""
+    """Return the name of the axis that the named axes are merged into; None without names."""
     if names is None or isinstance(names, str):
         return names
     if len(names) == 1:

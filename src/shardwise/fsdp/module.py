@@ -114,7 +114,7 @@ class FSDPModule(_Base):
         return None
 
     def reshard(self) -> None:
-        """Free the memory of the gathered parameters of this group, if they are gathered."""
+        """Free the memory of this group's parameters, if they are gathered."""
         self._fsdp_group.reshard()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -141,18 +141,19 @@ class FSDPModule(_Base):
         _change_settings(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether this group's backward needs its parameters; that of an embedding does not."""
+        """Set whether this group's parameters are gathered for backward. An embedding's backward
+        does not need them."""
         check_bool("unshard_in_backward", unshard_in_backward)
         _change_settings(self, False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Set the modules to gather while this module's forward runs, in place of the one that
-        came next the last time."""
+        """Set the modules to gather while this module's forward runs. By default it is the module
+        that came next in the last forward."""
         self._fsdp_group.forward_prefetch = _groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Set the modules to gather while this module's backward runs, in place of the one that
-        forward ran before it."""
+        """Set the modules to gather while this module's backward runs. By default it is the module
+        that ran before this one in forward."""
         self._fsdp_group.backward_prefetch = _groups_of(modules)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -197,8 +198,8 @@ class FSDPModule(_Base):
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward sums gradients over the replicate axis. If not, the shards'
-        gradients are accumulated until it does."""
+        """Set whether backward sums gradients over the replicate axis. If not, they are accumulated
+        shard by shard until a backward does."""
         check_bool("requires_all_reduce", requires_all_reduce)
         _change_settings(self, recurse, all_reduce=requires_all_reduce)
 
@@ -248,7 +249,7 @@ class FSDPModule(_Base):
         _change_settings(self, False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, of which this is torch's older name."""
+        """Call `set_gradient_divide_factor`; this is torch's older name for it."""
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_max_input_buffers(
@@ -307,10 +308,11 @@ class FSDPModule(_Base):
     # ---- after exceptions
 
     def reset_iter_state(self) -> None:
-        """Forget an iteration that an exception has ended, with gradients that no shard has got.
-        The next forward does so by itself if it must. A `GradientReductionHandle` of this root
-        becomes invalid; while one of another root with the same schedule is outstanding, it is an
-        error."""
+        """Drop an iteration that an exception has ended, and its gradients that have not reached
+        the shards. The next forward does so by itself if necessary.
+
+        A `GradientReductionHandle` of this root becomes invalid. While a handle of another root
+        with the same schedule is outstanding, the call is an error."""
         schedule = self._fsdp_group.schedule
         if schedule is not None:
             if schedule.outstanding is not None:
@@ -358,7 +360,7 @@ def swap_class(module: nn.Module, group: ParamGroup, prefix: str) -> None:
 
 
 def set_outer_groups(module: Any) -> None:
-    """Make the group of a sharded module the outer one of the groups within it."""
+    """Make the group of a sharded module the outer group of the groups within it."""
     group: ParamGroup = module._fsdp_group
     for each in module.modules():
         inner: ParamGroup | None = getattr(each, "_fsdp_group", None)

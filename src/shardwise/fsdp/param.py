@@ -39,7 +39,7 @@ set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = TensorBase.grad.
 
 @dataclass(frozen=True)
 class GradDtype:
-    """A `Tensor.grad_dtype` that users have set; else it follows the dtype of the parameter.
+    """A `Tensor.grad_dtype` that users have set. If unset, it follows the parameter's dtype.
 
     Arguments:
         dtype: None allows any dtype.

@@ -1,7 +1,7 @@
 """Parameter groups: the modules of one call of `fully_shard`, and their parameters.
 
 A group knows its slots, its units and its settings, and puts shards or gathered parameters into
-its modules. When that happens is decided by the schedule (`shardwise.fsdp.schedule`).
+its modules. The schedule (`shardwise.fsdp.schedule`) decides when.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ParamGroup:
 
     @property
     def is_alias(self) -> bool:
-        """Whether it computes with the shards themselves, which are entire."""
+        """Whether it computes with the shards themselves, because each is the whole parameter."""
         return all(unit.is_alias for unit in self.units)
 
     def change_settings(self, **settings: Any) -> None:

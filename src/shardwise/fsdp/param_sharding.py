@@ -182,7 +182,7 @@ class ParamSharding:
 
     @cached_property
     def is_chunked(self) -> bool:
-        """Whether it is split along dim 0 as `torch.chunk` does."""
+        """Whether the parameter is split along dim 0 into the chunks of `torch.chunk`."""
         if self.dim != 0 or not self.gathered_shape[0]:
             return False
         size = self.gathered_shape[0]

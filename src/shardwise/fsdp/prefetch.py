@@ -1,7 +1,7 @@
-"""Gathers of a schedule: when a unit is gathered, and which one is gathered ahead.
+"""All_gathers of a schedule: when a unit is gathered, and which unit is prefetched.
 
-The order in which units are used is recorded. While one group computes, the unit that came next the
-last time is gathered: the next one in forward, the one before in backward.
+The order in which forward uses the units is recorded. While a group computes, its neighbour in the
+last recorded order is gathered: in forward the unit after it, in backward the unit before it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class UseOrder:
 
 
 class Prefetcher:
-    """Starts the gathers of one schedule: of units that are needed, and of the next ones."""
+    """Starts the all_gathers of one schedule: of the units needed now, and of the next ones."""
 
     def __init__(self, unit_set: UnitSet) -> None:
         self._unit_set = unit_set
@@ -73,7 +73,7 @@ class Prefetcher:
         gathered again, unless a module needs them."""
 
     def reset_order(self) -> None:
-        """Assume the order of the units, which are new."""
+        """Use the order of the modules as the first guess, after the units were built anew."""
         self._begin_order = self._end_order = UseOrder(self._unit_set.units)
 
     # ---- forward and backward
@@ -90,8 +90,8 @@ class Prefetcher:
         self._prefetch(group, group.forward_prefetch, self._begin_order, 1)
 
     def note_forward_done(self, group: ParamGroup) -> None:
-        """Record that a group's forward is over. Of several, the last counts: its backward comes
-        first."""
+        """Record that a group's forward is over. If a group runs several times, the last time
+        counts, because backward begins with it."""
         for unit in group.units:
             self._ended.pop(unit, None)
             self._ended[unit] = None
@@ -120,7 +120,7 @@ class Prefetcher:
         )
 
     def prefetch_backward(self, group: ParamGroup) -> None:
-        """Gather the unit before a group whose backward has begun."""
+        """Gather the unit that forward used before a group, whose backward has begun."""
         self._prefetch(group, group.backward_prefetch, self._end_order, -1)
 
     def end_backward(self) -> None:
@@ -142,7 +142,10 @@ class Prefetcher:
     # ---- gathers
 
     def start(self, units: Iterable[Unit]) -> None:
-        """Start to gather some units, together with others of their buckets."""
+        """Start the all_gathers of these units, unless they are gathered or under way.
+
+        One all_gather also brings the neighbours of a unit in its bucket that are still sharded.
+        """
         for unit in units:
             if unit.state is _UNSHARDED or unit.gather is not None or unit.is_alias:
                 continue
@@ -190,7 +193,8 @@ class Prefetcher:
                 return
 
     def drop_all(self) -> None:
-        """Wait for gathers that were not used: they must be over before shards may change."""
+        """Wait for prefetches that were not used, and discard them. They must be over before the
+        shards may change."""
         for unit in self._unit_set.units:
             if unit.gather is not None:
                 unit.gather.drop(unit)

@@ -1,8 +1,8 @@
 """The queue of gradient reductions: which gradients are reduced together, in which order, and when.
 
-Reductions start in the reverse of the order in which forward used the units, whatever the order in
-which this rank computes the gradients. So all ranks start them in the same order; only the time at
-which each rank starts one differs.
+Reductions start in the reverse of the order in which forward used the units, even if this rank
+computes the gradients in another order. So all ranks start them in the same order, though not at
+the same time.
 
     waiting ----------> in flight -----------------> done
             all grads             two later ones      (the shards have
@@ -107,7 +107,8 @@ class ReduceQueue:
         return GradReduction(plan, unit.groups[0].settings, self._unit_set.pool)
 
     def put(self, unit: Unit) -> None:
-        """Take the gradients of a unit, which are all computed, and start what is ready."""
+        """Take the gradients of a unit, which are all computed, and start reductions that are
+        ready."""
         self.ready.add(unit)
         reduction = self._reduction_of.get(unit)
         if reduction is None or reduction not in self._waiting:
@@ -176,7 +177,7 @@ class ReduceQueue:
     # ---- gradients of earlier backwards
 
     def reduce_owed(self, units: Iterable[Unit], guard: ScheduleGuard) -> None:
-        """Start the reductions that earlier backwards of these units have not made; called outside
+        """Start the reductions that earlier backwards of these units have left out. Called outside
         of backward."""
         self._guard = guard
         owed = self.find_owed(units)
@@ -203,7 +204,8 @@ class ReduceQueue:
         """Return the units whose gradients are being reduced.
 
         Arguments:
-            is_partial: only those that are left without the sum over the replicate axis.
+            is_partial: return only units whose reduction leaves out the sum over the replicate
+                axis.
         """
         return {
             unit

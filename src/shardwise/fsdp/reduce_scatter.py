@@ -1,4 +1,4 @@
-"""Reduce_scatters of gradients: from the gathered parameters' gradients to those of the shards.
+"""Reduce_scatters of gradients: from gradients of gathered parameters to gradients of shards.
 
 Forward: an all_gather of the shards (`shardwise.fsdp.all_gather`). Backward: a reduce_scatter of
 the gradients, which gives each rank the sum of its piece of every gradient; with HSDP an all_reduce
@@ -126,8 +126,8 @@ class GradReduction:
 
     @property
     def _op(self) -> str:
-        """The reduction: half-precision sums could overflow, so those are averaged where they are
-        summed, in a wider dtype; others are divided at the end."""
+        """The reduction of the collective. Half-precision sums could overflow, so the collective
+        averages them, in a wider dtype. Other sums are divided at the end."""
         return "avg" if self._is_averaged else "sum"
 
     @property
@@ -142,8 +142,8 @@ class GradReduction:
     # ---- collecting gradients
 
     def put(self, unit: Unit) -> None:
-        """Move the gradients of a unit into the row buffer; gradients of a second backward of the
-        unit are added."""
+        """Move the gradients of a unit into the row buffer. If the unit has put gradients before,
+        add to them."""
         gradients = unit.take_grads()
         if unit in self._put:
             self._add(unit, gradients)
@@ -297,7 +297,7 @@ class GradReduction:
             self._pending = replicas.all_reduce_async(row, self._op, in_place=True)
 
     def abandon(self) -> None:
-        """Wait for the collective under way, and forget its result."""
+        """Wait for the collective under way, and discard its result."""
         with suppress(CollectiveError):
             self._pending.wait()
 

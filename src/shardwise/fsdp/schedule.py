@@ -1,4 +1,4 @@
-"""The schedule of a model: a state machine that decides what is gathered and reduced when.
+"""The schedule of a model: a state machine that decides when units are gathered and reduced.
 
 All groups of a model share one schedule. Its parts are the `Prefetcher` (all_gathers of parameters)
 and the `ReduceQueue` (reduce_scatters of gradients); both use `ScheduleGuard`s to detect ranks that
@@ -74,7 +74,8 @@ class Schedule:
     """The schedule of some groups.
 
     Arguments:
-        groups: in the order of their modules, which is the first guess of the order of use.
+        groups: in the order of their modules, which is the first guess of the order in which
+            forward uses them.
     """
 
     def __init__(self, groups: list[ParamGroup]) -> None:
@@ -106,7 +107,7 @@ class Schedule:
     # ---- units that follow the modules' parameters and settings
 
     def update_units(self) -> None:
-        """Make the units have the parameters and settings that the modules have now."""
+        """Update the units to the parameters and settings that the modules have now."""
         with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
             if not self.unit_set.is_current():
                 self._build()
@@ -161,8 +162,10 @@ class Schedule:
         group.active_forwards += 1
 
     def begin_group_forward(self, group: ParamGroup) -> bool:
-        """Gather the parameters of a group whose module is called. Return whether a checkpoint
-        recomputes it in backward."""
+        """Gather the parameters of a group whose module is called.
+
+        Return whether this call is the recomputation of an activation checkpoint in backward.
+        """
         is_recompute = group.state is TrainingState.PRE_BACKWARD
         is_first = group.active_forwards == 1 and group.state is not TrainingState.FORWARD
         if is_first and not is_recompute:
@@ -177,8 +180,10 @@ class Schedule:
         return is_recompute
 
     def leave(self, group: ParamGroup) -> bool:
-        """Event: a module of a group returns, or fails. Return whether that ends the forward of the
-        group; not so for a nested call or a recomputation."""
+        """Event: a module of a group returns, or fails.
+
+        Return whether this ends the group's forward. A nested call or a recomputation does not.
+        """
         self.depth -= 1
         group.active_forwards -= 1
         if group.active_forwards:
@@ -287,8 +292,11 @@ class Schedule:
             self.check_group_backward_done(group)
 
     def check_group_backward_done(self, group: ParamGroup) -> None:
-        """Event: the gradients of a unit or of all inputs are computed. Reshard the group's
-        parameters if those of all inputs and of all units are: nothing needs them any more."""
+        """Event: the gradients of a unit, or of all inputs of a group, are computed.
+
+        Once all units and all inputs of the group have their gradients, nothing needs its
+        parameters any more, and they are resharded.
+        """
         if group.state is not TrainingState.PRE_BACKWARD or group.open_calls:
             return
         if group.is_alias:
@@ -333,7 +341,7 @@ class Schedule:
     # ---- requests of users
 
     def finish_unshard(self, group: ParamGroup) -> None:
-        """Wait for the gather of `unshard`, and put the parameters into the modules; unless they
+        """Wait for the gather of `unshard`, and put the parameters into the modules, unless they
         were resharded in the meantime."""
         if all(unit.gather is not None or unit.is_gathered for unit in group.units):
             self.prefetcher.finish(group)
@@ -363,7 +371,7 @@ class Schedule:
         root.iteration_is_manual = None
 
     def check_no_outstanding(self, action: str) -> None:
-        """Raise `StateError` if a handle of `finalize_backward` is still to be waited for."""
+        """Raise `StateError` if users have not waited for a handle of `finalize_backward`."""
         if self.outstanding is not None:
             raise StateError(
                 f"{action}: finalize_backward(async_op=True) has left reductions under way; call "
@@ -383,8 +391,8 @@ class Schedule:
             self._release(group, True)  # a module around it may handle the exception, and go on
 
     def recover(self) -> None:
-        """Event: a backward has failed, or users reset the iteration. Forget it, with all gradients
-        that no shard has got yet."""
+        """Event: a backward has failed, or users reset the iteration. Drop the iteration, and all
+        gradients that have not reached the shards."""
         self.reduce_queue.abandon()
         for unit in self.unit_set.units:
             unit.forget_grads()

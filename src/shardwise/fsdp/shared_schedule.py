@@ -1,4 +1,4 @@
-"""Which groups share a schedule: those of one model, and those that have parameters in common."""
+"""Sharing of schedules: groups of one model, and groups with common parameters, share one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from shardwise.fsdp.schedule import Schedule
 
 
 def schedule_of(group: ParamGroup) -> Schedule:
-    """Return the schedule of a group. The first time it is made, for all groups in the outermost
-    sharded module and for those that share parameters with them."""
+    """Return the schedule of a group.
+
+    The first call makes it, for all groups in the outermost sharded module and all groups that
+    share parameters with them.
+    """
     if group.schedule is not None:
         return group.schedule
     groups = _find_groups(group.root.modules)

@@ -3,8 +3,8 @@
 The parameters of a unit have one dtype and are gathered into one piece of memory. At rest their
 shards are consecutive in a flat buffer, as a *row* that has the same length on every rank. A gather
 brings the rows of all ranks, from which one fused copy fills the gathered parameters. The gathered
-parameters live as long as the unit, so that tensors which autograd has saved in forward are valid
-again when they are filled for backward; in between only their memory is freed.
+parameters are the same tensor objects as long as the unit exists; only their memory is freed after
+forward and filled again for backward. So tensors that autograd has saved in forward stay valid.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Unit:
 
     Arguments:
         number: its position among all units, the same on every rank.
-        groups: those that compute with it: one, or several if parameters are tied.
+        groups: the groups that compute with it: one, or several if parameters are tied.
         params: its parameters, which have the same dtype, device and `param_dtype`.
         device: where the gathered parameters are; shards may be kept elsewhere.
-        reduce_dtype: in which gradients are reduced, if that is known in advance; gradients that
-            may have any dtype may need a wider one.
+        reduce_dtype: the dtype in which gradients are reduced, if it is known in advance. Gradients
+            that may have any dtype may need a wider one.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class Unit:
         return True
 
     def make_gathered_params(self) -> None:
-        """Create the gathered parameters, without memory, or as views of the shards if these are
-        entire."""
+        """Create the gathered parameters: without memory, or as views of the shards if each shard
+        is the whole parameter."""
         self.is_alias = (
             self.info.shard_mesh_size == 1
             and self.dtype is self.params[0].sharded.dtype
@@ -207,8 +207,8 @@ class Unit:
                 setattr(gathered, name, value)
 
     def allocate(self) -> None:
-        """Allocate the memory of the gathered parameters, unless it was kept: a resize to the same
-        size would move it."""
+        """Allocate the memory of the gathered parameters, unless it was kept. (A resize to the same
+        size would move it.)"""
         storage = self.memory.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
@@ -415,7 +415,7 @@ class Unit:
             )
 
     def forget_grads(self) -> None:
-        """Drop all gradients that no shard has got."""
+        """Drop all gradients that have not reached the shards."""
         self.take_grads()
         for each in self.params:
             each.reduced = None

@@ -139,7 +139,7 @@ def _is_placement(value: Any) -> bool:
 def as_placements(
     spec: Any, mesh: DeviceMesh, argument: str, remedy: str = _STRICT_AXIS_REMEDY
 ) -> list[Placement]:
-    """Return the placements of a spec, one per axis; an axis that it does not name replicates.
+    """Return the placements of a spec, one per axis: `Replicate()` on axes that it does not name.
 
     Arguments:
         argument: the name of the spec in errors.
@@ -199,7 +199,8 @@ def drop_unknown_axes(spec: Any, mesh: DeviceMesh) -> Any:
 
 
 def apply_spec(layout: Layout, spec: Any, argument: str) -> Layout:
-    """Return the layout that a spec asks for; axes that it does not name keep their placement."""
+    """Return the layout with the placements of a spec; axes that a dict spec does not name keep
+    theirs."""
     mesh = layout.mesh
     if not isinstance(spec, Mapping):
         return Layout.from_placements(mesh, layout.shape, as_placements(spec, mesh, argument))

@@ -1,7 +1,7 @@
 """Styles of tensor parallelism, with torch's names and arguments.
 
 A style says how one module's parameters are laid out, and which hooks move its inputs and outputs.
-This file has the base classes, what all styles share, and the styles of projections and norms;
+This file has the base classes, the common parts, and the styles of projections and norms;
 `prepare.py` has the styles that change inputs and outputs only.
 """
 
@@ -40,7 +40,7 @@ Pieces = int | Sequence[int] | None
 
 
 class ParallelStyle(ABC):
-    """How to make a module parallel. A style of your own implements `_apply`."""
+    """A way to make a module parallel. A style of your own implements `_apply`."""
 
     src_data_rank: int | None = 0
     """The rank whose parameters all ranks get; with None each rank keeps its own."""
@@ -51,14 +51,17 @@ class ParallelStyle(ABC):
 
 
 class ModuleStyle(ParallelStyle):
-    """A style in separate steps, so that a whole plan can be checked before anything is changed."""
+    """A style that has separate steps to check a module and to change it.
+
+    So a whole plan can be checked before any module is changed.
+    """
 
     def shown(self, path: str) -> str:
         """Format a module and its style for errors."""
         return f"{path or 'the module'} ({type(self).__name__})"
 
     def check(self, path: str, module: nn.Module) -> None:
-        """Raise PlanError, naming both, for a module that the style does not fit."""
+        """Raise PlanError, with the names of module and style, if the style does not fit."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         """Return placements of parameters and buffers by name; others are left as they are."""
@@ -71,7 +74,7 @@ class ModuleStyle(ParallelStyle):
     def layouts(
         self, path: str, module: nn.Module, mesh: DeviceMesh
     ) -> list[tuple[TensorSlot, Layout]]:
-        """Return what `placements` asks for as layouts on a mesh."""
+        """Return the parameters and buffers that `placements` names, with their layouts."""
         wanted = self.placements(module)
         slots = {slot.path: slot for slot in find_slots(module, path)}
         found = []
@@ -137,11 +140,11 @@ def make_input_hook(
     wanted: Placement,
     features: int | None = None,
 ) -> Callable[..., Any]:
-    """Return a hook that makes the first tensor a module is called with a DTensor, and moves it.
+    """Return a forward pre-hook that redistributes a module's first tensor argument, as a DTensor.
 
     Arguments:
-        what: the tensor's name in errors.
-        given: the placement of plain tensors.
+        what: the argument's name in errors.
+        given: the placement that a plain tensor is assumed to have.
         wanted: the placement that the module needs.
         features: the global size of the last dim, if the module knows it.
     """
@@ -164,7 +167,8 @@ def make_input_hook(
 
 
 def check_unstyled(path: str, module: nn.Module, style: ModuleStyle) -> None:
-    """Raise PlanError for a module that has a style already: it would localize its result twice."""
+    """Raise PlanError for a module that has a style already: two styles would both unwrap its
+    result to a local tensor."""
     is_styled = any(hook in _input_hooks for hook in forward_pre_hooks(module))
     if is_styled and style.placements(module):
         raise PlanError(
@@ -185,7 +189,8 @@ def _redistribute_to(what: str, placement: Placement) -> Redistributor:
 def make_output_move(
     what: str, placement: Placement | None, use_local_output: bool
 ) -> Callable[[DTensor], Any]:
-    """Return a function that moves a result to a placement, unless None, and may unwrap it."""
+    """Return a function that moves a result to a placement, if one is given, and then unwraps it
+    if `use_local_output`."""
     redistribute = None if placement is None else _redistribute_to(what, placement)
 
     def leave(output: DTensor) -> Any:
@@ -205,9 +210,9 @@ def make_output_move(
 
 
 def weight_kind(module: nn.Module) -> str | None:
-    """Return what the dims of a module's weight mean; None if the module is no projection.
+    """Return the meaning of the dims of a module's weight; None if the module is no projection.
 
-    "linear": (out, in); "transposed": (in, out); "embedding": (rows, features).
+    "linear" means (out, in), "transposed" (in, out), and "embedding" (rows, features).
     """
     if isinstance(module, nn.Linear):
         return "linear"

@@ -399,7 +399,7 @@ def _relaid(
 def _ordered(
     spec: Spec, layouts: Sequence[Layout], factor: str, axes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the axes that split a factor, in the order of the largest input."""
+    """Return the axes that split a factor, in the order in which the largest input nests them."""
     by_size = sorted(zip(spec.inputs, layouts, strict=True), key=lambda each: -each[1].numel)
     order: list[int] = []
     for (_, dims), layout in by_size:

@@ -207,7 +207,7 @@ class Workers:
         return [run.results[rank] for rank in range(self.world_size)]
 
     def _listen(self, run: _Run, deadline: float | None) -> bool:
-        """Take in the next answers of ranks; return False if there are none in time."""
+        """Store the next answers of ranks; return False if none arrives before the deadline."""
         pipes = {self._ranks[rank].tasks: rank for rank in run.waiting}
         left = _POLL_SECONDS
         while left > 0:
@@ -225,7 +225,7 @@ class Workers:
         return self._ranks[rank].process.exitcode is not None
 
     def _take(self, run: _Run, rank: int) -> None:
-        """Take in the answer of a rank, or note that it died."""
+        """Store the answer of a rank, or record that its process died."""
         run.waiting.discard(rank)
         pipe = self._ranks[rank].tasks
         try:
@@ -246,8 +246,8 @@ class Workers:
             run.results[rank] = answer.result
 
     def _failure(self, run: _Run, starting: bool) -> RankError:
-        """Return the error of the rank that failed first. A process that died comes before
-        exceptions of other ranks, which have only lost their peer."""
+        """Return the error of the rank that failed first. A process that died takes precedence over
+        exceptions of other ranks, which are probably caused by its death."""
         if run.died:
             rank = run.died[0]
             how = _how_it_died(self._ranks[rank].process)
@@ -302,7 +302,7 @@ def _start(setup: worker.RankSetup) -> _RankProcess:
 
 
 def _end(ranks: list[_RankProcess]) -> None:
-    """End the processes: ask them, then terminate them, then kill them."""
+    """End the processes: tell them to exit, terminate those that did not, then kill the rest."""
     try:
         for rank in ranks:
             with suppress(OSError):
@@ -378,7 +378,8 @@ def _without_file(main: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block Ctrl-C: processes that are started here inherit that, until they ignore it."""
+    """Block Ctrl-C within. Processes that are started here inherit the block, which holds until
+    they ignore Ctrl-C themselves."""
     multiprocessing.resource_tracker.ensure_running()  # starting it would let Ctrl-C through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -388,8 +389,8 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _loopback_store() -> Any:
-    """Make the store by which the ranks find each other, on a free port that only this host can
-    reach."""
+    """Make the TCP store by which the ranks find each other, on a free port of the loopback
+    interface."""
     with socket.create_server((worker.LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
         return TCPStore(

@@ -41,7 +41,7 @@ _CONTAINERS = list, tuple, dict
 
 
 def to_dtensor(tensor: ShardedTensorCore, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """Return a sharded tensor as a DTensor; it shares memory if no rank holds several shards."""
+    """Return a sharded tensor as a DTensor. Both share memory, if no rank holds several shards."""
     layout = find_layout(tensor, None if device_mesh is None else as_mesh(device_mesh))
     if layout is None:
         where = "" if device_mesh is None else f" on {device_mesh!r}"
@@ -60,7 +60,7 @@ def wrap_as_dtensor(tensor: ShardedTensorCore, layout: Layout) -> DTensor:
 
 
 def _join_shards(tensor: ShardedTensorCore, layout: Layout) -> torch.Tensor:
-    """Return this rank's shards as the one piece that a layout gives to this rank."""
+    """Join this rank's shards into the one local tensor that the layout gives to this rank."""
     shards = tensor._local_shards
     shape = _local_piece(layout, tensor._group.rank).shape
     if shares_memory(tensor):
@@ -78,8 +78,8 @@ def _join_shards(tensor: ShardedTensorCore, layout: Layout) -> torch.Tensor:
 
 
 def shares_memory(tensor: ShardedTensorCore) -> bool:
-    """Return whether the DTensor of a sharded tensor uses the memory of the shards. The same on all
-    ranks."""
+    """Return whether the DTensor of a sharded tensor uses the memory of the shards. All ranks get
+    the same answer."""
     owners = tensor._ownership.owners
     return len(set(owners)) == len(owners)
 
@@ -87,10 +87,10 @@ def shares_memory(tensor: ShardedTensorCore) -> bool:
 def from_local_piece(
     model: ShardedTensorCore, layout: Layout, local: torch.Tensor
 ) -> ShardedTensorCore:
-    """Make a sharded tensor with the shards of a model.
+    """Make a sharded tensor that is cut as `model` is, from this rank's piece.
 
     Arguments:
-        layout: the layout that the model's shards form.
+        layout: the layout that the shards of `model` form.
         local: the piece that the layout gives to this rank.
     """
     shards = model._local_shards
@@ -122,7 +122,7 @@ def _split_piece(
 
 
 def _part(piece: torch.Tensor, inner: Box | None, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a box of a piece, as a view; for None a part of this shape without elements."""
+    """Return a box of a piece, as a view; for None, an empty part of this shape."""
     return piece.reshape(-1)[:0].view(shape) if inner is None else piece[inner.slices]
 
 
@@ -141,13 +141,13 @@ def _local_piece(layout: Layout, rank: int) -> _LocalPiece:
 
 
 def _boxes_in_piece(tensor: ShardedTensorCore, layout: Layout) -> list[Box | None]:
-    """Return the box in the piece of each of this rank's shards; None for an empty shard."""
+    """Return, for each of this rank's shards, its box within the piece; None if it is empty."""
     boxes = _local_piece(layout, tensor._group.rank).boxes
     return [None if box.is_empty else _box_in_piece(box, boxes) for box in tensor._local_boxes()]
 
 
 def _box_in_piece(box: Box, boxes: list[tuple[Box, Box]]) -> Box:
-    """Return the box in a piece where a box of the whole tensor is."""
+    """Convert a box of the whole tensor to the box that it occupies in a piece."""
     outer, in_piece = next(each for each in boxes if each[0].intersect(box) == box)
     inner = box.within(outer)
     start = tuple(map(add, in_piece.start, inner.start))
@@ -407,7 +407,10 @@ class _StandIn(NamedTuple):
         return _StandIn(tensor, layout, dtensor, copy)
 
     def finish(self, func: Any) -> None:
-        """Transfer in-place changes of the DTensor to the sharded tensor, after the call."""
+        """Copy in-place changes of the DTensor, and its `requires_grad`, to the sharded tensor.
+
+        Called after `func` has run on the DTensor.
+        """
         if self.copy is not None:
             memory, version, history = self.copy
             if version_of(memory) != version:
@@ -423,7 +426,8 @@ class _StandIn(NamedTuple):
 
 
 class _JoinedCopy(NamedTuple):
-    """The memory that several shards were copied to, with its version and autograd node then."""
+    """The memory that several shards were copied to, and its version and autograd node at that
+    time, by which later writes are found."""
 
     memory: torch.Tensor
     version: int
@@ -431,8 +435,10 @@ class _JoinedCopy(NamedTuple):
 
 
 def _as_sharded(result: DTensor, model: ShardedTensorCore, layout: Layout) -> torch.Tensor:
-    """Return a split result as a sharded tensor, with the shards of the model if the layout is the
-    same; other results as a plain tensor."""
+    """Return a split result as a sharded tensor, and any other result as a plain tensor.
+
+    If the result has the layout of `model`, it is cut into the same shards.
+    """
     if result.requires_grad and result.is_leaf:  # such as torch.rand_like(x, requires_grad=True)
         detached: Any = result.detach()
         return _as_sharded(detached, model, layout).requires_grad_()

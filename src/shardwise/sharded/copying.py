@@ -1,8 +1,7 @@
-"""Methods of sharded tensors that copy: to another device, to another dtype, apart from autograd,
-in place.
+"""Methods of sharded tensors that copy: `to`, `cpu`, `cuda`, `clone`, `detach`, `copy_`.
 
-Only `copy_` from a tensor that is cut differently communicates, and copies of a tensor that has
-references to remote shards.
+Two of them communicate: `copy_` from a tensor that is cut differently, and any copy of a tensor
+that has references to remote shards.
 """
 
 from __future__ import annotations
@@ -106,13 +105,15 @@ class CopyMethods(ShardedTensorCore):
         )
 
     def detach(self) -> Self:
-        """Return a tensor with the same memory that autograd knows nothing of."""
+        """Return a tensor that shares this memory and is not connected to the autograd graph."""
         tensors = [each.detach() for each in self._local_tensors()]
         return self._with_tensors(tensors, requires_grad=False)._share_references(self)
 
     def _replace_data(self, value: CopyMethods) -> None:
-        """Hold the elements of another tensor with the same boxes, perhaps of another dtype. The
-        local tensors stay the same objects, which optimizers refer to."""
+        """Take over the elements of another tensor with the same boxes, perhaps of another dtype.
+
+        The local tensors stay the same objects, because optimizers refer to them.
+        """
         for tensor, new in zip(self._local_tensors(), value._local_tensors(), strict=True):
             tensor.data = new
         metadata = value._metadata.copy(requires_grad=self.requires_grad)
@@ -128,11 +129,12 @@ class CopyMethods(ShardedTensorCore):
             self._set_placeholder_grad()
 
     def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
-        """Copy the elements of another tensor here, converted if need be; returns itself.
+        """Copy the elements of another tensor into this one, and return this one.
 
         Arguments:
-            other: a sharded tensor, moved here if it is cut differently; a DTensor, which is
-                gathered; or a plain tensor, the same on every rank. A smaller one is broadcast.
+            other: a sharded tensor, whose elements are sent to the ranks that need them if it is
+                cut differently; a DTensor, which is gathered; or a plain tensor, the same on every
+                rank. It is converted to this dtype, and broadcast if it is smaller.
         """
         if other.shape != self.shape:
             other = self._broadcast(other)
@@ -159,12 +161,12 @@ class CopyMethods(ShardedTensorCore):
         return other.expand(self.shape)
 
     def _shards_of(self, other: torch.Tensor) -> list[torch.Tensor]:
-        """Return a tensor of the same size, cut into this rank's boxes; not recorded."""
+        """Return this rank's boxes of another tensor of the same size, apart from autograd."""
         return self._shards_or_placeholder_of(other, False)[: len(self._local_shards)]
 
     def _shards_or_placeholder_of(self, other: torch.Tensor, recorded: bool) -> list[torch.Tensor]:
-        """Return a tensor of the same size, cut into this rank's boxes; on a rank without shards, a
-        tensor without elements.
+        """Return this rank's boxes of another tensor of the same size; on a rank without shards,
+        one tensor without elements.
 
         Arguments:
             recorded: whether autograd records it.
@@ -218,7 +220,7 @@ class CopyMethods(ShardedTensorCore):
         return copied
 
     def _share_references(self, other: Self) -> Self:
-        """Take over the references to remote shards of another tensor in the same memory."""
+        """Take over the references to remote shards from another tensor that shares this memory."""
         if other._init_rrefs:
             self._init_rrefs, self._references = True, other._references
         return self

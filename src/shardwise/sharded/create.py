@@ -383,7 +383,7 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTens
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
-    """Make a sharded tensor with one value gathered.
+    """Make a sharded tensor that is filled with one value.
 
     Arguments:
         size: a number or a sequence of them.

@@ -122,8 +122,8 @@ def _format_argument(value: Any) -> str:
 
 
 def combinations(choices: Sequence[Sequence[Any]], most: int, seed: int) -> list[tuple[Any, ...]]:
-    """Return all choices of one option from each list; if there are more than `most`, at most so
-    many of them, drawn by the seed."""
+    """Return all choices of one option from each list, or a random sample if there are more than
+    `most`; the seed determines the sample."""
     if math.prod(map(len, choices)) <= most:
         return list(itertools.product(*choices))
     generator = random.Random(seed)

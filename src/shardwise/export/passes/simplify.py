@@ -1,8 +1,8 @@
 """Remove nodes from a recorded graph: `clean` right after the recording, `simplify` at the end.
 
 `clean` removes what only the recording needed. `simplify` needs the nodes' values, and removes
-operators that nobody would have written by hand: an addition of zeros (a contribution to a sum is
-zeros on all ranks but one), or an operator that returns its argument. Results stay the same; a
+operators that change nothing: an addition of zeros (a contribution to a sum is zeros on all ranks
+but one), or an operator that returns its argument. Results stay the same; a
 tensor that is written to is left as it is.
 """
 
@@ -58,7 +58,7 @@ def _share_equal_nodes(graph: fx.Graph) -> None:
     """Run the same operator on the same values once.
 
     Not for collectives: values may be the same on this rank only, and all ranks must run the same
-    collectives. DTensors already share the moves of one tensor (`dispatch.moving`).
+    collectives. DTensors already share the moves of one tensor (`dtensor.input_moves`).
     """
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):

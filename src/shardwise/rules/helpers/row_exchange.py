@@ -163,9 +163,11 @@ def owned_part(
     mesh: DeviceMesh,
     axes: Sequence[int],
 ) -> torch.Tensor:
-    """Return a whole result of `length` rows, of which this rank owns `part`, from row `first`.
+    """Return the whole result, of `length` rows, on every rank. Each rank owns the rows `part`,
+    which begin at row `first`.
 
-    Forward: all-reduce. Backward: no communication, as every rank has the whole gradient.
+    Forward: pad `part` with zeros to the whole, and all-reduce. Backward: no communication, because
+    every rank has the whole gradient.
     """
     before = first if part.shape[dim] else 0
     after = length - before - part.shape[dim]

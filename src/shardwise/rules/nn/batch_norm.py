@@ -395,10 +395,10 @@ def _normal(
 def _affine(
     result: torch.Tensor, weight: Optional, bias: Optional, input: torch.Tensor
 ) -> torch.Tensor:
-    """Apply weight and bias to the normalized values.
+    """Multiply the normalized values by the weight and add the bias.
 
-    A rank with an empty shard does only this: torch's kernels refuse empty inputs, and autograd
-    must see the same inputs as on other ranks.
+    A rank with an empty shard calls this in place of torch's kernels, which refuse empty inputs.
+    Its result then depends on the same inputs as on other ranks, so it takes part in backward.
     """
     weight, bias = (beside_space(each, input.dim()) for each in (weight, bias))
     return scaled(result, weight, bias).to(input.dtype)
