@@ -1,4 +1,4 @@
-"""Recording a program without data keeps metadata, casts, writes and differences between ranks."""
+"""Recording a program without data keeps casts, writes, constants and each collective of a rank."""
 
 import pytest
 import torch
