@@ -58,7 +58,7 @@ class TensorState:
         `writes.check_writable`. Ends when `data` is assigned."""
         self.key: Any = None
         """The index of the original that gives such a copy, if one does. Set beside `detached_by`;
-        read by `view_copy.link_copies`."""
+        read by `view_copy.link`."""
         self.link: Any = None
         """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
         `view_copy`; ends when `data` is assigned."""

@@ -82,7 +82,7 @@ def _report_fallback(name: str, layouts: Sequence[Layout]) -> None:
             f"{text}, which sw.fallback('error') forbids. Register a rule with "
             "sw.register_rule, or redistribute the inputs to Replicate()"
         )
-    file, line = user_line()
+    file, line = _warning_location()
     if (name, file, line) not in state.warned:
         state.warned.add((name, file, line))
         warnings.warn_explicit(
@@ -98,7 +98,7 @@ _ROOTS = tuple(
 )
 
 
-def user_line() -> tuple[str, int]:
+def _warning_location() -> tuple[str, int]:
     """Return the file and number of the innermost line outside of torch and shardwise."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOTS):

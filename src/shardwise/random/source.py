@@ -1,9 +1,9 @@
 """The source of random numbers: by global position, or in an exported program torch's generator.
 
-In eager mode each element has its own number, by its global position (`random`). A program that
-`shardwise.export` records has torch's operators only: each rank draws the *whole* tensor from
-torch's default generator, as a single process would, and takes its shard. Generators that agreed
-on all ranks agree afterwards, also where a shard is empty.
+In eager mode each element has its own number, by its global position (`random.samplers`). A program
+that `shardwise.export` records has torch's operators only: each rank draws the *whole* tensor from
+torch's default generator, as a single process would, and takes its shard. Generators that agreed on
+all ranks agree afterwards, also where a shard is empty.
 """
 
 from __future__ import annotations

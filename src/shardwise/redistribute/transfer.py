@@ -280,10 +280,10 @@ class Ownership:
         for axis in shared_by:
             size = self.source.mesh.shape[axis]
             index, count = index * size + owner[axis], count * size
-        return _cut(common, count, index)
+        return _chunk_of_box(common, count, index)
 
 
-def _cut(box: Box, count: int, index: int) -> Box | None:
+def _chunk_of_box(box: Box, count: int, index: int) -> Box | None:
     """Return one of `count` chunks of a box, cut along its longest dim; None if it is empty."""
     if count == 1:
         return box

@@ -114,7 +114,7 @@ class WindowExchange:
         """Return this rank's window."""
         if self.is_local:
             me = communicator(self.mesh, self.axes).index
-            return _cut(local, self.dim, self.held[me], self.wanted[me])
+            return _narrow(local, self.dim, self.held[me], self.wanted[me])
         return _DifferentiableExchange.apply(local, self, False)  # type: ignore[no-any-return,no-untyped-call]
 
     @property
@@ -131,9 +131,11 @@ class WindowExchange:
         group = communicator(self.mesh, self.axes)
         me = group.index
         nothing = (have[me][0], have[me][0])
-        own = _cut(local, self.dim, have[me], overlap(have[me], get[me]))
+        own = _narrow(local, self.dim, have[me], overlap(have[me], get[me]))
         sent = [
-            _cut(local, self.dim, have[me], nothing if peer == me else overlap(have[me], get[peer]))
+            _narrow(
+                local, self.dim, have[me], nothing if peer == me else overlap(have[me], get[peer])
+            )
             for peer in range(group.size)
         ]
         comes = [overlap(piece, get[me]) for piece in have]
@@ -147,7 +149,7 @@ class WindowExchange:
         shape[self.dim] = get[me][1] - get[me][0]
         result = local.new_zeros(shape)
         for where, piece in zip(comes, parts, strict=True):
-            _cut(result, self.dim, get[me], where).add_(piece)
+            _narrow(result, self.dim, get[me], where).add_(piece)
         return result
 
 
@@ -168,7 +170,7 @@ class _DifferentiableExchange(torch.autograd.Function):
         return _DifferentiableExchange.apply(gradients[0], *back), None, None  # type: ignore[no-untyped-call]
 
 
-def _cut(tensor: torch.Tensor, dim: int, held: Range, wanted: Range) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, dim: int, held: Range, wanted: Range) -> torch.Tensor:
     """Narrow a tensor that holds one range to another range within it."""
     if wanted[0] == wanted[1]:
         return tensor.narrow(dim, 0, 0)
