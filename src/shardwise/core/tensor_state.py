@@ -42,7 +42,7 @@ class TensorState:
         read by `input_moves`; an entry ends with that version, all end with `forget_moves`."""
         self.reduced: tuple[Any, ...] | None = None
         """Its value without pending reductions, and for which calls that value holds. Set and read
-        by `reduced_cache`; ends with the version of the tensor or with `forget_moves`."""
+        by `input_moves`; ends with the version of the tensor or with `forget_moves`."""
         self.alias_of: torch.Tensor | None = None
         """The plain tensor that this DTensor wraps where it enters a module. Set by `parallel`;
         read by `input_moves`, which keeps `moves` there, so that all modules share them."""

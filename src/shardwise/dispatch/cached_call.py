@@ -22,8 +22,7 @@ from shardwise.dtensor.call_args import (
     replace_argument,
     with_argument_at,
 )
-from shardwise.dtensor.input_moves import InputMove, move_input
-from shardwise.dtensor.reduced_cache import find_reduced
+from shardwise.dtensor.input_moves import InputMove, find_reduced, move_input
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.dtensor.writes import check_writable, mark_detached_copy
 from shardwise.redistribute.cost import communicates

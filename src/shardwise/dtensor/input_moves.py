@@ -7,6 +7,7 @@ share them. The versions of a leaf are kept apart (`leaf_moves`).
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of
 from shardwise.core.thread_config import PolicyError
-from shardwise.dtensor.reduced_cache import remember_reduced
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import (
@@ -28,7 +28,13 @@ from shardwise.redistribute.autograd import (
     make_move_pair,
 )
 from shardwise.redistribute.plan import gradient_layout, plan_redistribute
-from shardwise.torch_internals import TensorBase, backward_hooks_of, version_of
+from shardwise.torch_internals import (
+    TensorBase,
+    backward_hooks_of,
+    locally,
+    top_saved_tensors_hooks,
+    version_of,
+)
 
 _requires_grad = TensorBase.requires_grad.__get__
 _is_grad_enabled = torch.is_grad_enabled
@@ -289,3 +295,40 @@ def _refuse_communication(move: InputMove, dtype: torch.dtype, operator: str) ->
         f"{operator}: within explicit(), but an input must move to fit:\n{plan.explain()}\n"
         f"Say so: x.redistribute(placements=[{wanted}])"
     )
+
+
+# ---- the value of a tensor without its pending reductions, kept for later calls
+#
+# This value decides how a later call is split. A checkpointed region runs twice, and the tensors
+# that its second run saves go into the graph of the first run, so both runs must decide alike.
+# Therefore only a value that was made in the same run of the region counts within it. The hooks for
+# saved tensors, which a region sets, tell the runs apart.
+
+
+def remember_reduced(tensor: Any, result: DTensor, has_grad: bool) -> None:
+    """Keep the value of a tensor without its pending reductions, which a call has asked for."""
+    hooks = top_saved_tensors_hooks(True)
+    # A weak reference: the hooks of a region lead to its inputs, and so back to the tensor.
+    region = None if hooks is None else weakref.ref(hooks[0])
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `ensure_state`, mostly without its frame
+    if type(notes) is not TensorState:
+        notes = ensure_state(tensor)
+    notes.reduced = result, has_grad, version_of(tensor), region
+
+
+def find_reduced(tensor: Any) -> DTensor | None:
+    """Return the value of a tensor without its pending reductions, if an earlier call made it.
+
+    The answer is the same on every rank: it does not depend on whether the value is still alive.
+    """
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
+    if type(notes) is not TensorState or notes.reduced is None:
+        return None
+    result, has_grad, version, region = notes.reduced
+    if version != locally(version_of, (), (tensor,)):
+        return None
+    if not has_grad and torch.is_grad_enabled() and locally(_requires_grad, (), (tensor,)):
+        return None
+    hooks = top_saved_tensors_hooks(True)
+    is_same_run = region is None if hooks is None else region is not None and region() is hooks[0]
+    return result if is_same_run else None

@@ -7,7 +7,7 @@ and sizes are properties that read the layout, and every torch function goes thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +25,9 @@ from shardwise.dtensor.local_shards import (
     check_dense,
     check_replicas,
     check_shard,
-    global_stride,
     infer_layout,
 )
+from shardwise.dtensor.properties import TensorProperties
 from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
 from shardwise.redistribute.plan import gradient_layout, with_placements
 from shardwise.torch_internals import (
@@ -35,7 +35,6 @@ from shardwise.torch_internals import (
     TensorBase,
     as_local,
     base_of,
-    is_torch_function_enabled,
     locally,
 )
 
@@ -43,11 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 _grad_of: Any = TensorBase.grad.__get__
-_dtype_of: Any = TensorBase.dtype.__get__
 _device_of: Any = TensorBase.device.__get__
-_requires_grad: Any = TensorBase.requires_grad.__get__
-_shape_of: Callable[[torch.Tensor], torch.Size] = TensorBase.shape.__get__
-_numel_of: Callable[[torch.Tensor], int] = TensorBase.numel
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
@@ -89,7 +84,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.values()))
 
 
-class DTensor(torch.Tensor):
+class DTensor(TensorProperties):
     """A tensor on a device mesh. `from_local`, `distribute_tensor` and the factories make it.
 
     Shapes, sizes and results are those of the global tensor; `to_local()` is this rank's shard.
@@ -99,8 +94,6 @@ class DTensor(torch.Tensor):
         >>> x.shape, x.to_local().shape, (x * 2).sum().item()
         (torch.Size([8]), torch.Size([4]), 56.0)
     """
-
-    _layout: Layout
 
     # ---- conversions and moves
 
@@ -232,97 +225,7 @@ class DTensor(torch.Tensor):
             return pending.then(lambda moved: _as_new(moved, local, target))
         return _as_new(moved, local, target)
 
-    # ---- the layout
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """The layout of the global tensor."""
-        # within `as_local()` torch's: some Python functions of torch pass it on
-        return self._layout if is_torch_function_enabled() else torch.strided  # type: ignore[return-value]
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh of the layout."""
-        return self._layout.mesh
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The placement on each axis of the mesh."""
-        return self._layout.placements
-
-    @property
-    def box(self) -> Box:
-        """The indices of the global tensor that this rank holds."""
-        return self._layout.box()
-
-    # ---- properties of the global tensor, from the layout. Within `as_local()` those of the shard:
-    # code that runs there, such as the hooks of activation checkpointing, must see one tensor
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global shape."""
-        return self._layout.size if is_torch_function_enabled() else _shape_of(self)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the global shape, or its size along `dim`."""
-        shape = self.shape
-        return shape if dim is None else shape[dim]
-
-    def numel(self) -> int:
-        """Return the number of elements of the global tensor."""
-        return self._layout.numel if is_torch_function_enabled() else _numel_of(self)
-
-    nelement = numel
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """The number of dims."""
-        return len(self._layout.shape)
-
-    def dim(self) -> int:
-        """Return the number of dims."""
-        return len(self._layout.shape)
-
-    ndimension = dim
-
-    def __len__(self) -> int:
-        if not self._layout.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
-
-    def stride(self, dim: int | None = None) -> Any:
-        """Return the strides of the global tensor if it were stored as its shards are."""
-        strides = locally(TensorBase.stride, (), (self,))
-        if is_torch_function_enabled():
-            strides = global_stride(strides, self._layout)
-        return strides if dim is None else strides[dim]
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """The bytes of the global tensor."""
-        return self.numel() * self.dtype.itemsize
-
-    # ---- properties of the local tensor, without dispatch
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype."""
-        return locally(_dtype_of, (), (self,))  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device of this rank's shard."""
-        return locally(_device_of, (), (self,))  # type: ignore[no-any-return]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether gradients are recorded for it."""
-        return locally(_requires_grad, (), (self,))  # type: ignore[no-any-return]
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        with as_local():
-            TensorBase.requires_grad.__set__(self, value)
+    # ---- gradients and data
 
     @property
     def grad(self) -> DTensor | None:
@@ -362,9 +265,9 @@ class DTensor(torch.Tensor):
             forget_moves(self)
         with as_local():
             result = wrap(TensorBase.data.__get__(self), self._layout)
-            severed = find_detaching_operator(self)
-        if severed is not None:
-            ensure_state(result).detached_by = severed
+            detached_by = find_detaching_operator(self)
+        if detached_by is not None:
+            ensure_state(result).detached_by = detached_by
         return result
 
     @data.setter

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dtensor.properties import TensorProperties
 from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.rules.registry import handler
 from shardwise.torch_internals import TensorBase, as_local
@@ -42,9 +43,13 @@ def dim_order(func: Any, args: Any, kwargs: Any) -> Any:
     return func(unwrap(args[0]), *args[1:], **kwargs)
 
 
+_OWN = {**vars(TensorProperties), **vars(DTensor)}
+"""The properties and methods of DTensor that replace torch's."""
+
+
 def _own(name: str) -> Any:
     """Return a handler that calls DTensor's own property or method instead of torch's."""
-    own = DTensor.__dict__[name]
+    own = _OWN[name]
     if isinstance(own, property):
         return lambda func, args, kwargs: own.fget(args[0])  # type: ignore[misc]
     return lambda func, args, kwargs: own(*args, **kwargs)
@@ -59,7 +64,7 @@ for _name, _property in vars(TensorBase).items():
     if not isinstance(_property, GetSetDescriptorType) or _name in _OPERATORS:
         continue
     # torch's `layout` (strided, sparse) is another thing than DTensor's.
-    _is_own = _name in DTensor.__dict__ and _name != "layout"
+    _is_own = _name in _OWN and _name != "layout"
     handler(_property.__get__)(_own(_name) if _is_own else of_piece)
     if not _is_own:
         handler(_property.__set__)(of_piece)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,20 +39,9 @@ from shardwise.torch_internals import (
     transforms_module,
     vmap_module,
 )
-
-Undo = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """One change to torch."""
-
-    name: str
-    """The name in torch that is changed."""
-    reason: str
-    apply: Callable[[], Undo]
-    """Make the change; return the function that takes it back."""
-
+from shardwise.torch_patches.patch import Patch, Undo
+from shardwise.torch_patches.patch import replace as _replace
+from shardwise.torch_patches.patch import undo_all as _all
 
 _undos: list[Undo] = []
 _changing = threading.Lock()
@@ -90,31 +77,6 @@ def is_installed() -> bool:
 def _take_back() -> None:
     while _undos:
         _undos.pop()()
-
-
-def _replace(owner: Any, attribute: str, replacement: Any) -> Undo:
-    """Replace an attribute of a class or module, which may be inherited."""
-    is_own = attribute in vars(owner)
-    before = inspect.getattr_static(owner, attribute)
-    setattr(owner, attribute, replacement)
-
-    def undo() -> None:
-        if inspect.getattr_static(owner, attribute) is not replacement:
-            return  # somebody has wrapped ours since: theirs stays
-        if is_own:
-            setattr(owner, attribute, before)
-        else:
-            delattr(owner, attribute)
-
-    return undo
-
-
-def _all(undos: list[Undo]) -> Undo:
-    def undo() -> None:
-        for each in reversed(undos):
-            each()
-
-    return undo
 
 
 # ---- custom autograd functions

@@ -1,0 +1,125 @@
+"""The properties of a DTensor: the shape and sizes of the global tensor, the dtype of the shard.
+
+All are answered without dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.core.box import Box
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement
+from shardwise.dtensor.local_shards import global_stride
+from shardwise.torch_internals import TensorBase, as_local, is_torch_function_enabled, locally
+
+_dtype_of: Any = TensorBase.dtype.__get__
+_device_of: Any = TensorBase.device.__get__
+_requires_grad: Any = TensorBase.requires_grad.__get__
+_shape_of: Callable[[torch.Tensor], torch.Size] = TensorBase.shape.__get__
+_numel_of: Callable[[torch.Tensor], int] = TensorBase.numel
+
+
+class TensorProperties(torch.Tensor):
+    """The base of DTensor with its properties.
+
+    Sizes are those of the global tensor. Within `as_local()` they are those of the shard: code that
+    runs there, such as the hooks of activation checkpointing, must see one tensor.
+    """
+
+    _layout: Layout
+
+    # ---- the layout
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """The layout of the global tensor."""
+        # within `as_local()` torch's: some Python functions of torch pass it on
+        return self._layout if is_torch_function_enabled() else torch.strided  # type: ignore[return-value]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the layout."""
+        return self._layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement on each axis of the mesh."""
+        return self._layout.placements
+
+    @property
+    def box(self) -> Box:
+        """The indices of the global tensor that this rank holds."""
+        return self._layout.box()
+
+    # ---- sizes of the global tensor, from the layout
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return self._layout.size if is_torch_function_enabled() else _shape_of(self)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the global shape, or its size along `dim`."""
+        shape = self.shape
+        return shape if dim is None else shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements of the global tensor."""
+        return self._layout.numel if is_torch_function_enabled() else _numel_of(self)
+
+    nelement = numel
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return len(self._layout.shape)
+
+    ndimension = dim
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Return the strides of the global tensor if it were stored as its shards are."""
+        strides = locally(TensorBase.stride, (), (self,))
+        if is_torch_function_enabled():
+            strides = global_stride(strides, self._layout)
+        return strides if dim is None else strides[dim]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes of the global tensor."""
+        return self.numel() * self.dtype.itemsize
+
+    # ---- of the local tensor
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype."""
+        return locally(_dtype_of, (), (self,))  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device of this rank's shard."""
+        return locally(_device_of, (), (self,))  # type: ignore[no-any-return]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are recorded for it."""
+        return locally(_requires_grad, (), (self,))  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with as_local():
+            TensorBase.requires_grad.__set__(self, value)
