@@ -268,7 +268,7 @@ def test_local_map_runs_a_local_function_with_the_right_gradients():
     ranks(run)
 
 
-def test_local_map_refuses_or_moves_inputs_that_lie_otherwise():
+def test_local_map_refuses_or_moves_inputs_of_another_layout():
     def run(mesh):
         x = sw.distribute_tensor(torch.randn(4, 4), mesh, [Shard(1)])
 

@@ -338,7 +338,7 @@ def test_a_step_that_fails_leaves_dtensors(monkeypatch):
     ranks(run, 1, (1, 1))
 
 
-def test_gradients_that_lie_otherwise_go_through_dispatch():
+def test_gradients_of_another_layout_go_through_dispatch():
     def run(mesh):
         p = nn.Parameter(sw.distribute_tensor(torch.ones(5, 4), mesh, [Shard(0), Replicate()]))
         p.grad = torch.ones(5, 4)
@@ -354,7 +354,7 @@ def test_gradients_that_lie_otherwise_go_through_dispatch():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 @pytest.mark.parametrize("how", ["shard_module", "parallelize_module", "distribute_module"])
-def test_an_optimizer_made_before_its_model_was_laid_out_is_refused(kind, how):
+def test_an_optimizer_made_before_its_model_was_sharded_is_refused(kind, how):
     def run():
         mesh = sw.init_device_mesh("cpu", (2,), ("tp",))
         model = nn.Sequential(nn.Linear(4, 4))

@@ -115,7 +115,7 @@ def test_lowerings_get_operands_that_are_named():
 
 
 @pytest.mark.usefixtures("inv_has_no_rule")
-def test_a_missing_rule_makes_inputs_whole_and_says_so_once_for_each_place():
+def test_a_missing_rule_replicates_inputs_and_warns_once_for_each_line():
     def run(mesh):
         x = split(torch.eye(4) * 2, mesh, Shard(0))
         with warnings.catch_warnings(record=True) as seen:
@@ -277,7 +277,7 @@ def test_in_place_keeps_the_object_and_the_layout():
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Partial(), Shard(1)])
-def test_in_place_works_where_the_result_would_lie_elsewhere(placement):
+def test_in_place_works_where_the_result_would_have_another_layout(placement):
     def run(mesh):
         x = split(full(4, 4), mesh, placement)
         x.add_(split(full(4, 4), mesh, Shard(0))).add_(1)
@@ -300,7 +300,7 @@ def test_in_place_gradients_are_right():
     ranks(run)
 
 
-def test_a_tensor_changed_in_place_is_not_taken_for_what_it_was():
+def test_moved_versions_of_a_tensor_end_when_it_is_changed_in_place():
     def run(mesh):
         x = DTensor.from_local(full(4) / 2, mesh, [Partial()])
         torch.relu(x)
@@ -310,7 +310,7 @@ def test_a_tensor_changed_in_place_is_not_taken_for_what_it_was():
     ranks(run)
 
 
-def test_writing_to_what_should_be_a_view_but_is_a_copy_reaches_the_original():
+def test_a_write_to_a_copy_that_emulates_a_view_reaches_the_original():
     def run(mesh):
         parts = [
             lambda x: x[1],
@@ -331,7 +331,7 @@ def test_writing_to_what_should_be_a_view_but_is_a_copy_reaches_the_original():
 
 
 @pytest.mark.usefixtures("inv_has_no_rule")
-def test_a_view_of_what_was_made_whole_is_not_written_to():
+def test_a_view_of_a_replicated_input_is_not_written_to():
     def run(mesh):
         x = split(full(4, 4), mesh, Shard(0))
         with sw.fallback("replicate"):
@@ -547,7 +547,7 @@ def test_torchs_own_errors_are_about_global_shapes():
     ranks(run)
 
 
-def test_what_a_rule_stumbles_over_is_torchs_own_error_too():
+def test_an_error_inside_a_rule_becomes_torchs_own_error():
     def run(mesh):
         x = split(torch.ones(3, 3, 4), mesh, Shard(0))
         with pytest.raises(RuntimeError, match="stride must be greater than zero"):

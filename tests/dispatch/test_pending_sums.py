@@ -1,4 +1,4 @@
-"""Pending sums: made once for all uses, and not left pending where they have been made."""
+"""Pending sums are reduced once for all uses, and later calls use the reduced value."""
 
 import pytest
 import torch
@@ -9,21 +9,21 @@ from shardwise import Partial, Replicate, Shard
 
 
 def kinds(mesh, call):
-    """What is communicated by this rank during a call."""
+    """Return the collectives of this rank during a call."""
     return [event.kind for event in heard(mesh, call)[0]]
 
 
 def pending(mesh, *shape):
-    """A pending sum, that is no leaf of the graph."""
+    """Return a pending sum that is no leaf of the graph."""
     return split(full(*shape) / 10, mesh, Partial()).requires_grad_() * 1
 
 
 def rms_norm(x, weight):
-    """As models write it by hand: the sum is asked for by pow, and x * ... could let it flow."""
+    """A norm as models write it: pow reduces the pending sum, and x * ... could pass it on."""
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-def test_a_sum_that_was_made_does_not_flow_through_later_calls():
+def test_later_calls_use_a_sum_that_was_reduced():
     def run(mesh):
         weight = split(full(4), mesh, Replicate()).requires_grad_()
         x = pending(mesh, 3, 4)
@@ -76,7 +76,7 @@ def test_uses_beside_shards_and_others_share_one_sum(linear_first):
     ranks(run)
 
 
-def test_a_changed_tensor_has_its_sum_made_again():
+def test_the_sum_of_a_changed_tensor_is_reduced_again():
     def run(mesh):
         x = split(full(3, 4), mesh, Partial())
         x.relu()

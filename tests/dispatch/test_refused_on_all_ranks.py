@@ -1,4 +1,4 @@
-"""What torch refuses where a rank holds something is refused by those that hold nothing too."""
+"""A call that torch refuses for a shard is refused on ranks with empty shards, too."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_dtypes_without_kernels_are_refused_on_every_rank(name: str) -> None:
     def main() -> None:
         with pytest.raises(wanted.type, match=re.escape(str(wanted.value))):
             call(rows(plain.clone()))
-        assert rows(plain).sum().item() == 4  # and all go on together
+        assert rows(plain).sum().item() == 4  # no rank is left waiting
 
     simulate(main, 3)
 
 
-def test_what_nobody_holds_anything_of_is_not_refused() -> None:
+def test_an_empty_tensor_is_not_refused() -> None:
     empty = torch.ones(2, 0, dtype=torch.int64)
     simulate(lambda: rows(empty).softmax(1), 3)
     assert empty.softmax(1).shape == (2, 0)

@@ -1,4 +1,4 @@
-"""DTensors and ShardedTensors say which pieces they hold in the words of torch's checkpoints."""
+"""DTensors and ShardedTensors describe their pieces by the protocol of torch's checkpoints."""
 
 import pickle
 from typing import Any
@@ -30,7 +30,7 @@ FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def pieces_of(x: Any) -> list[torch.Tensor]:
-    """What the fields describe, cut from this rank's tensors."""
+    """Return the parts of this rank's tensor that the fields describe."""
     local = x.local_shards() if hasattr(x, "local_shards") else None
     found = []
     for at, (start, size) in enumerate(zip(x.local_offsets, x.local_sizes, strict=True)):

@@ -1,4 +1,4 @@
-"""DTensor: made of pieces, seen as the global tensor, left again; as an object among others."""
+"""DTensor: from and to local tensors, global properties, moves, pickles, autograd."""
 
 import copy
 import io
@@ -134,7 +134,7 @@ def test_to_local_takes_gradients_that_are_contributions():
     ranks(run)
 
 
-# ---- the global tensor's face
+# ---- properties of the global tensor
 
 
 def test_python_sees_the_global_tensor():

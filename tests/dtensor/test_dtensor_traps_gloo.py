@@ -164,7 +164,7 @@ def test_shardwise_is_right(workers4, trap):
     assert workers4.run(outcome, trap, "shardwise") == [""] * RANKS
 
 
-# torch's attention fails too, but only after the ranks have waited for each other in vain.
+# torch's attention fails too, but only after a deadlock has timed out.
 ENDING = [trap for trap in TRAPS if trap is not attention_on_cpu]
 
 

@@ -1,4 +1,4 @@
-"""Copies that stand for views of split dims are kept as views: compared with one process."""
+"""Write-back copies of split dims behave as views do in one process."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_rows_of_a_loop_are_written() -> None:
     simulate(main, 2)
 
 
-def test_a_copy_that_no_index_names_is_not_written() -> None:
+def test_a_copy_that_no_index_gives_is_not_written() -> None:
     def main() -> None:
         x = on_mesh(X.clone(), (2,), Shard(0))
         for part in (x.diagonal(), x.view(2, 14), x[1:3].detach(), x[1:3].data):
@@ -311,7 +311,7 @@ def test_what_is_refused_writes_nothing() -> None:
             replaced += 1
         assert torch.equal(x.full_tensor(), X * 2)
         with pytest.raises(DispatchError, match="Load into the original"):
-            x[1:5].__create_chunk_list__()  # with what torch's checkpoints begin to load
+            x[1:5].__create_chunk_list__()  # torch's checkpoints call this first when they load
         with pytest.raises(LayoutError, match=r"clone\(\) it"):
             leaf[1:5].detach().clone().grad = x[1:5]
 
@@ -374,7 +374,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
     [lambda part: part.add_(1.0), lambda part: torch._foreach_add_([part], 1.0)],
     ids=["add_", "foreach"],
 )
-def test_an_alias_of_a_severed_view_is_not_written(
+def test_an_alias_of_a_detached_copy_is_not_written(
     alias: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]
 ) -> None:
     def main() -> None:
@@ -416,6 +416,6 @@ def test_a_failed_factorization_fails_on_every_rank_with_torchs_error(
             with pytest.raises(wanted.type):
                 call(split)
             fine = on_mesh(EYES, shape, *[Shard(0)] * len(shape))
-            call(fine)  # and all go on together
+            call(fine)  # no rank is left waiting
 
     simulate(main, 4 if shape == (2, 2) else shape[0])
