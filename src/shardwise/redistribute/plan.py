@@ -32,9 +32,9 @@ from shardwise.redistribute.cost import (
     as_costs,
     is_mean_bound,
     lower_bound,
-    peaks,
 )
 from shardwise.redistribute.cut_dims import stages
+from shardwise.redistribute.memory import peaks
 from shardwise.redistribute.step import Step
 
 
