@@ -30,6 +30,7 @@ from shardwise.core.errors import (
     LayoutError,
     MeshError,
     MismatchError,
+    PolicyError,
     RankError,
     ShardwiseError,
     TorchVersionWarning,
@@ -37,7 +38,6 @@ from shardwise.core.errors import (
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
-from shardwise.core.thread_config import PolicyError
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dtensor.dcp import CheckpointStager
 from shardwise.dtensor.local_shards import piece_sizes

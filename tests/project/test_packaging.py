@@ -150,7 +150,7 @@ def test_only_the_demo_and_launch_import_packages_that_are_not_required():
         for package in packages - sys.stdlib_module_names - {"shardwise", "torch", "numpy"}:
             found.setdefault(package, set()).add(path)
     assert set(found) == {"cloudpickle", "rich", "safetensors"}
-    assert {path.name for path in found.pop("cloudpickle")} == {"pickling.py"}
+    assert {path.name for path in found.pop("cloudpickle")} == {"worker.py"}
     assert {path.parent.name for paths in found.values() for path in paths} == {"demo"}
 
 

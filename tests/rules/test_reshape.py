@@ -14,7 +14,7 @@ from shardwise import (
     listen,
     simulate,
 )
-from shardwise.core.thread_config import PolicyError
+from shardwise.core.errors import PolicyError
 from shardwise.rules.shape.reshape import matched
 from shardwise.testing import Sample, check_rule, distributed
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.rules import leaf
 
 from shardwise import DispatchError, Layout, explicit, init_device_mesh, listen, simulate
-from shardwise.core.thread_config import PolicyError
+from shardwise.core.errors import PolicyError
 from shardwise.testing import Sample, check_rule, distributed
 
 

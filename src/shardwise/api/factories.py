@@ -17,7 +17,7 @@ from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Placement, Replicate
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.random import samplers
-from shardwise.random.source import Sampler, draw_shard
+from shardwise.random.samplers import Sampler, draw_shard
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.torch_internals import as_local
 

@@ -15,7 +15,7 @@ from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.process_groups import process_world
 from shardwise.comm.trace import Cause, Event, listen
-from shardwise.core import mesh_parents, world
+from shardwise.core import world
 from shardwise.core.checks import as_int
 from shardwise.core.errors import MeshError
 from shardwise.core.mesh import Axis, DeviceMesh, as_mesh
@@ -100,7 +100,7 @@ def carries_values(mesh: DeviceMesh) -> bool:
 def _made(
     own_world: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
 ) -> Communicator:
-    mesh_parents.check_not_aborted(mesh)
+    world.check_not_aborted(mesh)
     ranks = mesh.ranks_along(positions)
     if max(ranks) >= own_world.size:  # the mesh was made in another world
         raise MeshError(

@@ -42,6 +42,10 @@ class DispatchError(ShardwiseError, RuntimeError):
     """A call that is not defined for DTensors, or that would change a layout in place."""
 
 
+class PolicyError(ShardwiseError, ValueError):
+    """An unknown policy, or an action that the current policy forbids."""
+
+
 class CollectiveError(ShardwiseError, RuntimeError):
     """A collective with wrong arguments, or one that failed while it ran."""
 

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from shardwise.core import mesh_parents, world
+from shardwise.core import world
 from shardwise.core.checks import as_device_type, as_mesh_shape, as_ranks, check_names
 from shardwise.core.errors import MeshError
 from shardwise.core.rank_grid import Axis as Axis
@@ -100,7 +100,7 @@ class DeviceMesh(RankGrid):
     @property
     def root(self) -> DeviceMesh:
         """The mesh that the calling rank took this sub-mesh from, or the mesh itself."""
-        return mesh_parents.root_of(self)
+        return world.root_of(self)
 
     # ---- the calling rank
 
@@ -134,11 +134,14 @@ class DeviceMesh(RankGrid):
         The group is made on demand: all its members must call this, and no other rank.
         """
         axis = self._one_axis(mesh_dim, "get_group")
-        return self._group((axis,))
+        self._check_real("process group")
+        world.check_not_aborted(self)
+        group: ProcessGroup = world.current().process_group(self.ranks_along([axis]))
+        return group
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """Return the torch process groups of the caller, one per axis."""
-        return [self._group((axis,)) for axis in range(self.ndim)]
+        return [self.get_group(axis) for axis in range(self.ndim)]
 
     def abort(self) -> None:
         """End all communication over a root mesh and its sub-meshes.
@@ -155,7 +158,7 @@ class DeviceMesh(RankGrid):
                 f"abort: expected a mesh that was not cut from another, got {self!r}; call "
                 f"mesh.root.abort(), which ends {self.root!r} with all that was cut from it"
             )
-        world.current(start=False).abort(mesh_parents.sub_meshes_of(self))
+        world.current(start=False).abort(world.sub_meshes_of(self))
 
     # ---- other meshes from this one
 
@@ -169,7 +172,7 @@ class DeviceMesh(RankGrid):
             raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
         if wanted == self.mesh_dim_names:
             return self
-        mesh, merged = mesh_parents.resolve_names(self, wanted)
+        mesh, merged = world.resolve_names(self, wanted)
         axes = tuple(chain.from_iterable(merged))
         if not axes or len(set(axes)) != len(axes):
             raise MeshError(f"mesh[{wanted}]: expected each axis name once, got {axes}")
@@ -209,7 +212,7 @@ class DeviceMesh(RankGrid):
             return self._derive(self._ranks.reshape(shape), None)
         name = name or "_".join(names[first:end])
         flat = self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
-        mesh_parents.record_flattened(self, name, names[first:end], flat)
+        world.record_flattened(self, name, names[first:end], flat)
         return flat
 
     def unflatten(
@@ -223,15 +226,12 @@ class DeviceMesh(RankGrid):
                 f"unflatten(sizes): expected a product of {self.shape[position]}, the size of axis "
                 f"{axis!r}; got {sizes}"
             )
-        if (names is None) != (self.mesh_dim_names is None):
+        old = self.mesh_dim_names
+        if (names is None) != (old is None):
             raise MeshError("unflatten(names): expected names exactly if the mesh has names")
         shape = (*self.shape[:position], *sizes, *self.shape[position + 1 :])
-        if self.mesh_dim_names is None or names is None:
-            return self._derive(self._ranks.reshape(shape), None)
-        old = self.mesh_dim_names
-        return self._derive(
-            self._ranks.reshape(shape), (*old[:position], *names, *old[position + 1 :])
-        )
+        named = (*old[:position], *names, *old[position + 1 :]) if old and names else None
+        return self._derive(self._ranks.reshape(shape), named)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """Merge all axes into one; torch's private name for `flatten()`."""
@@ -322,7 +322,7 @@ class DeviceMesh(RankGrid):
     def _derive(self, ranks: NDArray[np.int64], names: Sequence[str] | None) -> DeviceMesh:
         """Return a sub-mesh and record its parent."""
         result = _intern(self.device_type, ranks, names, self.is_abstract)
-        mesh_parents.record_root(result, self)
+        world.record_root(result, self)
         return result
 
     def _own_coordinate(self) -> tuple[int, ...]:
@@ -341,12 +341,6 @@ class DeviceMesh(RankGrid):
         if self.ndim != 1:
             raise MeshError(f"{method}(mesh_dim): expected one of {self.axes_shown()}, got None")
         return 0
-
-    def _group(self, axes: tuple[int, ...]) -> ProcessGroup:
-        self._check_real("process group")
-        mesh_parents.check_not_aborted(self)
-        group: ProcessGroup = world.current().process_group(self.ranks_along(axes))
-        return group
 
 
 def init_device_mesh(

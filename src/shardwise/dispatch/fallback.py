@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from shardwise.core.errors import PolicyError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.thread_config import PolicyError
 from shardwise.dispatch.cached_call import CachedCall
 from shardwise.dtensor.call_args import ArgPath, Args, Kwargs
 from shardwise.dtensor.input_moves import InputMove

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwise.core.errors import DispatchError, MeshError
+from shardwise.core.errors import DispatchError, MeshError, PolicyError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.thread_config import PolicyError
 from shardwise.dtensor.local_shards import differing_ranks
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from shardwise.comm import Pending
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, PolicyError
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of
-from shardwise.core.thread_config import PolicyError
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import (

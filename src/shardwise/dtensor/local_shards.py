@@ -16,7 +16,7 @@ from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard, as_placement
-from shardwise.core.thread_config import Policy
+from shardwise.dtensor.state import Policy
 
 _MOST_DIMS = 32
 

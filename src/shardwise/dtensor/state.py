@@ -10,10 +10,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from shardwise.core.errors import PolicyError
 from shardwise.core.tensor_state import leaf_moves
-from shardwise.core.thread_config import Policy
 
 MOST_ENTRIES = 16384
+
+
+class Policy:
+    """Set an attribute at once; as a context manager, restore it at the end of the block.
+
+    Arguments:
+        holder: the thread-local object that has the attribute.
+        field: the name of the attribute.
+        value: the new value.
+        allowed: all values that the attribute may have.
+    """
+
+    def __init__(self, holder: object, field: str, value: str, allowed: tuple[str, ...]) -> None:
+        if value not in allowed:
+            raise PolicyError(f"{field}: expected one of {', '.join(allowed)}; got {value!r}")
+        self._holder, self._field = holder, field
+        self._before: str = getattr(holder, field)
+        setattr(holder, field, value)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(self._holder, self._field, self._before)
 
 
 class CacheInfo(NamedTuple):

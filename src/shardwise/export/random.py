@@ -1,6 +1,6 @@
 """Random numbers of a program: each rank draws what one process draws, in number, shape and order.
 
-Ranks draw whole tensors (`shardwise.random.source`), so that torch's generator advances as in one
+Ranks draw whole tensors (`shardwise.random.samplers`), so that torch's generator advances as in one
 process. This is checked here against the draws of the original. torch fills a tensor in the order
 of its memory, which a local shard does not have: the order is taken from the original.
 """

@@ -1,8 +1,7 @@
 """Redistribution: plan (pure), then execute, with gradients."""
 
 from shardwise.redistribute.autograd import redistribute_local
-from shardwise.redistribute.calibrate import calibrate
-from shardwise.redistribute.cost import AxisCost, Costs, CostsError
+from shardwise.redistribute.cost import AxisCost, Costs, CostsError, calibrate
 from shardwise.redistribute.plan import MemoryCapError, Plan, PlanStep, plan_redistribute
 
 __all__ = [

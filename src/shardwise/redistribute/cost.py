@@ -1,15 +1,17 @@
-"""The cost model: seconds, bytes and memory of moves. Planning and dispatch both use it.
+"""The cost model: seconds and bytes of moves. Planning and dispatch both use it.
 
 *Time.* A collective takes `start + peers * alpha + bytes * beta` seconds, with the busiest rank's
 figures and, over several axes, the worst alpha and beta among them (`Costs`). Plans are scored step
 by step (`plan`); dispatch, which compares many strategies for one call, uses `estimate`, the same
-model without looking at boxes. *Bytes*: `lower_bound`. *Memory*: `peaks`.
+model without looking at boxes. `calibrate` measures the costs. *Bytes*: `lower_bound`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -18,28 +20,23 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
-from shardwise.comm import is_large
+from shardwise.comm import Communicator, communicator
 from shardwise.core import world
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.redistribute.step import (
-    Sizes,
-    Step,
     axes_size,
     busiest,
     mean,
     overlap,
     received,
     replicated_axes,
-    rounds,
-    tiles,
     volume,
 )
-from shardwise.redistribute.transfer import Roles, split_axes
+from shardwise.redistribute.transfer import split_axes
 
 
 class CostsError(ShardwiseError, ValueError):
@@ -344,132 +341,57 @@ def _up(count: float) -> int:
     return math.ceil(count - 1e-6)
 
 
-# ---- peak memory on the busiest rank: input, buffers and results
-#
-# The figures follow the execution on real ranks. The tensor a plan starts with belongs to the
-# caller and lives throughout. A packed buffer may live as long as its step, as a backend frees it
-# when it likes; received data live until they are put in place or reduced. A slice is a view, so it
-# takes no memory until the end.
+# ---- measure the costs
+
+_TINY, _LARGE = 8, 1 << 22
+"""Bytes to each peer: few, to measure latency, and many, to measure bandwidth."""
 
 
-def peaks(path: Sequence[Step], dtype: torch.dtype) -> list[int]:
-    """Return for every step of a plan the bytes that the busiest rank holds at once."""
-    if not path:
-        return []
-    start, is_view, found = volume(path[0].source), True, []
-    for step in path:
-        parts = [start, 0 if is_view else volume(step.source), _besides_input(step, dtype)]
-        if all(each.source.mesh is each.target.mesh for each in path):
-            found.append(busiest(sum(parts)) * dtype.itemsize)
-        else:
-            found.append(sum(map(busiest, parts)) * dtype.itemsize)
-        is_view = is_view and step.kind == "slice"
-    return found
+def calibrate(mesh: DeviceMesh, *, repeats: int = 20) -> Costs:
+    """Measure the latency and bandwidth of every axis; all ranks of the mesh call it together.
 
+    Each axis is timed with an all-to-all along it, all its groups at once as in a real program. The
+    slowest rank counts, and every rank gets the same result. From then on moves and operators on
+    this mesh are planned with these costs.
 
-def _besides_input(step: Step, dtype: torch.dtype) -> Sizes:
-    """Return the elements that a step holds at once besides its input."""
-    before, after = volume(step.source), volume(step.target)
-    match step.kind:
-        case "all_gather":
-            is_even = np.min(before) == np.max(before)
-            is_packed = not is_even and not is_large(busiest(after) * dtype.itemsize)
-            packed = axes_size(step.source.mesh, step.axes) * before if is_packed else 0
-            return packed + after * (1 if _is_outermost(step) else 2)
-        case "reduce_scatter":
-            ranks = axes_size(step.source.mesh, step.axes)
-            total = after * _copies_to_reduce(step.op, dtype)
-            if is_large(busiest(before) * dtype.itemsize):
-                # By messages: the rank's own part is not copied, and packed buffers are gone when
-                # the sum is made.
-                packed = 0 if _is_outermost(step) else (ranks - 1) * after
-                return (ranks - 1) * after + np.maximum(packed, total)
-            packed = 0 if _is_outermost(step) else before
-            return packed + ranks * after + total
-        case "all_reduce":
-            return after * _copies_to_all_reduce(step.op, dtype)
-        case "exchange" if step.source.mesh is not step.target.mesh:
-            return _besides_cross_input(step)
-        case "exchange" if not is_large(step.received * dtype.itemsize):
-            return _besides_packed(step, after)
-        case "exchange":
-            sent = 0 if _keeps_rows(step.source, step.target) else _sent(step)
-            moved = received(step.source, step.target)
-            return after + sent + (0 if _keeps_rows(step.target, step.source) else moved)
-        case "reduce_exchange":
-            return _besides_contributions(step, after)
-        case _:
-            return after
-
-
-def _copies_to_reduce(op: str, dtype: torch.dtype) -> int:
-    """Return the number of copies of its input that a reduction needs.
-
-    Half types are added in float32: the total and a term take twice the size of the input each.
+    Arguments:
+        repeats: how often each size is timed; the median counts.
     """
-    is_half = dtype.is_floating_point and dtype.itemsize == 2
-    return 4 if is_half and op not in ("max", "min") else 1
+    if repeats < 1:
+        raise CostsError(f"repeats: expected at least 1, got {repeats}")
+    everybody = communicator(mesh)
+    tiny, large = {}, {}
+    for axis in range(mesh.ndim):
+        if mesh.shape[axis] > 1:
+            group, name = communicator(mesh, axis), mesh.axis_name(axis)
+            tiny[name] = _seconds(group, everybody, mesh.device_type, _TINY, repeats)
+            large[name] = _seconds(group, everybody, mesh.device_type, _LARGE, repeats)
+    # One size of group cannot tell the start of a collective from its messages: assume half.
+    start = min(tiny.values(), default=2 * LOOPBACK.start) / 2
+    sizes = {mesh.axis_name(axis): mesh.shape[axis] for axis in range(mesh.ndim)}
+    axes = {
+        name: AxisCost(
+            alpha=(tiny[name] - start) / (sizes[name] - 1),
+            beta=max(0.0, large[name] - tiny[name]) / (_LARGE * (sizes[name] - 1)),
+        )
+        for name in tiny
+    }
+    costs = Costs(axes, LOOPBACK.default, start)
+    set_costs(mesh, costs)
+    return costs
 
 
-def _copies_to_all_reduce(op: str, dtype: torch.dtype) -> int:
-    """Return the number of copies of its input that an all-reduce needs.
-
-    An average is divided into a new tensor; floats are mapped to ordered integers for max and min.
-    """
-    copies = 2 if op == "avg" else 4 if op in ("max", "min") and dtype.is_floating_point else 1
-    return 2 * copies + 1 if dtype.itemsize == 2 else copies
-
-
-def _besides_packed(step: Step, after: Sizes) -> Sizes:
-    """Return the elements held by an exchange that packs its sends and unpacks its receives."""
-    moved = received(step.source, step.target)
-    goes_as_it_is = (_copies(step) == 1) & (tiles(step.target, step.source) <= 1)
-    sent = np.where(goes_as_it_is & _keeps_rows(step.source, step.target), 0, _sent(step))
-    assembled = np.where((tiles(step.source, step.target) <= 1) & (moved > 0), 0, after)
-    return moved + sent + assembled
-
-
-def _besides_cross_input(step: Step) -> int:
-    """Return the elements held by an exchange between two meshes; replicas share the sending."""
-    source, target = step.source.mesh, step.target.mesh
-    sent = math.ceil(step.mean_received * target.size() / source.size())
-    return step.received + sent + busiest(volume(step.target))
-
-
-def _besides_contributions(step: Step, after: Sizes) -> Sizes:
-    """Return the elements held by a reduce-exchange: contributions, and the results of both
-    rounds."""
-    roles = Roles(step.source, step.target)
-    first, second = rounds(step.source, step.target, roles)
-    free = frozenset({*roles.ending, *roles.split})
-    sent = overlap(step.target, step.source, free)
-    if _keeps_rows(step.source, step.target):
-        sent = sent - overlap(step.source, step.target)
-    others = axes_size(step.source.mesh, roles.replicas) - 1
-    owned = second / others if others else after
-    return first + np.maximum(sent, owned) + second + np.maximum(others * owned, after)
-
-
-def _is_outermost(step: Step) -> bool:
-    """Return whether pieces along the step's dim are adjacent in memory."""
-    return all(size == 1 for size in step.source.shape[: step.dim])
-
-
-def _keeps_rows(source: Layout, target: Layout) -> bool:
-    """Return whether the target cuts shards of the source along their first dim only."""
-    parts, wanted = (
-        [[layout.mesh.shape[axis] for axis in axes] for axes in layout.shard_order[1:]]
-        for layout in (source, target)
-    )
-    return all(one[: len(other)] == other for one, other in zip(parts, wanted, strict=True))
-
-
-def _copies(step: Step) -> int:
-    """Return the number of ranks that hold each element after an exchange."""
-    return axes_size(step.source.mesh, split_axes(step.source) - split_axes(step.target))
-
-
-def _sent(step: Step) -> Sizes:
-    """Return the elements each rank sends to others in an exchange."""
-    kept = overlap(step.source, step.target)
-    return overlap(step.target, step.source, split_axes(step.source)) * _copies(step) - kept
+def _seconds(
+    group: Communicator, everybody: Communicator, device: str, bytes: int, repeats: int
+) -> float:
+    """Return the median time of an all-to-all on the slowest rank, after warm-up."""
+    pieces = [torch.zeros(bytes, dtype=torch.uint8, device=device) for _ in range(group.size)]
+    times = []
+    for repeat in range(repeats + 3):
+        everybody.barrier()
+        begin = time.perf_counter()
+        group.all_to_all(pieces)
+        if repeat >= 3:
+            times.append(time.perf_counter() - begin)
+    slowest = everybody.all_reduce(torch.tensor(statistics.median(times), device=device), "max")
+    return float(slowest)

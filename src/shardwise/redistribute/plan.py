@@ -32,9 +32,9 @@ from shardwise.redistribute.cost import (
     as_costs,
     is_mean_bound,
     lower_bound,
-    peaks,
 )
 from shardwise.redistribute.cut_dims import stages
+from shardwise.redistribute.memory import peaks
 from shardwise.redistribute.step import Step
 
 
@@ -74,7 +74,7 @@ class Plan:
     steps: tuple[PlanStep, ...]
     """The same steps, in bytes and seconds."""
     lower_bound: int
-    """Bytes that must be received: by the busiest rank or, with pending reductions, on average."""
+    """Bytes that any plan receives: on the busiest rank or, with pending sums, on average."""
     costs: Costs
 
     @property
@@ -127,17 +127,21 @@ class Plan:
         """Compare the bytes received with the lower bound."""
         is_mean = is_mean_bound(self.source, self.target)
         received = self.mean_bytes if is_mean else self.bytes_received
-        total = f"In all {_amount(self.bytes_received)} to the busiest rank"
+        total = f"Total: the busiest rank receives {_amount(self.bytes_received)}"
         if is_mean and received < self.bytes_received:
-            total += f", {_amount(received)} on average"
+            total += f", a rank on average {_amount(received)}"
         if received and not self.lower_bound:
-            return f"{total}; no bound is known for it."
+            return f"{total}. No lower bound is known."
         ratio = received / self.lower_bound if received else 1.0
-        least = "which is the least possible" if ratio < 1.005 else f"{ratio:.2f} times the least"
+        compared = (
+            "which the plan meets" if ratio < 1.005 else f"the plan takes {ratio:.2f} times that"
+        )
         if ratio > 1.02:
-            least += ", as fewer messages or a lighter busiest rank make it faster"
-        where = "on average" if is_mean else "by the busiest rank"
-        return f"{total}; at least {_amount(self.lower_bound)} must be received {where}: {least}."
+            compared += ", as fewer messages or a lighter busiest rank make it faster"
+        whose = "average" if is_mean else "busiest"
+        return (
+            f"{total}. Lower bound for the {whose} rank: {_amount(self.lower_bound)}, {compared}."
+        )
 
     def __repr__(self) -> str:
         path = ", ".join(

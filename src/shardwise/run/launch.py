@@ -29,7 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardwise.core.errors import LaunchError, RankError
 from shardwise.run import worker
-from shardwise.run.pickling import dumps, main_file
+from shardwise.run.worker import dumps, main_file
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from shardwise.comm import Event, listen
+from shardwise.core.errors import PolicyError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.core.placement import Placement, Replicate, Shard
-from shardwise.core.thread_config import PolicyError
 from shardwise.dispatch.errors import SUCCESS_CHECK
 from shardwise.dtensor.state import fallback
 from shardwise.dtensor.tensor import DTensor

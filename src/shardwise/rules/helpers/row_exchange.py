@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from shardwise.comm import Communicator, communicator
+from shardwise.core.errors import PolicyError
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.thread_config import PolicyError
 from shardwise.dtensor.state import state
 from shardwise.dtensor.writes import mark_detached_copy
 from shardwise.rules.helpers.collectives import all_reduce_sum

@@ -21,7 +21,7 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.dtensor.writes import check_inplace_target, check_writable
 from shardwise.random import samplers
-from shardwise.random.source import Sampler, draw_shard
+from shardwise.random.samplers import Sampler, draw_shard
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import unsplit

@@ -20,8 +20,7 @@ import torch
 from shardwise.core.cut import rescale_cut
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.random.samplers import bernoulli
-from shardwise.random.source import draw_shard
+from shardwise.random.samplers import bernoulli, draw_shard
 from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_extreme
 from shardwise.rules.helpers.precision import autocast, widened, without_autocast
 from shardwise.rules.linalg.matmul import contraction, expanded_dims, leading
