@@ -137,3 +137,8 @@ def overlap(one: Range, other: Range) -> Range:
     """Return the intersection of two ranges; if they are disjoint, an empty range within `one`."""
     start = min(max(one[0], other[0]), one[1])
     return start, max(start, min(one[1], other[1]))
+
+
+def out_of_range(lowest: int, size: int) -> IndexError:
+    """Return the error for indices that are out of range."""
+    return IndexError(f"index out of range: expected indices from {lowest} to {size - 1}")

@@ -19,7 +19,6 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.dtensor.view_copy import is_current_copy
 from shardwise.dtensor.writes import check_inplace_target
-from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import Inputs, broadcast_dims
 from shardwise.rules.helpers.index_key import (
     ALL,
@@ -44,8 +43,9 @@ from shardwise.rules.index.indexing import (
     unravelled,
     within,
 )
-from shardwise.rules.registry import OpInfo, add_op_info, handler
-from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
+from shardwise.rules.registry import Function, OpInfo, add_op_info, composed, handler
+from shardwise.rules.shape.strides import check_source
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
 
 
 def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]], Function]:
@@ -348,3 +348,66 @@ def copy_of(input: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(input, DTensor):
         return wrap(unwrap(input).clone(), input._layout)
     return static(input.clone(), mesh)
+
+
+# ---- copies with a view overwritten
+
+
+@composed("copy")
+def copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """Return a copy of the source in the shape and dtype of the input, with the source's layout."""
+    mesh = mesh_of(input, src)
+    source = src if isinstance(src, DTensor) else static(src, mesh)
+    return source.to(input.dtype).expand(input.shape).clone()
+
+
+@composed("select_scatter")
+def select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> DTensor:
+    """Return a copy of the input with one row replaced."""
+    at = normalize_dim(dim, input.dim())
+    check_source(src, (*input.shape[:at], *input.shape[at + 1 :]))
+    return _overwritten(input, src, (*[ALL] * at, int(index)))
+
+
+@composed("slice_scatter")
+def slice_scatter(
+    input: torch.Tensor,
+    src: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> DTensor:
+    """Return a copy of the input with some rows replaced."""
+    at = normalize_dim(dim, input.dim())
+    rows = slice(start, end, step)
+    count = len(range(input.shape[at])[rows])
+    check_source(src, (*input.shape[:at], count, *input.shape[at + 1 :]))
+    return _overwritten(input, src, (*[ALL] * at, rows))
+
+
+def _overwritten(input: torch.Tensor, src: torch.Tensor, key: tuple[Any, ...]) -> DTensor:
+    result = copy_of(input, mesh_of(input, src))
+    ASSIGN.dispatched(result, key, src)
+    return result
+
+
+@composed("diagonal_scatter")
+def diagonal_scatter(
+    input: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> DTensor:
+    """Return a copy of the input with a diagonal replaced; each rank writes its own elements."""
+    mesh = mesh_of(input, src)
+    meta = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2)
+    check_source(src, meta.shape)
+    row, column = (normalize_dim(dim, input.dim()) for dim in (dim1, dim2))
+    places = torch.arange(meta.shape[-1], device=input.device)
+    indices: list[torch.Tensor | None] = [None] * input.dim()
+    indices[row] = static(places + max(0, -offset), mesh)
+    indices[column] = static(places + max(0, offset), mesh)
+    first, last = min(row, column), max(row, column)
+    result = copy_of(input, mesh)
+    # As in torch, indexed dims stay in place if they are adjacent, and come first otherwise.
+    values = src.movedim(-1, first if last == first + 1 else 0)
+    PUT.dispatched(result, tuple(indices[: last + 1]), values, False)
+    return result

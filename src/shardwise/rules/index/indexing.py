@@ -20,8 +20,7 @@ from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.collectives import all_reduce_sum
-from shardwise.rules.helpers.composed_ops import Function, composed
-from shardwise.rules.helpers.dims import Inputs, broadcast_dims
+from shardwise.rules.helpers.dims import Inputs, broadcast_dims, out_of_range
 from shardwise.rules.helpers.index_key import (
     ALL,
     Pick,
@@ -35,7 +34,7 @@ from shardwise.rules.helpers.index_key import (
 )
 from shardwise.rules.helpers.local_tensors import pad, pad_to_one_row
 from shardwise.rules.helpers.row_exchange import mark_copy, plan_row_exchange
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.registry import Function, composed, handler, rule
 from shardwise.rules.shape.splitting import whole_pieces
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
@@ -70,11 +69,6 @@ def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:
         torch._assert_async(fine, str(error))
     except RuntimeError:
         raise error from None
-
-
-def out_of_range(lowest: int, size: int) -> IndexError:
-    """Return the error for indices that are out of range."""
-    return IndexError(f"index out of range: expected indices from {lowest} to {size - 1}")
 
 
 def unravelled(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
-from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import Inputs, replaced, unsplit
 from shardwise.rules.helpers.index_key import mesh_of, static, whole
 from shardwise.rules.helpers.local_tensors import pad
 from shardwise.rules.index.gathering import boxes_of, cut
 from shardwise.rules.index.indexing import located
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import composed, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
 
 

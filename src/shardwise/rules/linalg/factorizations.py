@@ -12,72 +12,16 @@ import torch
 
 from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.state import plain_tensors
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.random.seed_check import check_if_suspect
-from shardwise.rules.helpers.composed_ops import input_of, tensors_in, with_synonyms
-from shardwise.rules.helpers.dims import Inputs, as_dims, broadcast_dims, replaced, unsplit
+from shardwise.rules.helpers.dims import as_dims, replaced, unsplit
 from shardwise.rules.helpers.local_tensors import for_empty
-from shardwise.rules.linalg.matmul import leading
+from shardwise.rules.pattern import matrices
 from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
-from shardwise.rules.registry import functions_named, handler, rule
-from shardwise.rules.spec import Dims, Out, Spec, dims_of
+from shardwise.rules.registry import functions_named, handler, input_of, rule, with_synonyms
+from shardwise.rules.spec import Out, Spec, dims_of
 
 Tensor = torch.Tensor
-
-# ---- the general form
-
-
-def matrices(tensors: Sequence[Tensor], pattern: str, **extra: Any) -> Spec:
-    """Return the spec of an operator on batches of matrices and vectors.
-
-    The pattern names the last dims of each operand and result; the batch dims before them broadcast
-    and are free. A dim with a small letter must be whole, a dim with a capital is free. `k` is the
-    smaller of `m` and `n` if no operand has it. `.` stands for batch dims only, `0` for an empty
-    tensor without batch dims.
-
-    Example:
-        >>> matrices([A], "m n -> m k, k, k n")  # singular values and vectors
-    """
-    left, right = (side.split(",") for side in pattern.split("->"))
-    operands = [_letters(each) for each in left]
-    sizes = {"1": 1}
-    batches = []
-    for tensor, letters in zip(tensors, operands, strict=True):
-        count = tensor.dim() - len(letters)
-        if count < 0:
-            raise RuntimeError(
-                f"expected a tensor of at least {len(letters)} dims, got {tuple(tensor.shape)}"
-            )
-        batches.append(tensor.shape[:count])
-        sizes.update(zip(letters, tensor.shape[count:], strict=True))
-    if "m" in sizes and "n" in sizes:
-        sizes.setdefault("k", min(sizes["m"], sizes["n"]))
-    batch = tuple(torch.broadcast_shapes(*batches))  # type: ignore[no-untyped-call]
-    names = leading(len(batch))
-    inputs: Inputs = []
-    for tensor, letters in zip(tensors, operands, strict=True):
-        shape = (*batch, *(sizes[each] for each in letters))
-        inputs.append((tensor, broadcast_dims(tensor, (*names, *_free(letters)), shape)))
-    outputs = [
-        Out((*names, *_free(each)), (*batch, *(sizes[letter] for letter in each)))
-        if each != ["0"]
-        else NOTHING
-        for each in map(_letters, right)
-    ]
-    return Spec(inputs, outputs, **extra)
-
-
-NOTHING = Out((None,), (0,))
-"""The empty tensor that torch returns for a result that was not requested."""
-
-
-def _letters(part: str) -> list[str]:
-    return [each for each in part.split() if each != "."]
-
-
-def _free(letters: Sequence[str]) -> Dims:
-    return tuple(each if each.isupper() else None for each in letters)
-
 
 # ---- one batch of matrices
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import Function, composed, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, given, replaced, without
 from shardwise.rules.helpers.halo_exchange import Window, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, for_empty, is_empty, pad_empty_dims
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.registry import Aten, Function, composed, rule, with_synonyms
 from shardwise.rules.shape.rearranging import roll
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 from shardwise.torch_internals import VF

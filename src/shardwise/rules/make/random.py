@@ -23,12 +23,11 @@ from shardwise.dtensor.writes import check_inplace_target, check_writable
 from shardwise.random import samplers
 from shardwise.random.source import Sampler, draw_shard
 from shardwise.redistribute.autograd import redistribute_local
-from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import unsplit
-from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.local_tensors import keeps_sums
 from shardwise.rules.make.creation import check_layout
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import Aten, handler, name_of, rule
+from shardwise.rules.registry import Aten, Function, composed, handler, name_of, rule
 from shardwise.rules.spec import Spec, SplitContext
 from shardwise.torch_internals import as_local, fan_of, fill_constant, fill_normal, fill_uniform
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from shardwise.core.box import Range
 from shardwise.rules.helpers.halo_exchange import per_dim, plan_exchange
-from shardwise.rules.helpers.local_tensors import crop, is_empty, pad_empty_dims
-from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.local_tensors import crop, is_empty, keeps_sums, pad_empty_dims
 from shardwise.rules.nn.pooling import planes
 from shardwise.rules.registry import Aten, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
-from shardwise.rules.helpers.composed_ops import composed, dispatched
 from shardwise.rules.helpers.dims import given
-from shardwise.rules.helpers.precision import widened
+from shardwise.rules.helpers.local_tensors import widened
 from shardwise.rules.nn.normalization import beside_space, channels, moments, scaled
-from shardwise.rules.registry import functions_named, handler, rule
+from shardwise.rules.registry import composed, dispatched, functions_named, handler, rule
 from shardwise.rules.spec import Out, Spec, SplitContext
 from shardwise.torch_internals import verify_batch_size, verify_spatial_size
 

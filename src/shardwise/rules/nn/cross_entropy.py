@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.collectives import all_reduce_sum
-from shardwise.rules.helpers.composed_ops import dispatched
 from shardwise.rules.helpers.dims import Inputs, given
-from shardwise.rules.helpers.precision import autocast_wider, widened
+from shardwise.rules.helpers.local_tensors import autocast_wider, widened
 from shardwise.rules.nn.losses import Loss, Values, losses, reduced
 from shardwise.rules.reduce.softmax import shifted
-from shardwise.rules.registry import handler
+from shardwise.rules.registry import dispatched, handler
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 
 

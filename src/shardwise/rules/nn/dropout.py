@@ -12,10 +12,9 @@ from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.random import samplers
-from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import unsplit
 from shardwise.rules.make.random import noise, noise_like
-from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.registry import Function, composed, handler, name_of, rule
 from shardwise.rules.spec import Spec
 from shardwise.torch_internals import as_local
 

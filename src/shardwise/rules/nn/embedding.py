@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.rules.helpers.collectives import all_reduce_extreme
-from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import given
 from shardwise.rules.helpers.index_key import whole
 from shardwise.rules.helpers.local_tensors import pad_to_one_row
-from shardwise.rules.helpers.row_exchange import refuse_if_explicit
-from shardwise.rules.helpers.row_lookup import FetchedRows, RowTable, rows_of
+from shardwise.rules.helpers.row_exchange import FetchedRows, RowTable, refuse_if_explicit, rows_of
 from shardwise.rules.index.indexing import located
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.registry import Aten, Function, composed, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import as_local
 

@@ -16,8 +16,7 @@ import torch
 from shardwise.core.box import Range
 from shardwise.rules.helpers.dims import clipped
 from shardwise.rules.helpers.halo_exchange import plan_exchange
-from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
-from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.local_tensors import crop, is_empty, keeps_sums, pad, pad_empty_dims
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 

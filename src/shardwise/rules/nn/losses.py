@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_sum
-from shardwise.rules.helpers.composed_ops import composed, dispatched
 from shardwise.rules.helpers.dims import Inputs
-from shardwise.rules.helpers.precision import autocast_wider, keeps_sums, widened
+from shardwise.rules.helpers.local_tensors import autocast_wider, keeps_sums, widened
 from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
-from shardwise.rules.registry import Aten, functions_named, handler, rule
+from shardwise.rules.registry import Aten, composed, dispatched, functions_named, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import legacy_reduction, schema_of
 

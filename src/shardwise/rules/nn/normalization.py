@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
 from shardwise.rules.helpers.dims import given
-from shardwise.rules.helpers.precision import widened
+from shardwise.rules.helpers.local_tensors import widened
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import verify_batch_size

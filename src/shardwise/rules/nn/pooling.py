@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.box import Range
-from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.halo_exchange import Window, WindowExchange, per_dim, plan_exchange
-from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
-from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.local_tensors import crop, is_empty, keeps_sums, pad, pad_empty_dims
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.registry import Aten, composed, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import tensors_in
 from shardwise.rules.helpers.dims import unsplit
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec

@@ -16,10 +16,9 @@ from shardwise.dtensor.call_args import check_plain_tensors
 from shardwise.dtensor.input_moves import move_input, plan_input_move
 from shardwise.dtensor.tensor import DTensor, find_detaching_operator
 from shardwise.dtensor.writes import check_inplace_target, check_writable
-from shardwise.rules.helpers.composed_ops import Function, composed, dispatched
-from shardwise.rules.helpers.precision import is_summed, keeps_sums
+from shardwise.rules.helpers.local_tensors import is_summed, keeps_sums
 from shardwise.rules.pointwise.elementwise import broadcast
-from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.registry import Function, composed, dispatched, handler, name_of, rule
 from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
 from shardwise.torch_internals import as_local
 

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import dispatched
 from shardwise.rules.helpers.dims import broadcast_dims
-from shardwise.rules.registry import functions_named, handler, rule
+from shardwise.rules.registry import dispatched, functions_named, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 

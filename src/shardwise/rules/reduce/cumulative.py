@@ -12,11 +12,9 @@ import torch
 
 from shardwise.comm import communicator
 from shardwise.rules.helpers.collectives import all_gather_stack
-from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, shapes_along, whole_along, without
-from shardwise.rules.helpers.local_tensors import pad_to_one_row, take_rows
-from shardwise.rules.helpers.precision import keeps_sums, widened
-from shardwise.rules.registry import rule
+from shardwise.rules.helpers.local_tensors import keeps_sums, pad_to_one_row, take_rows, widened
+from shardwise.rules.registry import input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -13,18 +13,11 @@ from typing import Any
 import torch
 
 from shardwise.core.box import Range
-from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import (
-    Function,
-    composed,
-    input_of,
-    tensors_in,
-    with_synonyms,
-)
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.rules.helpers.dims import Inputs, as_dims, clipped, replaced, without
 from shardwise.rules.helpers.halo_exchange import Window, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import Function, composed, input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 
 # ---- diff

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from shardwise.rules.helpers.collectives import as_all_reduced
-from shardwise.rules.helpers.composed_ops import with_synonyms
 from shardwise.rules.helpers.dims import as_dims, whole_along, without
 from shardwise.rules.helpers.local_tensors import for_empty
 from shardwise.rules.pointwise.elementwise import broadcast
 from shardwise.rules.reduce.reduction import Over, reduced
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, dims_of
 
 _NOWHERE = torch.iinfo(torch.int64).max

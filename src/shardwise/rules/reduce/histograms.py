@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
 from shardwise.rules.helpers.dims import Inputs, given
 from shardwise.rules.helpers.row_exchange import mark_copy
 from shardwise.rules.reduce.reduction import Over, over_dims, split_as
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import input_of, rule, with_synonyms
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
 

@@ -17,11 +17,10 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.collectives import all_gather_stack, all_reduce_extreme, all_reduce_sum
-from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, as_sizes, replaced, shapes_along, without
-from shardwise.rules.helpers.precision import autocast_wider, keeps_sums, wider
+from shardwise.rules.helpers.local_tensors import autocast_wider, keeps_sums, wider
 from shardwise.rules.pointwise.elementwise import broadcast
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import composed, input_of, rule, with_synonyms
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
 Body = Callable[[torch.Tensor, "Over"], Any]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_extreme
-from shardwise.rules.helpers.precision import widened
+from shardwise.rules.helpers.local_tensors import widened
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 

@@ -16,11 +16,10 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.rules.helpers.collectives import all_gather_stack, all_reduce_extreme
-from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, shapes_along, whole_along, without
 from shardwise.rules.helpers.local_tensors import pad, take_rows
 from shardwise.rules.reduce.reduction import split_as
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.registry import composed, handler, input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import as_local
 

@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
 from shardwise.rules.helpers.dims import as_dims, whole_along, without
-from shardwise.rules.helpers.local_tensors import numbers
-from shardwise.rules.helpers.precision import keeps_sums, widened, wider
+from shardwise.rules.helpers.local_tensors import keeps_sums, numbers, widened, wider
 from shardwise.rules.reduce.extremes import extreme_value
 from shardwise.rules.reduce.reduction import Over, over_dims, reduced
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.registry import Aten, composed, input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import VF
 

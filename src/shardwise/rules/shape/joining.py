@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import Inputs, unsplit
 from shardwise.rules.helpers.index_key import mesh_of, static
 from shardwise.rules.helpers.row_exchange import plan_row_exchange
 from shardwise.rules.linalg.matmul import VF
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.registry import Aten, composed, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, normalize_dim
 
 

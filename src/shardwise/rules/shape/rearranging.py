@@ -15,12 +15,11 @@ import torch.nn.functional as F
 
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.writes import check_writable
-from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import as_sizes, unsplit
 from shardwise.rules.helpers.row_exchange import Rows, plan_row_exchange
 from shardwise.rules.make.creation import contribution
 from shardwise.rules.pointwise.elementwise import broadcast
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import composed, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 from shardwise.torch_internals import as_local
 

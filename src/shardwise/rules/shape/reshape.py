@@ -17,10 +17,9 @@ from shardwise.core import cut as cuts_of
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, wrap
-from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import as_sizes, replaced
 from shardwise.rules.pointwise.casts import viewed_as
-from shardwise.rules.registry import Aten, handler, rule
+from shardwise.rules.registry import Aten, Function, composed, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 from shardwise.torch_internals import variable_functions
 

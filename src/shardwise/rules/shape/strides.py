@@ -19,9 +19,8 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.dtensor.writes import is_detached_copy
 from shardwise.rules.helpers.collectives import all_reduce_extreme
-from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.index_key import mesh_of, static, whole
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.registry import Function, composed, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import as_local, base_of
 

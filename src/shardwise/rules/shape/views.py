@@ -10,10 +10,9 @@ import torch
 from shardwise.core.errors import LayoutError
 from shardwise.dtensor.view_copy import cut_links, is_view_copy
 from shardwise.dtensor.writes import is_detached_copy
-from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import as_dims, as_sizes
 from shardwise.rules.helpers.row_exchange import mark_copy, owned_part
-from shardwise.rules.registry import Aten, handler, rule
+from shardwise.rules.registry import Aten, composed, dispatched, handler, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 from shardwise.torch_internals import as_local
 
@@ -258,3 +257,39 @@ def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> Spec:
         shape[at] = (shape[at] - size) // step + 1
     out = Out((*dims, None), (*shape, size))
     return Spec([(input, tuple(dims))], [out], linear=[(0,)], is_view=True)
+
+
+# ---- copies of views: `x_copy` returns a copy of the view `x`
+
+_VIEWS = (
+    "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+    "view_as_complex", "view_as_real",
+)  # fmt: skip
+
+
+def _copy_form(view: str) -> None:
+    """Register `view`_copy: take the view, then copy it.
+
+    The copy is needed also where the view had to be redistributed: other calls may reuse the
+    redistributed tensor.
+    """
+    method = getattr(torch.Tensor, view, None)
+    function = method if callable(method) else getattr(torch.ops.aten, view)
+
+    @composed(f"{view}_copy")
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
+        result = dispatched(function, *args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return _contiguous_copy(result)
+        return tuple(map(_contiguous_copy, result))
+
+
+def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+for _name in _VIEWS:
+    _copy_form(_name)
