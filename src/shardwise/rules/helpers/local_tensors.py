@@ -1,4 +1,4 @@
-"""Local tensors in lowerings: padding and cropping, constants, rows by number.
+"""Local tensors in lowerings: padding and cropping, constants, rows by number, dtypes.
 
 Padding serves operators that refuse empty shards or need one more row. All functions are
 differentiable on all ranks, empty shards included, so that every rank runs the same backward.
@@ -53,7 +53,9 @@ def crop(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def for_empty(function: Callable[..., Any]) -> Callable[[SplitContext], Callable[..., Any] | None]:
+def lower_with_padding(
+    function: Callable[..., Any],
+) -> Callable[[SplitContext], Callable[..., Any] | None]:
     """Return the lowering of a function that does not handle empty shards.
 
     It may refuse them, or return a result of another shape or without gradients. Where the first
@@ -85,7 +87,7 @@ def is_empty(shape: Sequence[int]) -> bool:
 # A recorded program runs on meta tensors, which have no data: constants stay on the CPU.
 
 
-def numbers(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+def vector_of(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """Return a vector of numbers with the dtype and device of `like`."""
     if not like.is_meta:
         return torch.tensor(values, dtype=like.dtype, device=like.device)
@@ -103,19 +105,20 @@ def take_rows(x: torch.Tensor, dim: int, rows: Any) -> torch.Tensor:
 
 
 # ---- dtypes in which torch computes
+# A lowering that replaces one kernel of torch by several steps must round to a half type only once.
 
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which torch accumulates: float32 for the half types, else the same."""
     return torch.float32 if dtype in _HALF else dtype
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def widen(tensor: torch.Tensor) -> torch.Tensor:
     """Cast a tensor to the dtype in which torch's kernels would accumulate it."""
-    return tensor.to(wider(tensor.dtype))
+    return tensor.to(wide_dtype(tensor.dtype))
 
 
 def keeps_sums(dtype: torch.dtype | None) -> bool:
@@ -139,12 +142,12 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def autocast_wider(*tensors: torch.Tensor) -> torch.dtype:
+def autocast_wide_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype of losses and sums of these tensors, under autocast the wider one."""
     dtype = tensors[0].dtype
     for each in tensors[1:]:
         dtype = torch.promote_types(dtype, each.dtype)
-    return wider(dtype) if _is_enabled(tensors[0].device.type) else dtype
+    return wide_dtype(dtype) if _is_enabled(tensors[0].device.type) else dtype
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:

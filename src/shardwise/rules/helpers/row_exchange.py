@@ -1,8 +1,9 @@
-"""Exchange of rows, for results that hold the rows of a split dim in another order, or some of
-them.
+"""Rows of a split dim that move between ranks: exchanges, and lookups in a table.
 
-`plan_row_exchange` gives each rank its chunk of the result by one all-to-all, so the dim stays
-split. `owned_part` serves results that are too short to be split: all ranks get all rows.
+`plan_row_exchange` serves results that hold the rows in another order, or some of them: one
+all-to-all gives each rank its chunk of the result, so the dim stays split. `share_rows` serves
+results that are too short to be split: all ranks get all rows. `RowTable` serves lookups of each
+rank's own indices in a table that is split by rows.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def refuse_if_explicit(name: str, mesh: DeviceMesh, axes: Sequence[int]) -> None
 # ---- small results
 
 
-def owned_part(
+def share_rows(
     name: str,
     part: torch.Tensor,
     dim: int,
@@ -190,7 +191,8 @@ def mark_copy(result: torch.Tensor, name: str, key: Any = None) -> torch.Tensor:
 
 
 # ---- lookups
-
+# Each rank sends its indices to the owners of the rows, which send the rows back: each row once,
+# even if a rank looks it up several times. The sizes of the messages depend on the indices.
 
 _WRONG = -1
 """Sent in place of a number of rows if some index is out of range."""

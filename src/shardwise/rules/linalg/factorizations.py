@@ -14,10 +14,10 @@ from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.state import plain_tensors
 from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.random.seed_check import check_if_suspect
-from shardwise.rules.helpers.dims import as_dims, replaced, unsplit
-from shardwise.rules.helpers.local_tensors import for_empty
+from shardwise.rules.helpers.dims import as_dims, replace_dim, unsplit_spec
+from shardwise.rules.helpers.local_tensors import lower_with_padding
 from shardwise.rules.pattern import matrices
-from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
+from shardwise.rules.pointwise.elementwise import broadcast_spec, tensors_among
 from shardwise.rules.registry import functions_named, handler, input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, dims_of
 
@@ -68,7 +68,11 @@ for _pattern, _names in _PATTERNS.items():
 @with_synonyms
 def cond(input: Tensor, p: Any = None) -> Spec:
     return matrices(
-        [input], "m n -> .", lower=for_empty(torch.linalg.cond), positions=(), may_fail=True
+        [input],
+        "m n -> .",
+        lower=lower_with_padding(torch.linalg.cond),
+        positions=(),
+        may_fail=True,
     )
 
 
@@ -76,7 +80,7 @@ def cond(input: Tensor, p: Any = None) -> Spec:
 @with_synonyms
 def householder_product(input: Tensor, tau: Any = None, *, input2: Any = None) -> Spec:
     tau = input2 if tau is None else tau
-    lower = for_empty(torch.linalg.householder_product)
+    lower = lower_with_padding(torch.linalg.householder_product)
     return matrices([input, tau], "m n, k -> m n", lower=lower, positions=())
 
 
@@ -141,7 +145,7 @@ def lu_unpack(
 def _tolerant(function: Any, input: Tensor, tolerances: Sequence[Any], result: str) -> Spec:
     given = tensors_among(*tolerances)
     pattern = f"m n{', .' * len(given)} -> {result}"
-    lower = for_empty(function)
+    lower = lower_with_padding(function)
     return matrices([input, *given], pattern, lower=lower, positions=(), may_fail=True)
 
 
@@ -167,7 +171,7 @@ def matrix_rank(
 @rule("linalg.tensorinv")
 @with_synonyms
 def tensorinv(input: Tensor, ind: int = 2) -> Spec:
-    return unsplit([input], (*input.shape[ind:], *input.shape[:ind]))
+    return unsplit_spec([input], (*input.shape[ind:], *input.shape[:ind]))
 
 
 @rule("linalg.tensorsolve")
@@ -176,7 +180,7 @@ def tensorsolve(input: Tensor, other: Tensor, dims: Any = None) -> Spec:
     last = [each % input.dim() for each in dims or ()]
     kept = [size for dim, size in enumerate(input.shape) if dim not in last]
     shape = (*kept, *(input.shape[dim] for dim in last))[other.dim() :]
-    return unsplit([input, other], shape)
+    return unsplit_spec([input, other], shape)
 
 
 # ---- low-rank approximations
@@ -220,11 +224,11 @@ def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Spec:
 
 def _cross(input: Tensor, other: Tensor, dim: int, **extra: Any) -> Spec:
     """Return the spec of a cross product: its dim is whole, the others broadcast."""
-    spec = broadcast([input, other])
+    spec = broadcast_spec([input, other])
     (out,) = spec.outputs
     (along,) = as_dims(dim, len(out.shape)) or (0,)
-    inputs = [(tensor, replaced(dims, along, None)) for tensor, dims in spec.inputs]
-    outputs = [Out(replaced(out.dims, along, None), out.shape)]
+    inputs = [(tensor, replace_dim(dims, along, None)) for tensor, dims in spec.inputs]
+    outputs = [Out(replace_dim(out.dims, along, None), out.shape)]
     return Spec(inputs, outputs, linear=[(0,), (1,)], **extra)
 
 
@@ -249,7 +253,7 @@ def vander(input: Tensor, N: int | None = None, increasing: bool = False) -> Spe
 @with_synonyms
 def linalg_vander(input: Tensor, *, N: int | None = None) -> Spec:
     if input.dim() == 0:
-        return unsplit([input], (1, 1 if N is None else N))
+        return unsplit_spec([input], (1, 1 if N is None else N))
     count = input.shape[-1] if N is None else N
 
     def run(*args: Any, **kwargs: Any) -> Any:

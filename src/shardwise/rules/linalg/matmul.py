@@ -1,7 +1,8 @@
 """Products of matrices and vectors: einsums, each linear in every operand.
 
 A factor that the result does not have is summed: if it is split, the result is pending a sum. A
-tensor that is added to the product (a bias) is then pending too.
+tensor that is added to the product (a bias) is then pending too. Products of float8 matrices with
+scales are at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.dims import Inputs, unsplit
+from shardwise.rules.helpers.dims import Inputs, unsplit_spec
 from shardwise.rules.pattern import Names, contraction, parse_pattern
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import rule
@@ -395,7 +396,7 @@ def _spec(
             is_one = scale.numel() == 1
             if not is_one and scale.shape not in ((rows, 1), (1, columns)):  # scales of blocks
                 every = [first, second, *first_scales, *second_scales, *added]
-                return unsplit(every, shape, lower=lower)
+                return unsplit_spec(every, shape, lower=lower)
             inputs.append((scale, (None,) * scale.dim() if is_one else by_row))
     for each in added:
         dims: Dims = ("n",) if tuple(each.shape) == (columns,) else (None,) * each.dim()

@@ -1,11 +1,13 @@
-"""Scaled dot product attention: batch, heads, queries and the values' features are free factors.
+"""Attention: scaled_dot_product_attention, multi_head_attention_forward.
+
+Batch, heads, queries and the values' features are free factors.
 
 The keys are a summed factor: each rank normalises its weights by the sum over all keys, so only a
 maximum and a sum per query are communicated, and the result is pending a sum. Attention is linear
 in the values.
 
-torch's own kernel runs wherever it can. `Local.by_parts` handles the other cases: split keys,
-dropout by global position, broadcast dims, and empty shards, for which torch drops the mask's
+torch's own kernel runs wherever it can. `LocalAttention.by_parts` handles the other cases: split
+keys, dropout by global position, broadcast dims, and empty shards, for which torch drops the mask's
 gradient.
 """
 
@@ -26,7 +28,7 @@ from shardwise.dtensor.composite import decompose
 from shardwise.random.samplers import bernoulli
 from shardwise.random.source import draw_shard
 from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_extreme
-from shardwise.rules.helpers.local_tensors import autocast, widened, without_autocast
+from shardwise.rules.helpers.local_tensors import autocast, widen, without_autocast
 from shardwise.rules.pattern import contraction, expanded_dims
 from shardwise.rules.registry import handler, rule
 from shardwise.rules.spec import Spec, SplitContext
@@ -75,7 +77,7 @@ def attention(
     def lower(context: SplitContext) -> Callable[..., Tensor] | None:
         order = [context.axes(name) for name in (*batch, "l", "s")]
         weights = Layout(context.mesh, whole, order, {}, (*context.outputs[0].cuts[:-1], None))
-        local = Local(weights, context.axes("s"), heads, is_shared)
+        local = LocalAttention(weights, context.axes("s"), heads, is_shared)
         is_empty = 0 in context.outputs[0].local_shape()
         if dropout_p > 0 or context.axes("s") or is_empty:
             return local.by_parts
@@ -135,7 +137,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalAttention:
     """Attention on one rank's shards."""
 
     weights: Layout
@@ -196,7 +198,7 @@ class Local:
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
         with without_autocast(query.device.type):
-            scores = widened(query) @ widened(key).mT * scale
+            scores = widen(query) @ widen(key).mT * scale
             if attn_mask is not None and attn_mask.dtype == torch.bool:
                 scores = scores.masked_fill(~attn_mask, -math.inf)
             elif attn_mask is not None:
@@ -204,7 +206,7 @@ class Local:
             weights = self._softmax(scores)
             if dropout_p > 0:
                 weights = weights * self._kept(dropout_p, weights)
-            return (weights @ widened(value)).to(query.dtype)
+            return (weights @ widen(value)).to(query.dtype)
 
     def _of_queries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Repeat heads of keys and values, so that each head of queries has its own."""
@@ -256,10 +258,10 @@ def _cut(mask: Tensor | None, last: int) -> Tensor | None:
     return mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]
 
 
-# ---- multi_head_attention_forward
-
-
-Tensor = torch.Tensor
+# ---- nn.MultiheadAttention and nn.TransformerEncoderLayer
+# torch composes multi_head_attention_forward of other functions, but merges batch and heads into
+# one dim, and length and batch into another, where the inner one cannot stay split. Here the dims
+# are kept apart, so batch, heads or queries stay split from the input to the result.
 
 
 @handler(F.multi_head_attention_forward)
@@ -299,8 +301,10 @@ def _attend(
     batched = check_attention_shapes(query, key, value, key_padding_mask, attn_mask, num_heads)
     _check(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
     weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-    projected = _projected((query, key, value), in_proj_weight, in_proj_bias, weights)
-    q, k, v = (_by_head(each if batched else each.unsqueeze(1), num_heads) for each in projected)
+    projected = _project((query, key, value), in_proj_weight, in_proj_bias, weights)
+    q, k, v = (
+        _split_heads(each if batched else each.unsqueeze(1), num_heads) for each in projected
+    )
     mask = _mask(key_padding_mask, attn_mask, is_causal and not need_weights, q, k)
     is_causal = is_causal and key_padding_mask is None and not need_weights
     dropout_p = dropout_p if training else 0.0
@@ -335,7 +339,7 @@ def _check(
         raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
 
 
-def _projected(
+def _project(
     inputs: tuple[Tensor, ...],
     packed: Tensor | None,
     bias: Tensor | None,
@@ -360,7 +364,7 @@ def _projected(
     ]
 
 
-def _by_head(projected: Tensor, heads: int) -> Tensor:
+def _split_heads(projected: Tensor, heads: int) -> Tensor:
     """Reshape (length, batch, features) to (batch, heads, length, features of a head)."""
     shape = (*projected.shape[:-1], heads, projected.shape[-1] // heads)
     return projected.view(shape).permute(1, 2, 0, 3)

@@ -12,7 +12,7 @@ from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.random import samplers
-from shardwise.rules.helpers.dims import unsplit
+from shardwise.rules.helpers.dims import unsplit_spec
 from shardwise.rules.make.random import noise, noise_like
 from shardwise.rules.registry import Function, composed, handler, name_of, rule
 from shardwise.rules.spec import Spec
@@ -91,7 +91,7 @@ RRELU = Function("rrelu", lambda input, lower, upper: torch.rrelu(input, lower, 
 
 @rule(RRELU)
 def whole_rrelu(input: torch.Tensor, lower: float, upper: float) -> Spec:
-    return unsplit([input], input.shape)
+    return unsplit_spec([input], input.shape)
 
 
 @handler("rrelu", "rrelu_")
