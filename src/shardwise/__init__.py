@@ -63,8 +63,7 @@ from shardwise.redistribute import (
     plan_redistribute,
     redistribute_local,
 )
-from shardwise.rules.custom import register_rule
-from shardwise.rules.registry import RuleError
+from shardwise.rules.registry import RuleError, register_rule
 from shardwise.run.launch import Workers, launch
 from shardwise.run.simulate import simulate
 from shardwise.torch_patches import install as _install

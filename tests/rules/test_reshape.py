@@ -15,7 +15,7 @@ from shardwise import (
     simulate,
 )
 from shardwise.core.errors import PolicyError
-from shardwise.rules.shape.reshape import matched
+from shardwise.rules.shape.reshape import match_dims
 from shardwise.testing import Sample, check_rule, distributed
 
 CASES = {
@@ -64,7 +64,7 @@ def test_agrees_with_the_plain_call_in_every_layout(name):
 
 def test_groups_are_as_small_as_can_be():
     def factors(shape, target):
-        match = matched(torch.empty(shape), target)
+        match = match_dims(torch.empty(shape), target)
         return match.before, match.after, set(match.joined)
 
     assert factors((2, 3, 4), (2, 12)) == (("d0", "d1", None), ("d0", "d1"), {"d1"})

@@ -7,10 +7,9 @@ Importing a module registers its rules.
 
 from shardwise.rules import properties
 from shardwise.rules.index import assignment, gathering, indexing, scattering
-from shardwise.rules.linalg import factorizations, fourier, matmul, scaled_matmul, solvers
+from shardwise.rules.linalg import factorizations, fourier, matmul, solvers
 from shardwise.rules.make import creation, random
 from shardwise.rules.nn import (
-    adaptive_pooling,
     attention,
     batch_norm,
     convolution,
@@ -19,7 +18,6 @@ from shardwise.rules.nn import (
     embedding,
     interpolation,
     losses,
-    multihead,
     normalization,
     pooling,
     recurrent,
@@ -41,6 +39,5 @@ from shardwise.rules.shape import (
     reshape,
     splitting,
     strides,
-    view_copies,
     views,
 )

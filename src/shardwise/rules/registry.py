@@ -1,11 +1,13 @@
-"""The table of rules, by torch function.
+"""The table of rules, by torch function; and what registers them: rules, handlers, compositions.
 
 A torch function, its Tensor method, its in-place form and its aten overloads share one rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -14,8 +16,17 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.rules.spec import Spec
-from shardwise.torch_internals import OpOverload, OpOverloadPacket, nn_builtins, overload_name
+from shardwise.dtensor.composite import copy_into
+from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.rules.pattern import Names, PatternError, factors_of, parse_pattern, sizes_of
+from shardwise.rules.spec import Out, Spec
+from shardwise.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    nn_builtins,
+    overload_name,
+    overload_of_custom_operator,
+)
 
 Rule = Callable[..., Spec | Callable[..., Any] | None]
 RuleType = TypeVar("RuleType", bound=Rule)
@@ -188,3 +199,181 @@ def name_of(function: Any) -> str:
     if owner is not None and getattr(function, "__name__", "") in ("__get__", "__set__"):
         return str(getattr(owner, "__name__", owner))
     return str(getattr(function, "__name__", function))
+
+
+# ---- the first operand of a call
+
+_INPUT = ("input", "self", "x", "A")
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the first operand of a call, given by position or by any of its names."""
+    found: torch.Tensor = (
+        args[0] if args else next(kwargs[each] for each in _INPUT if each in kwargs)
+    )
+    return found
+
+
+def with_synonyms(made: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that the first operand may have any of torch's names for it."""
+    own = inspect.signature(made).parameters
+    synonyms = {name: "input" for name in _INPUT if name not in own}
+
+    @functools.wraps(made)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("out", None)  # the caller copies the result there
+        return made(*args, **{synonyms.get(name, name): each for name, each in kwargs.items()})
+
+    return renamed
+
+
+# ---- functions composed of other functions
+
+
+def composed(*names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a replacement of torch functions, composed of other functions on DTensors.
+
+    The replacement takes the same arguments as the functions.
+    """
+
+    def register(made: Callable[..., Any]) -> Callable[..., Any]:
+        run = with_synonyms(made)
+
+        def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if kwargs.get("out") is None:
+                return run(*args, **kwargs)
+            copy_into(name_of(func), run(*args, **kwargs), kwargs["out"])
+            return kwargs["out"]
+
+        handler(*names)(handle)
+        return made
+
+    return register
+
+
+def dispatched(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dispatch a function of torch or of shardwise on DTensors."""
+    return DTensor.__torch_function__(function, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+
+class Function:
+    """A function of shardwise that dispatch plans and runs like a function of torch."""
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self.__name__ = name
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on local tensors."""
+        return self._run(*args, **kwargs)
+
+    def dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        """Dispatch the function on DTensors."""
+        return dispatched(self, *args, **kwargs)
+
+
+# ---- rules for operators of users
+
+
+def register_rule(
+    op: Any,
+    pattern: str,
+    *,
+    reduces: str | Mapping[str, str] = "sum",
+    linear: Sequence[Sequence[int]] = (),
+    additive: Sequence[int] = (),
+) -> None:
+    """Declare how an operator relates the dims of its tensors, so that it runs on shards.
+
+    `shardwise.testing.check_rule` checks the declaration.
+
+    Arguments:
+        op: an operator: `torch.ops.mine.op`, what `torch.library.custom_op` returned, or a torch
+            function.
+        pattern: the factors of its tensor arguments and results, as an einsum: "m k, k n -> m n".
+            `...` stands for any leading dims, `_` for a dim that must be whole. A factor of a
+            result may be split; a factor of arguments only is reduced; for the size of a `_` in a
+            result the operator is run on tensors without data (`register_fake`).
+        reduces: how to combine the results of ranks that split a reduced factor: "sum", "max",
+            "min" or "product", or one of these for each reduced factor; a factor that is not named
+            must be whole.
+        linear: the sets of (positions of) tensors in which the operator is linear, so that pending
+            sums pass through it: [(0,), (1,)] for a product, [(0, 1)] for a sum.
+        additive: the tensors that are added to the result, such as a bias.
+
+    Example:
+        >>> sw.register_rule(torch.ops.mine.matmul, "m k, k n -> m n", linear=[(0,), (1,)])
+    """
+    functions = _functions_of(op)
+    name = str(functions[0])
+    left, arrow, _ = pattern.partition("->")
+    if not arrow:
+        raise RuleError(f"pattern: expected such as 'm k, k n -> m n', got {pattern!r}")
+    count = len(left.split(","))
+    for position in (*additive, *(each for group in linear for each in group)):
+        if not 0 <= position < count:
+            raise RuleError(f"linear/additive: expected positions below {count}, got {position}")
+
+    def rule(*args: Any, **kwargs: Any) -> Spec:
+        tensors = list(tensors_in((args, kwargs)))
+        try:
+            names, results = parse_pattern(pattern, [each.dim() for each in tensors])
+            sizes = sizes_of(tensors, names, lambda name: False)
+        except PatternError as error:
+            raise RuleError(f"{name}: {pattern!r}: {error}") from None
+        summed = [each for each in sizes if not any(each in dims for dims in results)]
+        shapes = _shapes(functions[0], args, kwargs, results, sizes)
+        return Spec(
+            [
+                (tensor, factors_of(tensor, each, sizes))
+                for tensor, each in zip(tensors, names, strict=True)
+            ],
+            [
+                Out(tuple(None if each == "_" else each for each in dims), shape)
+                for dims, shape in zip(results, shapes, strict=True)
+            ],
+            reduces=dict.fromkeys(summed, reduces) if isinstance(reduces, str) else dict(reduces),
+            linear=linear,
+            additive=additive,
+        )
+
+    for function in functions:
+        add_op_info(function, OpInfo(name, rule))
+
+
+def _functions_of(op: Any) -> list[Any]:
+    """Return the functions to register for an operator: its overloads and their packet."""
+    op = overload_of_custom_operator(op)  # if it is from torch.library.custom_op
+    if isinstance(op, OpOverload):
+        return [op, op.overloadpacket]
+    if isinstance(op, OpOverloadPacket):
+        return [op, *(getattr(op, each) for each in op.overloads())]  # type: ignore[no-untyped-call]
+    module = getattr(op, "__module__", None)  # builtins such as torch.add have none
+    if callable(op) and (module is None or module.partition(".")[0] == "torch"):
+        return [op]
+    raise RuleError(
+        f"op: expected an operator such as torch.ops.mine.op, got {op!r}; make a Python function "
+        "an operator with torch.library.custom_op, or run it on shards with sw.local_map"
+    )
+
+
+def _shapes(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: Sequence[Names],
+    sizes: Mapping[str, int],
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the results: from the factors, or by running on meta tensors."""
+    if all(each != "_" and each in sizes for dims in results for each in dims):
+        return [tuple(sizes[each] for each in dims) for dims in results]
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple):
+            return type(value)(meta(each) for each in value)
+        return value
+
+    result = function(*map(meta, args), **{name: meta(arg) for name, arg in kwargs.items()})
+    return [tuple(each.shape) for each in tensors_in(result)]

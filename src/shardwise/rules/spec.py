@@ -136,29 +136,3 @@ def normalize_dim(dim: int, ndim: int) -> int:
             f"but got {dim})"
         )
     return dim % limit
-
-
-def parse_pattern(pattern: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Dims], list[Dims]]:
-    """Parse a pattern such as "m k, k n -> m n" into the factors of inputs and results.
-
-    `...` stands for any leading dims, `_` for a dim that must be whole.
-    """
-    left, _, right = pattern.partition("->")
-    inputs = [part.split() for part in left.split(",")]
-    extra = 0
-    for names, tensor in zip(inputs, tensors, strict=False):
-        if "..." in names:
-            extra = max(extra, tensor.dim() - (len(names) - 1))
-
-    def expanded(names: list[str], ndim: int | None) -> Dims:
-        count = extra if ndim is None else ndim - (len(names) - 1)
-        result: list[str | None] = []
-        for name in names:
-            if name == "...":
-                result += [f"...{each}" for each in range(extra - count, extra)]
-            else:
-                result.append(None if name == "_" else name)
-        return tuple(result)
-
-    found = [expanded(names, tensor.dim()) for names, tensor in zip(inputs, tensors, strict=False)]
-    return found, [expanded(part.split(), None) for part in right.split(",")]

@@ -243,16 +243,16 @@ def _build_if_possible(
             splits[each] = (*splits.get(each, ()), axis)
     for factor, axes in splits.items():
         if len(axes) > 1:
-            splits[factor] = _ordered(spec, layouts, factor, axes)
+            splits[factor] = _nesting_order(spec, layouts, factor, axes)
     if spec.allows is not None and splits and not spec.allows(splits, mesh):
         return None
     try:
         return _build(spec, layouts, mesh, options, splits, price)
-    except _TornError:
+    except _ImpossibleError:
         return None
 
 
-class _TornError(Exception):
+class _ImpossibleError(Exception):
     """An impossible strategy: a boundary between indices or within a unit, or a pending reduction
     that would become another, as a maximum a sum."""
 
@@ -297,7 +297,7 @@ class _Cuts:
                 cut, _ = self.given[factor]
                 found[dim] = self.spec.recut(factor, number, cut, self.counts[factor])
                 if found[dim] is None:
-                    raise _TornError
+                    raise _ImpossibleError
         return found
 
     def _scaled(self, factor: str | None, size: int) -> Cut | None:
@@ -308,7 +308,7 @@ class _Cuts:
             return cut
         made = cuts_of.rescale_cut(cut, size, self.counts[factor]) if self.spec.scales else None
         if made is None:
-            raise _TornError
+            raise _ImpossibleError
         return made
 
 
@@ -340,7 +340,7 @@ def _build(
                     beside.append(axis)
         _check_pending(layout, pending)
         pieces = cuts.of_inputs(dims, layout.shape)
-        targets.append(_relaid(layout, order, tuple(pending), pieces))
+        targets.append(_with_splits(layout, order, tuple(pending), pieces))
         used.append(tuple(beside))
     outputs = tuple(
         _output(spec, mesh, out, splits, options, cuts.of_output(number, out.dims, out.shape))
@@ -380,10 +380,10 @@ def _check_pending(layout: Layout, wanted: Sequence[tuple[int, str]]) -> None:
     for axis, op in wanted:
         ops = {op, pending.get(axis, op)}
         if len(ops) > 1 and ops != {"sum", "avg"}:
-            raise _TornError
+            raise _ImpossibleError
 
 
-def _relaid(
+def _with_splits(
     layout: Layout,
     order: tuple[tuple[int, ...], ...],
     pending: tuple[tuple[int, str], ...],
@@ -396,7 +396,7 @@ def _relaid(
     return layout.relaid(order, dict(pending), cuts)
 
 
-def _ordered(
+def _nesting_order(
     spec: Spec, layouts: Sequence[Layout], factor: str, axes: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return the axes that split a factor, in the order in which the largest input nests them."""

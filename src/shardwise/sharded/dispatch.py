@@ -25,8 +25,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.dispatch.scalars import run_on_whole
 from shardwise.dtensor.call_args import check_same_on_ranks
 from shardwise.dtensor.state import state
-from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.rules.pointwise.elementwise import ALIASES, names
 from shardwise.rules.pointwise.foreach import one_by_one
 from shardwise.rules.registry import lookup, name_of

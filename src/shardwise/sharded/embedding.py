@@ -17,7 +17,7 @@ from shardwise.comm import carries_values
 from shardwise.core.layout import Layout
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.row_lookup import RowRange, RowTable, rows_of
+from shardwise.rules.helpers.row_exchange import RowRange, RowTable, rows_of
 from shardwise.rules.index.indexing import check_bounds
 from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor

@@ -21,10 +21,9 @@ from torch.nn import init
 from shardwise.api import factories
 from shardwise.core.box import Box
 from shardwise.core.placement import Replicate, Shard
-from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import input_of, tensors_in
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.rules.pointwise.elementwise import names
-from shardwise.rules.registry import lookup
+from shardwise.rules.registry import input_of, lookup
 from shardwise.rules.spec import Dims, Spec
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
 from shardwise.sharded.transfer import sum_grads_over_ranks

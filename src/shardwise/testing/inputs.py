@@ -14,8 +14,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.dtensor.local_shards import check_dense
-from shardwise.dtensor.tensor import DTensor, wrap
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import DTensor, tensors_in, wrap
 
 
 def layouts_of(tensor: torch.Tensor, mesh: DeviceMesh) -> list[Layout]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import tensors_in
 from shardwise.testing.inputs import Sample
 
 

@@ -23,8 +23,7 @@ from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.dispatch.errors import SUCCESS_CHECK
 from shardwise.dtensor.state import fallback
-from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.rules.registry import RuleError
 from shardwise.run.simulate import simulate
 from shardwise.testing.inputs import Sample, combinations, distributed, layouts_of, whole_of

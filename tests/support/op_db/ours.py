@@ -14,8 +14,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.dtensor.state import fallback, fallback_counts
-from shardwise.dtensor.tensor import DTensor, as_local, find_detaching_operator
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import DTensor, as_local, find_detaching_operator, tensors_in
 from shardwise.rules.registry import RuleError
 from shardwise.run.simulate import simulate
 from shardwise.testing import distributed, loss_of, whole_of

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import init_device_mesh
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import tensors_in
 from shardwise.run.simulate import simulate
 from shardwise.testing import distributed, loss_of, value_difference, whole_of, widened
 from support.op_db.entries import Call

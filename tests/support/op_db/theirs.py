@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from shardwise.core import placement as our
-from shardwise.rules.helpers.composed_ops import tensors_in
+from shardwise.dtensor.tensor import tensors_in
 from shardwise.testing import contribution, loss_of
 from support.op_db.cases import Case, How
 from support.op_db.entries import Call

@@ -45,7 +45,7 @@ def _as_int(value: Any) -> Any:
 # ---- values for each dim
 
 
-def without(
+def drop_dims(
     values: Sequence[Any], dims: Sequence[int], keepdim: bool = False, kept: Any = None
 ) -> tuple[Any, ...]:
     """Drop the values of some dims; with `keepdim`, put `kept` in their place instead."""
@@ -54,7 +54,7 @@ def without(
     return tuple(each for at, each in enumerate(values) if at not in dims)
 
 
-def replaced(values: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
+def replace_dim(values: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
     """Return per-dim values with the value of one dim replaced."""
     return (*values[:dim], value, *values[dim + 1 :])
 
@@ -62,7 +62,7 @@ def replaced(values: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
 # ---- factors
 
 
-def given(*inputs: tuple[torch.Tensor | None, Dims]) -> Inputs:
+def present_inputs(*inputs: tuple[torch.Tensor | None, Dims]) -> Inputs:
     """Return the inputs that are not None."""
     return [(tensor, dims) for tensor, dims in inputs if tensor is not None]
 
@@ -76,12 +76,12 @@ def broadcast_dims(tensor: torch.Tensor, names: Sequence[str | None], shape: Seq
     )
 
 
-def whole_along(input: torch.Tensor, dims: Sequence[int], outputs: Sequence[Out]) -> Spec:
+def whole_dims_spec(input: torch.Tensor, dims: Sequence[int], outputs: Sequence[Out]) -> Spec:
     """Return the spec of an operator that needs `dims` whole; the other dims are free."""
-    return Spec([(input, without(dims_of(input), dims, True))], outputs)
+    return Spec([(input, drop_dims(dims_of(input), dims, True))], outputs)
 
 
-def unsplit(tensors: Sequence[torch.Tensor], *shapes: Sequence[int], **extra: Any) -> Spec:
+def unsplit_spec(tensors: Sequence[torch.Tensor], *shapes: Sequence[int], **extra: Any) -> Spec:
     """Return the spec of an operator that needs all tensors whole, with results of these shapes."""
     inputs: Inputs = [(each, (None,) * each.dim()) for each in tensors]
     outputs = [Out((None,) * len(shape), tuple(shape)) for shape in shapes]
@@ -127,7 +127,7 @@ def same_units(units: int, sizes: Sequence[int], mesh: DeviceMesh, axes: Sequenc
     return len(found) == 1
 
 
-def clipped(given: Range, size: int) -> Range:
+def clip(given: Range, size: int) -> Range:
     """Clip a range to the indices of a dim of this size."""
     start = min(max(given[0], 0), size)
     return start, max(start, min(given[1], size))
@@ -137,3 +137,8 @@ def overlap(one: Range, other: Range) -> Range:
     """Return the intersection of two ranges; if they are disjoint, an empty range within `one`."""
     start = min(max(one[0], other[0]), one[1])
     return start, max(start, min(one[1], other[1]))
+
+
+def out_of_range(lowest: int, size: int) -> IndexError:
+    """Return the error for indices that are out of range."""
+    return IndexError(f"index out of range: expected indices from {lowest} to {size - 1}")

@@ -17,7 +17,7 @@ import torch
 from shardwise.comm import communicator
 from shardwise.core.box import Range
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.dims import chunks_of, clipped, overlap
+from shardwise.rules.helpers.dims import chunks_of, clip, overlap
 from shardwise.rules.spec import SplitContext
 
 
@@ -56,7 +56,7 @@ class Window:
 
     def needs(self, results: Range) -> Range:
         """Return the inputs that some results read, without padding."""
-        return clipped(self.looks_at(results), self.size)
+        return clip(self.looks_at(results), self.size)
 
     def padding(self, results: Range) -> Range:
         """Return the padding before and after the needed inputs.

@@ -255,14 +255,14 @@ def parse_key(input: torch.Tensor, key: Any, mesh: DeviceMesh) -> Key:
                     f"shape of the indexed tensor {list(input.shape)} at index {dim}"
                 )
             basic += [ALL] * item.dim()
-            found = whole(item, "__getitem__").nonzero(as_tuple=True)
-            indices += [static(each, mesh) for each in found]
+            found = gather_whole(item, "__getitem__").nonzero(as_tuple=True)
+            indices += [as_replicated(each, mesh) for each in found]
         elif isinstance(item, torch.Tensor):
             basic.append(ALL)
             indices.append(item)
         elif isinstance(item, bool):
             basic.append(None)
-            indices.append(static(torch.zeros(int(item), dtype=torch.int64), mesh))
+            indices.append(as_replicated(torch.zeros(int(item), dtype=torch.int64), mesh))
         else:
             basic.append(item)
             indices += [] if type(item) is int else [None]
@@ -308,7 +308,7 @@ def _item(item: Any, mesh: DeviceMesh) -> Any:
                 f"are valid indices (got {type(item).__name__})"
             )
         made = torch.as_tensor(item if hasattr(item, "dtype") else list(item))
-        item = static(made if made.numel() else made.to(torch.int64), mesh)
+        item = as_replicated(made if made.numel() else made.to(torch.int64), mesh)
     if item.dtype not in (torch.int64, torch.int32, *_MASKS):
         raise IndexError(
             f"tensors used as indices must be long, int, byte or bool tensors, got {item.dtype}"
@@ -320,7 +320,7 @@ def _item(item: Any, mesh: DeviceMesh) -> Any:
 
 def _number(value: Any) -> Any:
     """Return a number; that of a tensor with one element."""
-    return whole(value, "__getitem__").item() if isinstance(value, torch.Tensor) else value
+    return gather_whole(value, "__getitem__").item() if isinstance(value, torch.Tensor) else value
 
 
 def _consumes(item: Any) -> int:
@@ -333,7 +333,7 @@ def _consumes(item: Any) -> int:
 # ---- tensors beside a key
 
 
-def static(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is the same on every rank as a replicated DTensor."""
     if isinstance(tensor, DTensor):
         return tensor
@@ -354,7 +354,7 @@ def mesh_of(*values: Any) -> DeviceMesh:
     return None  # type: ignore[return-value]
 
 
-def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Gather a whole tensor as a plain one; differentiable."""
     if not isinstance(tensor, DTensor):
         return tensor

@@ -1,4 +1,4 @@
-"""Local tensors in lowerings: padding and cropping, constants, rows by number.
+"""Local tensors in lowerings: padding and cropping, constants, rows by number, dtypes.
 
 Padding serves operators that refuse empty shards or need one more row. All functions are
 differentiable on all ranks, empty shards included, so that every rank runs the same backward.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from shardwise.core.box import Range
-from shardwise.rules.helpers.composed_ops import with_synonyms
+from shardwise.rules.registry import with_synonyms
 from shardwise.rules.spec import SplitContext
 
 
@@ -52,7 +53,9 @@ def crop(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def for_empty(function: Callable[..., Any]) -> Callable[[SplitContext], Callable[..., Any] | None]:
+def lower_with_padding(
+    function: Callable[..., Any],
+) -> Callable[[SplitContext], Callable[..., Any] | None]:
     """Return the lowering of a function that does not handle empty shards.
 
     It may refuse them, or return a result of another shape or without gradients. Where the first
@@ -84,7 +87,7 @@ def is_empty(shape: Sequence[int]) -> bool:
 # A recorded program runs on meta tensors, which have no data: constants stay on the CPU.
 
 
-def numbers(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+def vector_of(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """Return a vector of numbers with the dtype and device of `like`."""
     if not like.is_meta:
         return torch.tensor(values, dtype=like.dtype, device=like.device)
@@ -99,3 +102,59 @@ def take_rows(x: torch.Tensor, dim: int, rows: Any) -> torch.Tensor:
         key: Any = (*[slice(None)] * dim, index)
         return x[key]
     return x.index_select(dim, index.to(x.device))
+
+
+# ---- dtypes in which torch computes
+# A lowering that replaces one kernel of torch by several steps must round to a half type only once.
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which torch accumulates: float32 for the half types, else the same."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast a tensor to the dtype in which torch's kernels would accumulate it."""
+    return tensor.to(wide_dtype(tensor.dtype))
+
+
+def keeps_sums(dtype: torch.dtype | None) -> bool:
+    """Return whether a cast to this dtype is linear; contributions must not become integers."""
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
+
+
+def is_summed(dtype: torch.dtype) -> bool:
+    """Return whether contributions of this dtype can be summed: not integers, not 8-bit floats."""
+    return keeps_sums(dtype) and dtype.itemsize > 1
+
+
+# ---- within autocast
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast an operand of a matrix product as autocast does."""
+    device = tensor.device.type
+    if _is_enabled(device) and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
+def autocast_wide_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype of losses and sums of these tensors, under autocast the wider one."""
+    dtype = tensors[0].dtype
+    for each in tensors[1:]:
+        dtype = torch.promote_types(dtype, each.dtype)
+    return wide_dtype(dtype) if _is_enabled(tensors[0].device.type) else dtype
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Turn autocast off within the returned context, so that operators keep their dtypes."""
+    return torch.autocast(device, enabled=False) if _is_enabled(device) else nullcontext()
+
+
+def _is_enabled(device: str) -> bool:
+    # torch raises an error if it is asked for autocast on the meta device.
+    return device != "meta" and torch.is_autocast_enabled(device)

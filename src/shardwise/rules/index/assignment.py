@@ -1,4 +1,6 @@
-"""Writing by index: `x[key] = value`, index_put, put_. In place; the target keeps its layout.
+"""Writing by index: `x[key] = value`, index_put, put_, and copies with a part overwritten.
+
+In place; the target keeps its layout.
 
 Each rank writes the elements of its shard, even if there are none: a value that requires grad must
 be in the graph of every rank, as its gradient is summed over the ranks. Writing is jointly linear
@@ -19,12 +21,13 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.dtensor.view_copy import is_current_copy
 from shardwise.dtensor.writes import check_inplace_target
-from shardwise.rules.helpers.composed_ops import Function, composed
 from shardwise.rules.helpers.dims import Inputs, broadcast_dims
 from shardwise.rules.helpers.index_key import (
     ALL,
     Key,
     Region,
+    as_replicated,
+    gather_whole,
     is_mask,
     is_simple,
     local_region,
@@ -32,20 +35,19 @@ from shardwise.rules.helpers.index_key import (
     parse_key,
     picks,
     region,
-    static,
-    whole,
 )
 from shardwise.rules.index.indexing import (
     BASIC,
     Indices,
     check_bounds,
-    held,
-    picked,
-    unravelled,
-    within,
+    clamp_indices,
+    indexed_dims,
+    locate_all,
+    unravel,
 )
-from shardwise.rules.registry import OpInfo, add_op_info, handler
-from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
+from shardwise.rules.registry import Function, OpInfo, add_op_info, composed, handler
+from shardwise.rules.shape.strides import check_source
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
 
 
 def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]], Function]:
@@ -54,7 +56,7 @@ def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]
 
     def aside(target: DTensor, *args: Any) -> DTensor:
         # For example a pending max: its contributions cannot be written to.
-        result = static(whole(target, name).clone(), target._layout.mesh)
+        result = as_replicated(gather_whole(target, name).clone(), target._layout.mesh)
         function.dispatched(result, *args)
         return result
 
@@ -175,7 +177,7 @@ def PUT(  # noqa: N802
     target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool
 ) -> Spec:
     """Assign (or add) by tensors of integers, one or None for each dim."""
-    where = picked(target.dim(), indices)
+    where = indexed_dims(target.dim(), indices)
     names = dims_of(target)
     common = [None] * len(where.common)
     shape = where.arranged([target.shape[dim] for dim in where.rest], where.common)
@@ -193,7 +195,7 @@ def PUT(  # noqa: N802
         def run(
             target: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool
         ) -> None:
-            found, inside = held(target, indices, context.inputs[0], split)
+            found, inside = locate_all(target, indices, context.inputs[0], split)
             sizes = where.arranged([target.size(dim) for dim in where.rest], where.common)
             values = _of_rank(values, len(sizes)).expand(sizes)[(ALL,) * where.at + (inside,)]
             kept = [None if each is None else each.expand(where.common)[inside] for each in found]
@@ -216,7 +218,7 @@ def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
     """
     taken = picks(key.basic, tuple(target.shape))
     sizes = [1 if pick is None else pick.count for pick in taken if pick is None or not pick.drops]
-    where = picked(len(sizes), key.indices)
+    where = indexed_dims(len(sizes), key.indices)
     ndim = len(where.rest) + len(where.common)
     places = where.arranged(where.rest, [None] * len(where.common))
     result = []
@@ -230,7 +232,7 @@ def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
             at = places.index(dim)
             index = torch.arange(sizes[dim]).reshape([-1 if e == at else 1 for e in range(ndim)])
         else:
-            index = whole(index, "__setitem__")
+            index = gather_whole(index, "__setitem__")
             check_bounds(index, -sizes[dim], sizes[dim])
             index = torch.where(index < 0, index + sizes[dim], index)
             index = index.reshape(*index.shape, *[1] * (len(where.rest) - where.at))
@@ -276,7 +278,7 @@ def _set(target: DTensor, key: Key, value: torch.Tensor) -> None:
     elif _is_view(region(key.basic, target), target._layout):
         PUT.dispatched(BASIC.dispatched(target, key.basic), key.indices, value, False)
     else:
-        indices = tuple(static(each, mesh) for each in coordinates(target, key))
+        indices = tuple(as_replicated(each, mesh) for each in coordinates(target, key))
         PUT.dispatched(target, indices, value, False)
 
 
@@ -313,7 +315,7 @@ def masked_index_put(
     """Add to a copy where a mask is true; other indices may be out of bounds."""
     if not input.numel():
         return copy_of(input, mesh_of(input, mask, indices, values))
-    key = [None if each is ALL else each for each in within(input, indices)]
+    key = [None if each is ALL else each for each in clamp_indices(input, indices)]
     return index_put(input, key, values.masked_fill(mask.logical_not(), 0), accumulate=True)
 
 
@@ -322,10 +324,12 @@ def put_(input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool
     """Run `put_`: the indices are of the flattened tensor."""
     check_inplace_target("put_", input)
     mesh = input._layout.mesh
-    found = unravelled(whole(index, "put_"), input._layout.shape)
-    values = whole(source, "put_").reshape(index.shape)
-    values = static(values.view_as(values), mesh)  # an alias, as the tensor may be the user's own
-    indices = tuple(static(each, mesh) for each in found)
+    found = unravel(gather_whole(index, "put_"), input._layout.shape)
+    values = gather_whole(source, "put_").reshape(index.shape)
+    values = as_replicated(
+        values.view_as(values), mesh
+    )  # an alias, as the tensor may be the user's own
+    indices = tuple(as_replicated(each, mesh) for each in found)
     if indices:
         PUT.dispatched(input, indices, values, bool(accumulate))
     elif index.numel() and accumulate:  # a 0-d tensor has one element
@@ -347,4 +351,67 @@ def copy_of(input: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a copy that can be written to; the copy of a plain tensor is replicated."""
     if isinstance(input, DTensor):
         return wrap(unwrap(input).clone(), input._layout)
-    return static(input.clone(), mesh)
+    return as_replicated(input.clone(), mesh)
+
+
+# ---- copies with a view overwritten
+
+
+@composed("copy")
+def copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """Return a copy of the source in the shape and dtype of the input, with the source's layout."""
+    mesh = mesh_of(input, src)
+    source = src if isinstance(src, DTensor) else as_replicated(src, mesh)
+    return source.to(input.dtype).expand(input.shape).clone()
+
+
+@composed("select_scatter")
+def select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> DTensor:
+    """Return a copy of the input with one row replaced."""
+    at = normalize_dim(dim, input.dim())
+    check_source(src, (*input.shape[:at], *input.shape[at + 1 :]))
+    return _overwritten(input, src, (*[ALL] * at, int(index)))
+
+
+@composed("slice_scatter")
+def slice_scatter(
+    input: torch.Tensor,
+    src: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> DTensor:
+    """Return a copy of the input with some rows replaced."""
+    at = normalize_dim(dim, input.dim())
+    rows = slice(start, end, step)
+    count = len(range(input.shape[at])[rows])
+    check_source(src, (*input.shape[:at], count, *input.shape[at + 1 :]))
+    return _overwritten(input, src, (*[ALL] * at, rows))
+
+
+def _overwritten(input: torch.Tensor, src: torch.Tensor, key: tuple[Any, ...]) -> DTensor:
+    result = copy_of(input, mesh_of(input, src))
+    ASSIGN.dispatched(result, key, src)
+    return result
+
+
+@composed("diagonal_scatter")
+def diagonal_scatter(
+    input: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> DTensor:
+    """Return a copy of the input with a diagonal replaced; each rank writes its own elements."""
+    mesh = mesh_of(input, src)
+    meta = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2)
+    check_source(src, meta.shape)
+    row, column = (normalize_dim(dim, input.dim()) for dim in (dim1, dim2))
+    places = torch.arange(meta.shape[-1], device=input.device)
+    indices: list[torch.Tensor | None] = [None] * input.dim()
+    indices[row] = as_replicated(places + max(0, -offset), mesh)
+    indices[column] = as_replicated(places + max(0, offset), mesh)
+    first, last = min(row, column), max(row, column)
+    result = copy_of(input, mesh)
+    # As in torch, indexed dims stay in place if they are adjacent, and come first otherwise.
+    values = src.movedim(-1, first if last == first + 1 else 0)
+    PUT.dispatched(result, tuple(indices[: last + 1]), values, False)
+    return result

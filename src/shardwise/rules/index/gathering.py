@@ -14,9 +14,9 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.rules.helpers.collectives import all_reduce_extreme, all_reduce_sum
-from shardwise.rules.helpers.dims import Inputs, replaced, unsplit, without
+from shardwise.rules.helpers.dims import Inputs, drop_dims, replace_dim, unsplit_spec
 from shardwise.rules.helpers.local_tensors import pad_to_one_row
-from shardwise.rules.index.indexing import located, looked_up, unravelled
+from shardwise.rules.index.indexing import locate, look_up, unravel
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
@@ -30,7 +30,7 @@ def gather(input: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: b
     if sparse_grad:
         return None  # a sparse gradient cannot be summed over ranks
     if input.dim() != index.dim() or input.dim() == 0:
-        return unsplit([input, index], tuple(index.shape))
+        return unsplit_spec([input, index], tuple(index.shape))
     at = normalize_dim(dim, input.dim())
     names = dims_of(index)
     held: Dims = tuple(
@@ -50,11 +50,11 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None =
     if dim is None:
         if indices.dim() == 1:
             return take(input, indices)
-        return unsplit([input, indices], (indices.numel(),))
+        return unsplit_spec([input, indices], (indices.numel(),))
     if input.dim() != indices.dim() or input.dim() == 0:
         return None
     at = normalize_dim(dim, input.dim())
-    sizes = torch.broadcast_shapes(without(input.shape, (at,)), without(indices.shape, (at,)))  # type: ignore[no-untyped-call]
+    sizes = torch.broadcast_shapes(drop_dims(input.shape, (at,)), drop_dims(indices.shape, (at,)))  # type: ignore[no-untyped-call]
     shape = (*sizes[:at], indices.size(at), *sizes[at:])
     names = dims_of(indices)
     held: Dims = tuple(
@@ -76,13 +76,13 @@ def _taken_along(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Te
 def index_select(input: torch.Tensor, dim: int, index: torch.Tensor) -> Spec:
     """Look up rows by number."""
     if input.dim() == 0:
-        return unsplit([input, index], ())
+        return unsplit_spec([input, index], ())
     at = normalize_dim(dim, input.dim())
     names = dims_of(input)
     picks: Dims = ("picks",) * index.dim()
-    result = replaced(names, at, "picks" if picks else None)
-    shape = replaced(input.shape, at, index.numel())
-    held = replaced(names, at, "rows")
+    result = replace_dim(names, at, "picks" if picks else None)
+    shape = replace_dim(input.shape, at, index.numel())
+    held = replace_dim(names, at, "rows")
     return _lookup([(input, held), (index, picks)], Out(result, shape), at, _selected)
 
 
@@ -98,7 +98,7 @@ def _lookup(
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         axes = context.axes("rows")
-        boxes = boxes_of(held, picks, context.inputs[1]) if len(held) == len(picks) else {}
+        boxes = ranges_to_narrow(held, picks, context.inputs[1]) if len(held) == len(picks) else {}
         if not axes and not boxes:
             return None
         if 0 in out.shape:
@@ -106,10 +106,10 @@ def _lookup(
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             source, index = tensors_among(*args, *kwargs.values())
-            source = cut(source, boxes)
+            source = narrow_to(source, boxes)
             if not context.axes("rows"):
                 return run(source, dim, index)  # type: ignore[no-any-return]
-            found, inside = located(index, context.inputs[0], dim, wraps=wraps)
+            found, inside = locate(index, context.inputs[0], dim, wraps=wraps)
             result = run(pad_to_one_row(source, dim), dim, found)
             beside = [1] * (result.dim() - 1 - dim) if inside.dim() == 1 < result.dim() else []
             result = result.masked_fill(~inside.reshape((*inside.shape, *beside)), 0)
@@ -120,7 +120,7 @@ def _lookup(
     return Spec(inputs, [out], reduces={"rows": "whole"}, linear=[(0,)], lower=lower)
 
 
-def boxes_of(
+def ranges_to_narrow(
     dims: Dims, leading: Dims, layout: Layout, but: int | None = None
 ) -> dict[int, tuple[int, int]]:
     """Return the ranges, by dim, to which an operand is narrowed.
@@ -135,7 +135,7 @@ def boxes_of(
     }
 
 
-def cut(
+def narrow_to(
     tensor: torch.Tensor, boxes: dict[int, tuple[int, int]], *, broadcasts: bool = True
 ) -> torch.Tensor:
     """Narrow an operand to these ranges; dims of size 1 of an operand that broadcasts stay."""
@@ -162,7 +162,7 @@ def take(input: torch.Tensor, index: torch.Tensor) -> Spec:
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             source, index = tensors_among(*args, *kwargs.values())
-            found = looked_up(source, unravelled(index, shape), context.inputs[0], split)
+            found = look_up(source, unravel(index, shape), context.inputs[0], split)
             return all_reduce_sum(found, context.mesh, axes)
 
         return run

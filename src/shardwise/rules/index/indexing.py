@@ -20,29 +20,28 @@ from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.collectives import all_reduce_sum
-from shardwise.rules.helpers.composed_ops import Function, composed
-from shardwise.rules.helpers.dims import Inputs, broadcast_dims
+from shardwise.rules.helpers.dims import Inputs, broadcast_dims, out_of_range
 from shardwise.rules.helpers.index_key import (
     ALL,
     Pick,
+    as_replicated,
+    gather_whole,
     is_simple,
     local_region,
     mesh_of,
     parse_key,
     region,
-    static,
-    whole,
 )
 from shardwise.rules.helpers.local_tensors import pad, pad_to_one_row
 from shardwise.rules.helpers.row_exchange import mark_copy, plan_row_exchange
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.registry import Function, composed, handler, rule
 from shardwise.rules.shape.splitting import whole_pieces
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
 # ---- parts of lookups in a split dim
 
 
-def located(
+def locate(
     index: torch.Tensor, layout: Layout, dim: int, *, wraps: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Translate global indices to places in this rank's shard; also return which of them it holds.
@@ -72,12 +71,7 @@ def check_bounds(index: torch.Tensor, lowest: int, size: int) -> None:
         raise error from None
 
 
-def out_of_range(lowest: int, size: int) -> IndexError:
-    """Return the error for indices that are out of range."""
-    return IndexError(f"index out of range: expected indices from {lowest} to {size - 1}")
-
-
-def unravelled(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def unravel(index: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Return the coordinates of indices into a flattened tensor."""
     count = math.prod(shape)
     check_bounds(index, -count, count)
@@ -154,7 +148,7 @@ Indices = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class IndexedDims:
     """The dims of a result of index tensors: the broadcast dims of the indices stand together."""
 
     at: int
@@ -169,37 +163,37 @@ class Picked:
         return (*rest[: self.at], *common, *rest[self.at :])
 
 
-def picked(ndim: int, indices: Indices) -> Picked:
+def indexed_dims(ndim: int, indices: Indices) -> IndexedDims:
     """Return the dims of the result of these index tensors."""
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     together = dims == list(range(dims[0], dims[-1] + 1))
     shapes = [tuple(each.shape) for each in indices if each is not None]
     common = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     rest = tuple(dim for dim in range(ndim) if dim not in dims)
-    return Picked(dims[0] if together else 0, tuple(common), rest)
+    return IndexedDims(dims[0] if together else 0, tuple(common), rest)
 
 
-def held(
+def locate_all(
     local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
 ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
     """Translate indices to places in this rank's shard, for the split dims; and which it holds."""
     result = list(indices)
-    common = picked(local.dim(), indices).common
+    common = indexed_dims(local.dim(), indices).common
     inside = torch.ones((), dtype=torch.bool, device=local.device)
     for dim in dims:
         index = result[dim]
         assert index is not None, "it has an index"
-        result[dim], found = located(index, layout, dim)
+        result[dim], found = locate(index, layout, dim)
         inside = inside & found
     return result, inside.expand(common)
 
 
-def looked_up(
+def look_up(
     local: torch.Tensor, indices: Indices, layout: Layout, dims: Sequence[int]
 ) -> torch.Tensor:
     """Return this rank's elements at global indices; 0 for elements of other ranks."""
-    where = picked(local.dim(), indices)
-    found, inside = held(local, indices, layout, dims)
+    where = indexed_dims(local.dim(), indices)
+    found, inside = locate_all(local, indices, layout, dims)
     for dim in dims:
         local = pad_to_one_row(local, dim)
     result = local[tuple(ALL if each is None else each for each in found)]
@@ -216,7 +210,7 @@ ADVANCED = Function(
 @rule(ADVANCED)
 def advanced(input: torch.Tensor, indices: Indices) -> Spec:
     """Return the spec of an index of integer tensors, one or None for each dim: a copy."""
-    where = picked(input.dim(), indices)
+    where = indexed_dims(input.dim(), indices)
     names = dims_of(input)
     common = [f"b{dim}" for dim in range(len(where.common))]
     inputs: Inputs = [(input, names)]
@@ -232,7 +226,7 @@ def advanced(input: torch.Tensor, indices: Indices) -> Spec:
             return None
         axes = context.axes(*(names[dim] for dim in split)) if 0 not in shape else ()
         return lambda input, indices: all_reduce_sum(
-            looked_up(input, indices, context.inputs[0], split), context.mesh, axes
+            look_up(input, indices, context.inputs[0], split), context.mesh, axes
         )
 
     return Spec(
@@ -276,14 +270,14 @@ def masked_index(
 ) -> torch.Tensor:
     """Return `x[indices]` where a mask is true; other indices may be out of bounds."""
     if input.numel():
-        return input[within(input, indices)].masked_fill(mask.logical_not(), fill)
-    where = picked(input.dim(), indices)
+        return input[clamp_indices(input, indices)].masked_fill(mask.logical_not(), fill)
+    where = indexed_dims(input.dim(), indices)
     return input.new_full(
         where.arranged([input.shape[dim] for dim in where.rest], where.common), fill
     )
 
 
-def within(input: torch.Tensor, indices: Sequence[Any]) -> tuple[Any, ...]:
+def clamp_indices(input: torch.Tensor, indices: Sequence[Any]) -> tuple[Any, ...]:
     """Clamp indices to the bounds of the dims; return them as a key."""
     sizes = zip(indices, input.shape, strict=False)
     return tuple(ALL if each is None else each.clamp(-size, size - 1) for each, size in sizes)
@@ -304,11 +298,11 @@ def nonzero(input: DTensor, as_tuple: bool = False) -> Any:
     """Return the places of nonzero elements on every rank; one byte per element is gathered."""
     mesh = input._layout.mesh
     with torch.no_grad():
-        mask: Any = whole(input != 0, "nonzero")
+        mask: Any = gather_whole(input != 0, "nonzero")
         found = mask.nonzero(as_tuple=as_tuple)
     if as_tuple:
-        return tuple(static(each, mesh) for each in found)
-    return static(found, mesh)
+        return tuple(as_replicated(each, mesh) for each in found)
+    return as_replicated(found, mesh)
 
 
 @composed("nonzero_static")

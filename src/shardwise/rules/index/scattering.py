@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
-from shardwise.rules.helpers.composed_ops import composed
-from shardwise.rules.helpers.dims import Inputs, replaced, unsplit
-from shardwise.rules.helpers.index_key import mesh_of, static, whole
+from shardwise.rules.helpers.dims import Inputs, replace_dim, unsplit_spec
+from shardwise.rules.helpers.index_key import as_replicated, gather_whole, mesh_of
 from shardwise.rules.helpers.local_tensors import pad
-from shardwise.rules.index.gathering import boxes_of, cut
-from shardwise.rules.index.indexing import located
+from shardwise.rules.index.gathering import narrow_to, ranges_to_narrow
+from shardwise.rules.index.indexing import locate
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import composed, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
 
 
@@ -73,10 +72,10 @@ def _scatter(
     """
     input, index, *values = tensors
     if any(each.dim() != input.dim() for each in tensors) or input.dim() == 0:
-        return unsplit(tensors, input.shape, linear=[(0, 2)] if linear else ())
+        return unsplit_spec(tensors, input.shape, linear=[(0, 2)] if linear else ())
     at = normalize_dim(dim, input.dim())
     names = dims_of(input)
-    held = replaced(names, at, "rows")
+    held = replace_dim(names, at, "rows")
     picks: Dims = tuple(
         ("picks" if adds else None)
         if each == at
@@ -92,7 +91,7 @@ def _scatter(
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         leading = context.inputs[0]
-        boxes = [boxes_of(dims, held, leading, but=at) for _, dims in inputs]
+        boxes = [ranges_to_narrow(dims, held, leading, but=at) for _, dims in inputs]
         if values and inputs[2][1][at] is None and context.inputs[1].shard_order[at]:
             box = context.inputs[1].box()
             boxes[2][at] = box.start[at], box.stop[at]
@@ -103,9 +102,10 @@ def _scatter(
         def local(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             parts = _Arguments(args, kwargs)
             index, *values = parts.tensors
-            index = cut(index, boxes[1], broadcasts=False)
+            index = narrow_to(index, boxes[1], broadcasts=False)
             values = [
-                cut(value, boxes[2], broadcasts=False) if value.dim() else value for value in values
+                narrow_to(value, boxes[2], broadcasts=False) if value.dim() else value
+                for value in values
             ]
             if not axes:
                 given, keywords = parts.filled([index, *values])
@@ -173,11 +173,11 @@ def _index_write(
     input, index, *values = tensors
     flows = [(0, 2)] if values and linear else []
     if input.dim() == 0 or any(value.dim() not in (0, input.dim()) for value in values):
-        return unsplit(tensors, input.shape, linear=flows)
+        return unsplit_spec(tensors, input.shape, linear=flows)
     at = normalize_dim(dim, input.dim())
     names = dims_of(input)
-    held = replaced(names, at, "rows")
-    written = replaced(names, at, "picks" if adds and index.dim() else None)
+    held = replace_dim(names, at, "rows")
+    written = replace_dim(names, at, "picks" if adds and index.dim() else None)
     inputs: Inputs = [(input, held), (index, (written[at],) * index.dim())]
     inputs += [(value, written if value.dim() else ()) for value in values]
 
@@ -232,7 +232,7 @@ def _spilled(
 ) -> torch.Tensor:
     """Write to a shard of a split dim; writes for other ranks go to a row that is dropped."""
     size = input.size(dim)
-    found, inside = located(index, layout, dim, wraps=run is torch.index_fill)
+    found, inside = locate(index, layout, dim, wraps=run is torch.index_fill)
     found = torch.where(inside, found, size)
     args, kwargs = parts.filled([found, *values])
     result = run(pad(input, {dim: (0, 1)}), *args, **kwargs)
@@ -247,11 +247,11 @@ def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor
     """Write the next element of the source wherever the mask is true; the mask is gathered to count
     the elements before each place."""
     mesh = mesh_of(input, mask, source)
-    given = whole(mask, "masked_scatter")
+    given = gather_whole(mask, "masked_scatter")
     shape = torch.broadcast_shapes(tuple(input.shape), tuple(given.shape))  # type: ignore[no-untyped-call]
     given = given.expand(shape).clone()
     count = given.flatten().cumsum(0).reshape(shape)
-    values = whole(source, "masked_scatter").flatten()
+    values = gather_whole(source, "masked_scatter").flatten()
     if int(given.sum()) > values.numel():
         raise RuntimeError(
             "masked_scatter: expected self and source to have same dtypes and source to have at "
@@ -260,4 +260,4 @@ def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor
     if values.dtype != input.dtype:
         raise RuntimeError("masked_scatter: expected self and source to have same dtypes")
     picked = values[(count - 1).clamp(min=0)] if values.numel() else values.new_zeros(shape)
-    return torch.where(static(given, mesh), static(picked, mesh), input)
+    return torch.where(as_replicated(given, mesh), as_replicated(picked, mesh), input)

@@ -12,72 +12,16 @@ import torch
 
 from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.state import plain_tensors
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.random.seed_check import check_if_suspect
-from shardwise.rules.helpers.composed_ops import input_of, tensors_in, with_synonyms
-from shardwise.rules.helpers.dims import Inputs, as_dims, broadcast_dims, replaced, unsplit
-from shardwise.rules.helpers.local_tensors import for_empty
-from shardwise.rules.linalg.matmul import leading
-from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
-from shardwise.rules.registry import functions_named, handler, rule
-from shardwise.rules.spec import Dims, Out, Spec, dims_of
+from shardwise.rules.helpers.dims import as_dims, replace_dim, unsplit_spec
+from shardwise.rules.helpers.local_tensors import lower_with_padding
+from shardwise.rules.pattern import matrices
+from shardwise.rules.pointwise.elementwise import broadcast_spec, tensors_among
+from shardwise.rules.registry import functions_named, handler, input_of, rule, with_synonyms
+from shardwise.rules.spec import Out, Spec, dims_of
 
 Tensor = torch.Tensor
-
-# ---- the general form
-
-
-def matrices(tensors: Sequence[Tensor], pattern: str, **extra: Any) -> Spec:
-    """Return the spec of an operator on batches of matrices and vectors.
-
-    The pattern names the last dims of each operand and result; the batch dims before them broadcast
-    and are free. A dim with a small letter must be whole, a dim with a capital is free. `k` is the
-    smaller of `m` and `n` if no operand has it. `.` stands for batch dims only, `0` for an empty
-    tensor without batch dims.
-
-    Example:
-        >>> matrices([A], "m n -> m k, k, k n")  # singular values and vectors
-    """
-    left, right = (side.split(",") for side in pattern.split("->"))
-    operands = [_letters(each) for each in left]
-    sizes = {"1": 1}
-    batches = []
-    for tensor, letters in zip(tensors, operands, strict=True):
-        count = tensor.dim() - len(letters)
-        if count < 0:
-            raise RuntimeError(
-                f"expected a tensor of at least {len(letters)} dims, got {tuple(tensor.shape)}"
-            )
-        batches.append(tensor.shape[:count])
-        sizes.update(zip(letters, tensor.shape[count:], strict=True))
-    if "m" in sizes and "n" in sizes:
-        sizes.setdefault("k", min(sizes["m"], sizes["n"]))
-    batch = tuple(torch.broadcast_shapes(*batches))  # type: ignore[no-untyped-call]
-    names = leading(len(batch))
-    inputs: Inputs = []
-    for tensor, letters in zip(tensors, operands, strict=True):
-        shape = (*batch, *(sizes[each] for each in letters))
-        inputs.append((tensor, broadcast_dims(tensor, (*names, *_free(letters)), shape)))
-    outputs = [
-        Out((*names, *_free(each)), (*batch, *(sizes[letter] for letter in each)))
-        if each != ["0"]
-        else NOTHING
-        for each in map(_letters, right)
-    ]
-    return Spec(inputs, outputs, **extra)
-
-
-NOTHING = Out((None,), (0,))
-"""The empty tensor that torch returns for a result that was not requested."""
-
-
-def _letters(part: str) -> list[str]:
-    return [each for each in part.split() if each != "."]
-
-
-def _free(letters: Sequence[str]) -> Dims:
-    return tuple(each if each.isupper() else None for each in letters)
-
 
 # ---- one batch of matrices
 
@@ -124,7 +68,11 @@ for _pattern, _names in _PATTERNS.items():
 @with_synonyms
 def cond(input: Tensor, p: Any = None) -> Spec:
     return matrices(
-        [input], "m n -> .", lower=for_empty(torch.linalg.cond), positions=(), may_fail=True
+        [input],
+        "m n -> .",
+        lower=lower_with_padding(torch.linalg.cond),
+        positions=(),
+        may_fail=True,
     )
 
 
@@ -132,7 +80,7 @@ def cond(input: Tensor, p: Any = None) -> Spec:
 @with_synonyms
 def householder_product(input: Tensor, tau: Any = None, *, input2: Any = None) -> Spec:
     tau = input2 if tau is None else tau
-    lower = for_empty(torch.linalg.householder_product)
+    lower = lower_with_padding(torch.linalg.householder_product)
     return matrices([input, tau], "m n, k -> m n", lower=lower, positions=())
 
 
@@ -197,7 +145,7 @@ def lu_unpack(
 def _tolerant(function: Any, input: Tensor, tolerances: Sequence[Any], result: str) -> Spec:
     given = tensors_among(*tolerances)
     pattern = f"m n{', .' * len(given)} -> {result}"
-    lower = for_empty(function)
+    lower = lower_with_padding(function)
     return matrices([input, *given], pattern, lower=lower, positions=(), may_fail=True)
 
 
@@ -223,7 +171,7 @@ def matrix_rank(
 @rule("linalg.tensorinv")
 @with_synonyms
 def tensorinv(input: Tensor, ind: int = 2) -> Spec:
-    return unsplit([input], (*input.shape[ind:], *input.shape[:ind]))
+    return unsplit_spec([input], (*input.shape[ind:], *input.shape[:ind]))
 
 
 @rule("linalg.tensorsolve")
@@ -232,7 +180,7 @@ def tensorsolve(input: Tensor, other: Tensor, dims: Any = None) -> Spec:
     last = [each % input.dim() for each in dims or ()]
     kept = [size for dim, size in enumerate(input.shape) if dim not in last]
     shape = (*kept, *(input.shape[dim] for dim in last))[other.dim() :]
-    return unsplit([input, other], shape)
+    return unsplit_spec([input, other], shape)
 
 
 # ---- low-rank approximations
@@ -276,11 +224,11 @@ def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Spec:
 
 def _cross(input: Tensor, other: Tensor, dim: int, **extra: Any) -> Spec:
     """Return the spec of a cross product: its dim is whole, the others broadcast."""
-    spec = broadcast([input, other])
+    spec = broadcast_spec([input, other])
     (out,) = spec.outputs
     (along,) = as_dims(dim, len(out.shape)) or (0,)
-    inputs = [(tensor, replaced(dims, along, None)) for tensor, dims in spec.inputs]
-    outputs = [Out(replaced(out.dims, along, None), out.shape)]
+    inputs = [(tensor, replace_dim(dims, along, None)) for tensor, dims in spec.inputs]
+    outputs = [Out(replace_dim(out.dims, along, None), out.shape)]
     return Spec(inputs, outputs, linear=[(0,), (1,)], **extra)
 
 
@@ -305,7 +253,7 @@ def vander(input: Tensor, N: int | None = None, increasing: bool = False) -> Spe
 @with_synonyms
 def linalg_vander(input: Tensor, *, N: int | None = None) -> Spec:
     if input.dim() == 0:
-        return unsplit([input], (1, 1 if N is None else N))
+        return unsplit_spec([input], (1, 1 if N is None else N))
     count = input.shape[-1] if N is None else N
 
     def run(*args: Any, **kwargs: Any) -> Any:

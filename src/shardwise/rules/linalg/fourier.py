@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import Function, composed, with_synonyms
-from shardwise.rules.helpers.dims import as_dims, given, replaced, without
+from shardwise.rules.helpers.dims import as_dims, drop_dims, present_inputs, replace_dim
 from shardwise.rules.helpers.halo_exchange import Window, plan_exchange
-from shardwise.rules.helpers.local_tensors import crop, for_empty, is_empty, pad_empty_dims
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.helpers.local_tensors import crop, is_empty, lower_with_padding, pad_empty_dims
+from shardwise.rules.registry import Aten, Function, composed, rule, with_synonyms
 from shardwise.rules.shape.rearranging import roll
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 from shardwise.torch_internals import VF
@@ -29,8 +28,8 @@ Sizes = tuple[int, ...]
 
 def transformed(input: torch.Tensor, dims: Sequence[int], shape: Sizes, run: Any) -> Spec:
     """Return the spec of a transform `run` over some dims, with a result of this shape."""
-    names = without(dims_of(input), dims, True)
-    out, lower = Out(names, shape), for_empty(run)
+    names = drop_dims(dims_of(input), dims, True)
+    out, lower = Out(names, shape), lower_with_padding(run)
     return Spec([(input, names)], [out], linear=[(0,)], lower=lower, positions=())
 
 
@@ -70,7 +69,7 @@ def _one_rule(function: Any, length: Length) -> None:
     ) -> Spec:
         at = normalize_dim(dim, input.dim())
         (size,) = _checked([length(input.shape[at], n)])
-        return transformed(input, (at,), replaced(input.shape, at, size), function)
+        return transformed(input, (at,), replace_dim(input.shape, at, size), function)
 
 
 # ---- over several
@@ -157,7 +156,7 @@ def _one_after_other(
         now = [dim for dim in wanted if dim not in split] or list(wanted)
         if (
             split.issuperset(now)
-            and math.prod(without(input.shape, now)) < input._layout.mesh.size()
+            and math.prod(drop_dims(input.shape, now)) < input._layout.mesh.size()
         ):
             now = now[:1]  # no other dim can take their axes: transform one dim at a time
         sizes = [input.shape[dim] if wanted[dim] in (None, -1) else wanted[dim] for dim in now]
@@ -211,13 +210,13 @@ def c2c(self: torch.Tensor, dim: Sequence[int], normalization: int, forward: boo
 def r2c(self: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> Spec:
     last = normalize_dim(dim[-1], self.dim())
     size = _half(self.shape[last], None) if onesided else self.shape[last]
-    shape = replaced(self.shape, last, size)
+    shape = replace_dim(self.shape, last, size)
     return transformed(self, as_dims(dim, self.dim()), shape, torch._fft_r2c)
 
 
 @rule(Aten("_fft_c2r"))
 def c2r(self: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: int) -> Spec:
-    shape = replaced(self.shape, normalize_dim(dim[-1], self.dim()), last_dim_size)
+    shape = replace_dim(self.shape, normalize_dim(dim[-1], self.dim()), last_dim_size)
     return transformed(self, as_dims(dim, self.dim()), shape, torch._fft_c2r)
 
 
@@ -305,6 +304,6 @@ def istft(
     whole = n_fft + (hop_length or n_fft // 4) * (input.shape[-1] - 1)
     size = length or whole - (2 * (n_fft // 2) if center else 0)
     batch = ("batch",) * (input.dim() - 2)
-    inputs = given((input, (*batch, None, None)), (window, (None,)))
-    out, lower = Out((*batch, None), (*input.shape[:-2], size)), for_empty(torch.istft)
+    inputs = present_inputs((input, (*batch, None, None)), (window, (None,)))
+    out, lower = Out((*batch, None), (*input.shape[:-2], size)), lower_with_padding(torch.istft)
     return Spec(inputs, [out], linear=[(0,)], lower=lower, positions=())

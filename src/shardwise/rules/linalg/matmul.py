@@ -1,105 +1,32 @@
 """Products of matrices and vectors: einsums, each linear in every operand.
 
 A factor that the result does not have is summed: if it is split, the result is pending a sum. A
-tensor that is added to the product (a bias) is then pending too.
+tensor that is added to the product (a bias) is then pending too. Products of float8 matrices with
+scales are at the end.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardwise.rules.helpers.dims import Inputs, broadcast_dims
+from shardwise.core.mesh import DeviceMesh
+from shardwise.rules.helpers.dims import Inputs, unsplit_spec
+from shardwise.rules.pattern import Names, contraction, parse_pattern
+from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import variable_functions
 
 Tensor = torch.Tensor
-Names = Sequence[str]
 
 VF: Any = variable_functions
 """The C functions that torch's Python functions call."""
-
-
-# ---- the general form
-
-
-def contraction(
-    operands: Sequence[tuple[Tensor, Names]],
-    output: Names,
-    *,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-    broadcasts: bool = False,
-    **extra: Any,
-) -> Spec:
-    """Return the spec of a product of tensors, from the factors of its operands and result.
-
-    Arguments:
-        operands: the tensors that are multiplied, in the order of the call.
-        output: the factors of the result; all other factors are summed.
-        first: the first argument of the call, if it is added to the product; it broadcasts.
-        last: the last argument of the call, if it is added to the product; it broadcasts.
-        broadcasts: whether a dim of size 1 broadcasts; dims whose name starts with `...` always do.
-    """
-    sizes = _sizes(operands, broadcasts)
-    inputs: Inputs = [(tensor, _dims(tensor, names, sizes)) for tensor, names in operands]
-    shape = tuple(sizes[name] for name in output)
-    linear: list[tuple[int, ...]] = [(at,) for at in range(len(inputs))]
-    if first is not None:
-        inputs.insert(0, (first, expanded_dims(first, output, shape)))
-        linear = [(0, at) for at in range(1, len(inputs))]
-        extra["additive"] = (0,)
-    if last is not None:
-        linear = [(at, len(inputs)) for at in range(len(inputs))]
-        extra["additive"] = (len(inputs),)
-        inputs.append((last, expanded_dims(last, output, shape)))
-    summed = {name: "sum" for name in sizes if name not in output}
-    return Spec(inputs, [Out(tuple(output), shape)], reduces=summed, linear=linear, **extra)
-
-
-def _sizes(operands: Sequence[tuple[Tensor, Names]], broadcasts: bool) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for tensor, names in operands:
-        if len(names) != tensor.dim():
-            raise RuntimeError(f"expected {len(names)} dims, got shape {tuple(tensor.shape)}")
-        for name, size in zip(names, tensor.shape, strict=True):
-            known = sizes.setdefault(name, size)
-            if known == size:
-                continue
-            if not (broadcasts or name.startswith("...")) or 1 not in (known, size):
-                raise RuntimeError(f"expected dims of one size, got {known} and {size}")
-            sizes[name] = size if known == 1 else known
-    return sizes
-
-
-def _dims(tensor: Tensor, names: Names, sizes: Mapping[str, int]) -> Dims:
-    """Return the factors of a tensor; None for a dim that broadcasts or repeats a name."""
-    return tuple(
-        name if size == sizes[name] and name not in names[:at] else None
-        for at, (name, size) in enumerate(zip(names, tensor.shape, strict=True))
-    )
-
-
-def expanded_dims(added: Tensor, output: Names, shape: tuple[int, ...]) -> Dims:
-    """Return the factors of a tensor that broadcasts against a result with this shape and
-    factors."""
-    skipped = len(shape) - added.dim()
-    if skipped < 0:
-        raise RuntimeError(f"expected a tensor that expands to {shape}, got {tuple(added.shape)}")
-    for size, wanted in zip(added.shape, shape[skipped:], strict=True):
-        if size not in (1, wanted):
-            raise RuntimeError(f"expected one that expands to {shape}, got {tuple(added.shape)}")
-    return broadcast_dims(added, output, shape)
-
-
-def leading(count: int) -> list[str]:
-    """Return the factors of `count` batch dims, which broadcast; they are counted from the last."""
-    return [f"...{at}" for at in range(count, 0, -1)]
 
 
 def are_tensors(*values: Any) -> bool:
@@ -113,43 +40,40 @@ def are_tensors(*values: Any) -> bool:
 
 @rule("mm")
 def mm(input: Tensor, mat2: Tensor, out_dtype: Any = None) -> Spec:
-    return contraction([(input, "mk"), (mat2, "kn")], "mn")
+    return contraction("m k, k n -> m n", input, mat2)
 
 
 @rule("bmm")
 def bmm(input: Tensor, mat2: Tensor, out_dtype: Any = None) -> Spec:
-    return contraction([(input, "bmk"), (mat2, "bkn")], "bmn")
+    return contraction("b m k, b k n -> b m n", input, mat2)
 
 
 @rule("mv")
 def mv(input: Tensor, vec: Tensor) -> Spec:
-    return contraction([(input, "mk"), (vec, "k")], "m")
+    return contraction("m k, k -> m", input, vec)
 
 
 @rule("dot")
 def dot(input: Tensor, tensor: Tensor) -> Spec:
-    return contraction([(input, "k"), (tensor, "k")], "")
+    return contraction("k, k ->", input, tensor)
 
 
 @rule("vdot")
 def vdot(input: Tensor, other: Tensor) -> Spec:
-    return contraction([(input, "k"), (other, "k")], "")
+    return contraction("k, k ->", input, other)
 
 
 @rule("outer", "ger")
 def outer(input: Tensor, vec2: Tensor) -> Spec:
-    return contraction([(input, "m"), (vec2, "n")], "mn")
+    return contraction("m, n -> m n", input, vec2)
 
 
 @rule("matmul", "linalg.matmul", torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Spec:
-    batch = leading(max(input.dim(), other.dim()) - 2)
     # A vector has neither batch dims nor rows (or columns) of its own.
-    rows = ["m"] if input.dim() > 1 else []
-    columns = ["n"] if other.dim() > 1 else []
-    left = [*_last(batch, input.dim() - 2), *rows, "k"]
-    right = [*_last(batch, other.dim() - 2), "k", *columns]
-    return contraction([(input, left), (other, right)], [*batch, *rows, *columns])
+    rows = "m" if input.dim() > 1 else ""
+    columns = "n" if other.dim() > 1 else ""
+    return contraction(f"... {rows} k, ... k {columns} -> ... {rows} {columns}", input, other)
 
 
 @rule(torch.Tensor.__rmatmul__)
@@ -157,24 +81,18 @@ def rmatmul(self: Tensor, other: Tensor) -> Spec | None:
     return matmul(other, self)
 
 
-def _last(names: list[str], count: int) -> list[str]:
-    return names[len(names) - count :] if count > 0 else []
-
-
 @rule("inner")
 def inner(input: Tensor, other: Tensor) -> Spec:
-    summed = ["k"] if input.dim() and other.dim() else []
-    left = [f"a{at}" for at in range(input.dim() - len(summed))]
-    right = [f"b{at}" for at in range(other.dim() - len(summed))]
-    return contraction([(input, left + summed), (other, right + summed)], left + right)
+    summed = "k" if input.dim() and other.dim() else ""
+    return contraction(f"a... {summed}, b... {summed} -> a... b...", input, other)
 
 
 @rule("linalg.vecdot")
 def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Spec:
-    names = leading(max(x.dim(), y.dim()))
-    summed = names[dim]  # the dim is counted after broadcasting
-    operands = [(x, _last(names, x.dim())), (y, _last(names, y.dim()))]
-    return contraction(operands, [name for name in names if name != summed])
+    ndim = max(x.dim(), y.dim())
+    kept = [f"...{at}" for at in range(ndim, 0, -1)]
+    del kept[dim]  # the dim is counted after broadcasting
+    return contraction(f"..., ... -> {' '.join(kept)}", x, y)
 
 
 @rule("tensordot", VF.tensordot)
@@ -194,7 +112,7 @@ def tensordot(
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         left[our] = right[their] = f"...{number}"  # one of the two may have size 1
     output = [name for name in left + right if not name.startswith("...")]
-    return contraction([(a, left), (b, right)], output)
+    return contraction(f"{' '.join(left)}, {' '.join(right)} -> {' '.join(output)}", a, b)
 
 
 @rule("kron")
@@ -221,10 +139,7 @@ def kron(input: Tensor, other: Tensor) -> Spec:
 @rule("cdist", VF.cdist)
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Spec:
     """Distances between rows: not linear; the features must be whole."""
-    batch = leading(max(x1.dim(), x2.dim()) - 2)
-    left = [*_last(batch, x1.dim() - 2), "m", "k"]
-    right = [*_last(batch, x2.dim() - 2), "n", "k"]
-    spec = contraction([(x1, left), (x2, right)], [*batch, "m", "n"])
+    spec = contraction("... m k, ... n k -> ... m n", x1, x2)
     if compute_mode in (None, "use_mm_for_euclid_dist_if_necessary"):
         # torch chooses by the number of rows; here by the global number.
         compute_mode = 1 if max(x1.shape[-2], x2.shape[-2]) > 25 else 2
@@ -257,19 +172,17 @@ def pdist(input: Tensor, p: float = 2.0) -> Spec:
 
 @rule("linear")
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Spec:
-    batch = leading(input.dim() - 1)
-    columns = ["n"] if weight.dim() > 1 else []
-    operands = [(input, [*batch, "k"]), (weight, [*columns, "k"])]
-    return contraction(operands, [*batch, *columns], last=bias)
+    columns = "n" if weight.dim() > 1 else ""
+    return contraction(f"... k, {columns} k -> ... {columns}", input, weight, last=bias)
 
 
 @rule("bilinear")
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Spec:
-    batch = [f"b{at}" for at in range(input1.dim() - 1)]
-    operands = [(input1, [*batch, "i"]), (input2, [*batch, "j"]), (weight, "nij")]
     return contraction(
-        operands,
-        [*batch, "n"],
+        "b... i, b... j, n i j -> b... n",
+        input1,
+        input2,
+        weight,
         last=bias,
         lower=lambda context: _bilinear if context.axes("i", "j") else None,
         positions=(),
@@ -301,7 +214,7 @@ def multi_dot(tensors: Sequence[Tensor], out: Any = None) -> Spec | None:
         names[-1] = names[-1][:1]
     ends = ("k0", f"k{len(tensors)}")
     output = [name for name in (*names[0], *names[-1]) if name in ends]
-    return contraction(list(zip(tensors, names, strict=True)), output)
+    return contraction(f"{', '.join(map(' '.join, names))} -> {' '.join(output)}", *tensors)
 
 
 @rule("chain_matmul")
@@ -316,35 +229,35 @@ def chain_matmul(*matrices: Tensor, out: Any = None) -> Spec | None:
 def addmm(input: Any, mat1: Tensor, mat2: Any = None, **numbers: Any) -> Spec | None:
     if not are_tensors(input, mat1, mat2):
         return None
-    return contraction([(mat1, "mk"), (mat2, "kn")], "mn", first=input)
+    return contraction("m k, k n -> m n", mat1, mat2, first=input)
 
 
 @rule("addmv", ignores_numbers=True)
 def addmv(input: Any, mat: Tensor, vec: Any = None, **numbers: Any) -> Spec | None:
     if not are_tensors(input, mat, vec):
         return None
-    return contraction([(mat, "mk"), (vec, "k")], "m", first=input)
+    return contraction("m k, k -> m", mat, vec, first=input)
 
 
 @rule("addr", ignores_numbers=True)
 def addr(input: Any, vec1: Tensor, vec2: Any = None, **numbers: Any) -> Spec | None:
     if not are_tensors(input, vec1, vec2):
         return None
-    return contraction([(vec1, "m"), (vec2, "n")], "mn", first=input)
+    return contraction("m, n -> m n", vec1, vec2, first=input)
 
 
 @rule("addbmm", ignores_numbers=True)
 def addbmm(input: Any, batch1: Tensor, batch2: Any = None, **numbers: Any) -> Spec | None:
     if not are_tensors(input, batch1, batch2):
         return None
-    return contraction([(batch1, "bmk"), (batch2, "bkn")], "mn", first=input)
+    return contraction("b m k, b k n -> m n", batch1, batch2, first=input)
 
 
 @rule("baddbmm", ignores_numbers=True)
 def baddbmm(input: Any, batch1: Tensor, batch2: Any = None, **numbers: Any) -> Spec | None:
     if not are_tensors(input, batch1, batch2):
         return None
-    return contraction([(batch1, "bmk"), (batch2, "bkn")], "bmn", first=input)
+    return contraction("b m k, b k n -> b m n", batch1, batch2, first=input)
 
 
 # ---- einsum: its equation is the rule
@@ -353,47 +266,34 @@ def baddbmm(input: Any, batch1: Tensor, batch2: Any = None, **numbers: Any) -> S
 @rule(torch.einsum)
 def einsum(equation: str, *operands: Tensor) -> Spec:
     """Make the spec from the equation; torch translates lists of subscripts into one."""
-    names, output = parsed_equation(equation, [operand.dim() for operand in operands])
+    pattern = _as_pattern(equation)
+    names, _ = parse_pattern(pattern, [each.dim() for each in operands])
     for operand, given in zip(operands, names, strict=True):
         if len(set(zip(given, operand.shape, strict=True))) != len(set(given)):
             raise RuntimeError(f"{equation}: a subscript is repeated with another size")
     return contraction(
-        list(zip(operands, names, strict=True)),
-        output,
+        pattern,
+        *operands,
         broadcasts=True,
         lower=lambda context: _lowered(context, names),
         positions={name for given in names for name, times in Counter(given).items() if times > 1},
     )
 
 
-def parsed_equation(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """Return the subscripts of each operand and of the result; each dim of `...` has its own
-    name."""
+def _as_pattern(equation: str) -> str:
+    """Return an equation such as "...ij,jk" as a pattern with a result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
-    parts = left.split(",")
-    if len(parts) != len(ndims):
-        raise RuntimeError(f"{equation}: expected {len(parts)} operands, got {len(ndims)}")
-    counts = [ndim - len(part.replace("...", "")) for part, ndim in zip(parts, ndims, strict=True)]
-    for part, count in zip(parts, counts, strict=True):
-        if count < 0 or (count and "..." not in part):
-            raise RuntimeError(f"{equation}: {part!r} does not fit {count} dims more")
-    most = max(
-        (count for part, count in zip(parts, counts, strict=True) if "..." in part), default=0
-    )
-    names = [_expanded(part, count) for part, count in zip(parts, counts, strict=True)]
-    if arrow:
-        return names, _expanded(right, most)
-    # Without "->" the result has the letters that occur once, capitals first.
-    letters = Counter(left.replace("...", "").replace(",", ""))
-    return names, leading(most) + sorted(name for name, times in letters.items() if times == 1)
+    if not arrow:  # the result has the letters that occur once, capitals first
+        letters = Counter(left.replace("...", "").replace(",", ""))
+        once = sorted(name for name, times in letters.items() if times == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    return _SUBSCRIPT.sub(r" \g<0>", f"{left}->{right}")
 
 
-def _expanded(part: str, count: int) -> list[str]:
-    before, dots, after = part.partition("...")
-    return [*before, *(leading(count) if dots else ()), *after]
+_SUBSCRIPT = re.compile(r"\.\.\.|[a-zA-Z]")
 
 
-def _lowered(context: SplitContext, names: Sequence[Sequence[str]]) -> Any:
+def _lowered(context: SplitContext, names: Sequence[Names]) -> Any:
     """Return the function that runs on the local tensors."""
     cuts = list(_diagonal_cuts(context, names))
     # torch's Python code only chooses the order of products; two operands have one order.
@@ -415,7 +315,7 @@ def _einsum(equation: str, *operands: Tensor) -> Tensor:
 
 
 def _diagonal_cuts(
-    context: SplitContext, names: Sequence[Sequence[str]]
+    context: SplitContext, names: Sequence[Names]
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield how to narrow repeated dims, as (operand, dim, start, length).
 
@@ -428,3 +328,95 @@ def _diagonal_cuts(
             if first != dim and context.inputs[operand].shard_order[first]:
                 start, stop = context.inputs[operand].range(first)
                 yield operand, dim, start, stop - start
+
+
+# ---- float8 matrices with scales
+
+
+Tensor = torch.Tensor
+
+_UNIT = 16
+"""torch's kernels need columns and contracted dims that are a multiple of this."""
+
+
+@rule("_scaled_mm", inplace=False)
+def scaled_mm(
+    input: Tensor,
+    mat2: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Spec:
+    added = tensors_among(bias, scale_result)
+    return _spec(torch._scaled_mm, input, mat2, [scale_a], [scale_b], added, out_dtype)
+
+
+@rule("_scaled_mm_v2", inplace=False)
+def scaled_mm_v2(
+    input: Tensor,
+    mat2: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[Any],
+    swizzle_a: Sequence[Any],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[Any],
+    swizzle_b: Sequence[Any],
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *rest: Any,
+) -> Spec:
+    added = tensors_among(bias)
+    return _spec(torch._scaled_mm_v2, input, mat2, scale_a, scale_b, added, out_dtype)
+
+
+def _spec(
+    operator: Callable[..., Tensor],
+    first: Tensor,
+    second: Tensor,
+    first_scales: Sequence[Tensor],
+    second_scales: Sequence[Tensor],
+    added: Sequence[Tensor],
+    dtype: torch.dtype | None,
+) -> Spec:
+    (rows, inner), columns = first.shape, second.shape[1]
+    shape = (rows, columns)
+
+    def lower(context: SplitContext) -> Callable[..., Tensor]:
+        # GPU kernels need row-major times column-major, and a redistribution may change strides.
+        return lambda first, mat2, *args, **kwargs: operator(
+            first.contiguous(), mat2.t().contiguous().t(), *args, **kwargs
+        )
+
+    inputs: Inputs = [(first, ("m", "k")), (second, ("k", "n"))]
+    for scales, by_row in ((first_scales, ("m", None)), (second_scales, (None, "n"))):
+        for scale in scales:
+            is_one = scale.numel() == 1
+            if not is_one and scale.shape not in ((rows, 1), (1, columns)):  # scales of blocks
+                every = [first, second, *first_scales, *second_scales, *added]
+                return unsplit_spec(every, shape, lower=lower)
+            inputs.append((scale, (None,) * scale.dim() if is_one else by_row))
+    for each in added:
+        dims: Dims = ("n",) if tuple(each.shape) == (columns,) else (None,) * each.dim()
+        inputs.append((each, dims))
+
+    def allows(splits: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> bool:
+        return all(
+            _divides(size, [mesh.shape[axis] for axis in splits.get(name, ())])
+            for name, size in (("n", columns), ("k", inner))
+        )
+
+    is_summed = not added and dtype is not None and dtype.itemsize > 1
+    reduces = {"k": "sum"} if is_summed else {}
+    return Spec(inputs, [Out(("m", "n"), shape)], reduces=reduces, allows=allows, lower=lower)
+
+
+def _divides(size: int, counts: Sequence[int]) -> bool:
+    """Return whether all chunks of a dim consist of whole units."""
+    for count in counts:
+        if size % (count * _UNIT):
+            return False
+        size //= count
+    return True

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.helpers.composed_ops import Function, composed, with_synonyms
-from shardwise.rules.helpers.local_tensors import crop, for_empty, pad_empty_dims
-from shardwise.rules.linalg.factorizations import NOTHING, matrices
-from shardwise.rules.registry import rule
+from shardwise.rules.helpers.local_tensors import crop, lower_with_padding, pad_empty_dims
+from shardwise.rules.pattern import NOTHING, matrices
+from shardwise.rules.registry import Function, composed, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec
 
 Tensor = torch.Tensor
@@ -68,7 +67,7 @@ def ormqr(
         [input, input2, input3],
         f"n k, k, {sides} -> {sides}",
         linear=[(2,)],
-        lower=for_empty(torch.ormqr),
+        lower=lower_with_padding(torch.ormqr),
         positions=(),
     )
 

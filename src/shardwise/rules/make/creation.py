@@ -10,7 +10,7 @@ from shardwise.core.errors import DispatchError
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.dtensor.writes import check_writable
-from shardwise.rules.helpers.dims import unsplit
+from shardwise.rules.helpers.dims import unsplit_spec
 from shardwise.rules.registry import handler, name_of, rule
 from shardwise.rules.spec import Spec
 from shardwise.torch_internals import as_local
@@ -72,7 +72,7 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
 @rule("linspace", "logspace", inplace=False)
 def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
     """Make a replicated result; bounds that are tensors are replicated, too."""
-    return unsplit([each for each in (start, end) if isinstance(each, torch.Tensor)], (steps,))
+    return unsplit_spec([each for each in (start, end) if isinstance(each, torch.Tensor)], (steps,))
 
 
 @handler("zero_")
@@ -97,7 +97,7 @@ def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return target.copy_(value)
     check_writable("fill_", target)
     with as_local():
-        func(target, contribution(target._layout, value))
+        func(target, contribution_of(target._layout, value))
     return target
 
 
@@ -128,7 +128,7 @@ def apply_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def contribution(layout: Layout, value: Any) -> Any:
+def contribution_of(layout: Layout, value: Any) -> Any:
     """Return this rank's contribution to a pending reduction that gives `value`."""
     place = layout.mesh.get_coordinate() or (0,) * layout.mesh.ndim
     for axis, op in layout.partial:

@@ -23,12 +23,11 @@ from shardwise.dtensor.writes import check_inplace_target, check_writable
 from shardwise.random import samplers
 from shardwise.random.samplers import Sampler, draw_shard
 from shardwise.redistribute.autograd import redistribute_local
-from shardwise.rules.helpers.composed_ops import Function, composed
-from shardwise.rules.helpers.dims import unsplit
-from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.dims import unsplit_spec
+from shardwise.rules.helpers.local_tensors import keeps_sums
 from shardwise.rules.make.creation import check_layout
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import Aten, handler, name_of, rule
+from shardwise.rules.registry import Aten, Function, composed, handler, name_of, rule
 from shardwise.rules.spec import Spec, SplitContext
 from shardwise.torch_internals import as_local, fan_of, fill_constant, fill_normal, fill_uniform
 
@@ -337,7 +336,7 @@ def _seeded(
 
 
 def _sampled(func: Any, input: torch.Tensor, generator: Any = None) -> Spec:
-    return unsplit([input], input.shape, lower=partial(_seeded, func))
+    return unsplit_spec([input], input.shape, lower=partial(_seeded, func))
 
 
 for _func in (torch.poisson, torch._standard_gamma, torch._sample_dirichlet):
@@ -347,7 +346,7 @@ for _func in (torch.poisson, torch._standard_gamma, torch._sample_dirichlet):
 @rule("binomial", inplace=False)
 def binomial(count: torch.Tensor, prob: torch.Tensor, generator: Any = None) -> Spec:
     shape = torch.broadcast_shapes(count.shape, prob.shape)  # type: ignore[no-untyped-call]
-    return unsplit([count, prob], shape, lower=partial(_seeded, torch.binomial))
+    return unsplit_spec([count, prob], shape, lower=partial(_seeded, torch.binomial))
 
 
 CHOOSE = Function(
@@ -360,7 +359,7 @@ CHOOSE = Function(
 
 @rule(CHOOSE)
 def choose(input: torch.Tensor, count: int, replacement: bool, generator: Any = None) -> Spec:
-    return unsplit([input], (*input.shape[:-1], count), lower=partial(_seeded, CHOOSE))
+    return unsplit_spec([input], (*input.shape[:-1], count), lower=partial(_seeded, CHOOSE))
 
 
 @composed("multinomial")

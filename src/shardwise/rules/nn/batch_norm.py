@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
-from shardwise.rules.helpers.composed_ops import composed, dispatched
-from shardwise.rules.helpers.dims import given
-from shardwise.rules.helpers.precision import widened
-from shardwise.rules.nn.normalization import beside_space, channels, moments, scaled
-from shardwise.rules.registry import functions_named, handler, rule
+from shardwise.rules.helpers.dims import present_inputs
+from shardwise.rules.helpers.local_tensors import widen
+from shardwise.rules.nn.normalization import as_channels, channels, moments, scale_and_shift
+from shardwise.rules.registry import composed, dispatched, functions_named, handler, rule
 from shardwise.rules.spec import Out, Spec, SplitContext
 from shardwise.torch_internals import verify_batch_size, verify_spatial_size
 
@@ -43,14 +42,14 @@ def batch_norm(
     if eps < 0 or (training and eps == 0):
         wanted = "positive during training" if training else "non-negative"
         raise ValueError(f"batch_norm eps must be {wanted}, but got {eps}")
-    return _normalized(
+    return _run_norm(
         by_batch, input, weight, bias, running_mean, running_var, training, momentum, eps
     )
 
 
 @handler(*(each for each in functions_named("batch_norm") if each is not F.batch_norm))
 def builtin_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _normalized(by_batch, *args, **kwargs)
+    return _run_norm(by_batch, *args, **kwargs)
 
 
 @composed(F.instance_norm)
@@ -66,7 +65,7 @@ def instance_norm(
 ) -> Any:
     if use_input_stats:
         verify_spatial_size(input.shape)
-    return _normalized(
+    return _run_norm(
         by_instance, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
     )
 
@@ -76,10 +75,10 @@ def builtin_instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     kwargs = {**kwargs}
     if "use_input_stats" in kwargs:
         kwargs["training"] = kwargs.pop("use_input_stats")
-    return _normalized(by_instance, *args, **kwargs)
+    return _run_norm(by_instance, *args, **kwargs)
 
 
-def _normalized(
+def _run_norm(
     by: Callable[..., Any],
     input: torch.Tensor,
     weight: Optional,
@@ -201,7 +200,7 @@ def by_statistics(
 ) -> torch.Tensor:
     """Normalize by a mean and a variance per channel."""
     if not input.numel():
-        return _affine(input, weight, bias, input)
+        return _scale_and_shift(input, weight, bias, input)
     return torch.batch_norm(
         input, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled
     )
@@ -217,7 +216,9 @@ def statistics_rule(
     eps: float,
 ) -> Spec:
     names = channels(input)
-    inputs = given((input, names), *((each, ("c",)) for each in (weight, bias, mean, variance)))
+    inputs = present_inputs(
+        (input, names), *((each, ("c",)) for each in (weight, bias, mean, variance))
+    )
     return Spec(inputs, [Out(names, tuple(input.shape))])
 
 
@@ -245,7 +246,7 @@ def by_batch_saving(
     """
     mean, variance = (input.new_zeros(input.shape[1]) for _ in range(2))
     if not input.numel():
-        return _affine(input, weight, bias, input), mean, variance, torch.zeros_like(mean)
+        return _scale_and_shift(input, weight, bias, input), mean, variance, torch.zeros_like(mean)
     result, mean, scale = torch.native_batch_norm(
         input, weight, bias, mean, variance, True, 1.0, eps
     )
@@ -273,11 +274,11 @@ def _by_torch(
 ) -> Any:
     mean = variance = None
     if tracks:  # with a momentum of 1 the running statistics are those of this batch
-        dtype = widened(input).dtype if weight is None else weight.dtype
+        dtype = widen(input).dtype if weight is None else weight.dtype
         mean, variance = (input.new_zeros(input.shape[1], dtype=dtype) for _ in range(2))
     enabled = torch.backends.cudnn.enabled
     if not input.numel():
-        result = _affine(input, weight, bias, input)
+        result = _scale_and_shift(input, weight, bias, input)
     else:
         result = function(input, weight, bias, mean, variance, True, 1.0, eps, enabled)
     return (result, mean, variance) if tracks else result
@@ -295,7 +296,7 @@ def _spec(
     outputs = [Out(names, shape)]
     if tracks:
         outputs += [Out(("c",), shape[1:2])] * statistics
-    inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
+    inputs = present_inputs((input, names), (weight, ("c",)), (bias, ("c",)))
     return Spec(inputs, outputs, lower=lower, positions=())
 
 
@@ -340,10 +341,10 @@ def _split_batch_norm(
     def run(
         input: torch.Tensor, weight: Optional, bias: Optional, eps: float
     ) -> tuple[torch.Tensor, ...]:
-        normal, mean, variance = _normal(input, averaged, count, context, axes, eps)
+        normal, mean, variance = _normalize(input, averaged, count, context, axes, eps)
         scale = (variance.detach() + eps).rsqrt()
         statistics = (mean.detach(), _unbiased(variance, count), scale)
-        result = _affine(normal, weight, bias, input)
+        result = _scale_and_shift(normal, weight, bias, input)
         return result, *(each.flatten() for each in statistics)
 
     return run
@@ -369,8 +370,8 @@ def instance_rule(
         def run(
             input: torch.Tensor, weight: Optional, bias: Optional, eps: float, tracks: bool
         ) -> Any:
-            result, mean, variance = _normal(input, averaged, count, context, axes, eps)
-            result = _affine(result, weight, bias, input)
+            result, mean, variance = _normalize(input, averaged, count, context, axes, eps)
+            result = _scale_and_shift(result, weight, bias, input)
             if not tracks:
                 return result
             return result, over_batch(mean), over_batch(_unbiased(variance, count))
@@ -380,7 +381,7 @@ def instance_rule(
     return _spec(input, weight, bias, tracks, lower)
 
 
-def _normal(
+def _normalize(
     input: torch.Tensor,
     dims: list[int],
     count: int,
@@ -388,11 +389,11 @@ def _normal(
     axes: Sequence[int],
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mean, variance, centered = moments(widened(input), dims, count, context.mesh, axes)
+    mean, variance, centered = moments(widen(input), dims, count, context.mesh, axes)
     return centered * sum_grads_over((variance + eps).rsqrt(), context.mesh, axes), mean, variance
 
 
-def _affine(
+def _scale_and_shift(
     result: torch.Tensor, weight: Optional, bias: Optional, input: torch.Tensor
 ) -> torch.Tensor:
     """Multiply the normalized values by the weight and add the bias.
@@ -400,8 +401,8 @@ def _affine(
     A rank with an empty shard calls this in place of torch's kernels, which refuse empty inputs.
     Its result then depends on the same inputs as on other ranks, so it takes part in backward.
     """
-    weight, bias = (beside_space(each, input.dim()) for each in (weight, bias))
-    return scaled(result, weight, bias).to(input.dtype)
+    weight, bias = (as_channels(each, input.dim()) for each in (weight, bias))
+    return scale_and_shift(result, weight, bias).to(input.dtype)
 
 
 def _unbiased(variance: torch.Tensor, count: int) -> torch.Tensor:

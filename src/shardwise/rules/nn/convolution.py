@@ -16,7 +16,7 @@ import torch
 
 from shardwise.core.box import Range
 from shardwise.core.mesh import DeviceMesh
-from shardwise.rules.helpers.dims import clipped, same_units
+from shardwise.rules.helpers.dims import clip, same_units
 from shardwise.rules.helpers.halo_exchange import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
 from shardwise.rules.registry import rule
@@ -93,7 +93,7 @@ class Convolution:
         if results[0] >= results[1]:
             return 0, 0
         found = -(-(first - window.reach + 1) // window.stride), (end - 1) // window.stride + 1
-        return clipped(found, window.size)
+        return clip(found, window.size)
 
     def lower(self, context: SplitContext) -> Callable[..., torch.Tensor] | None:
         """Return the local convolution: fewer groups, exchanged windows, padded empty dims."""

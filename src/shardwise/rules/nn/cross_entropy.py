@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.collectives import all_reduce_sum
-from shardwise.rules.helpers.composed_ops import dispatched
-from shardwise.rules.helpers.dims import Inputs, given
-from shardwise.rules.helpers.precision import autocast_wider, widened
-from shardwise.rules.nn.losses import Loss, Values, losses, reduced
-from shardwise.rules.reduce.softmax import shifted
-from shardwise.rules.registry import handler
+from shardwise.rules.helpers.dims import Inputs, present_inputs
+from shardwise.rules.helpers.local_tensors import autocast_wide_dtype, widen
+from shardwise.rules.nn.losses import Loss, Values, loss_spec, losses
+from shardwise.rules.reduce.softmax import subtract_max
+from shardwise.rules.registry import dispatched, handler
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 
 
@@ -81,7 +80,7 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
             f"got {list(target.shape)}"
         )
     problem = _problem(values)
-    inputs = given((input, dims), (target, rows), (weight, ("c",)))
+    inputs = present_inputs((input, dims), (target, rows), (weight, ("c",)))
 
     def each(context: SplitContext) -> Callable[[Values], torch.Tensor] | None:
         axes = context.axes("c")
@@ -95,13 +94,13 @@ def _of_indices(loss: Loss, values: Values, compute: Indexed, linear: Any = ()) 
         else:
             where = _Where(values, problem, context)
             found = all_reduce_sum(
-                where.taken(widened(weight)).sum(), context.mesh, context.axes("c")
+                where.taken(widen(weight)).sum(), context.mesh, context.axes("c")
             )
         return all_reduce_sum(found, context.mesh, context.axes(*rows))
 
     whole = {"c": "whole"}
     spec = Spec(inputs, [Out(rows, shape)], reduces=whole, linear=linear, positions=("c",))
-    return reduced(loss, values, spec, count, each)
+    return loss_spec(loss, values, spec, count, each)
 
 
 class _Where:
@@ -146,10 +145,10 @@ def _cross_entropies(
     classes."""
     input, weight = values["input"], values["weight"]
     dim, smoothing = problem.dim, problem.label_smoothing
-    wide = widened(input)
-    above, _ = shifted(wide, dim, context.mesh, axes)
+    wide = widen(input)
+    above, _ = subtract_max(wide, dim, context.mesh, axes)
     where = _Where(values, problem, context)
-    weights = None if weight is None else widened(weight)
+    weights = None if weight is None else widen(weight)
     chosen = where.taken(above)
     parts = [above.exp().sum(dim)]
     if weights is None:
@@ -173,7 +172,7 @@ def _cross_entropies(
         smooth = class_weight * logarithm - class_term
         result = (1 - smoothing) * result + smoothing / problem.classes * smooth
     result = torch.where(where.is_valid, result, 0)
-    return result.to(autocast_wider(input))
+    return result.to(autocast_wide_dtype(input))
 
 
 def _negative_log_likelihoods(
@@ -181,10 +180,10 @@ def _negative_log_likelihoods(
 ) -> torch.Tensor:
     input, weight = values["input"], values["weight"]
     where = _Where(values, problem, context)
-    mine = where.taken(widened(input))
+    mine = where.taken(widen(input))
     if weight is not None:
-        mine = mine * where.taken(widened(weight))
-    return -all_reduce_sum(mine, context.mesh, axes).to(autocast_wider(input))
+        mine = mine * where.taken(widen(weight))
+    return -all_reduce_sum(mine, context.mesh, axes).to(autocast_wide_dtype(input))
 
 
 def _along(weights: torch.Tensor, input: torch.Tensor, dim: int) -> torch.Tensor:
@@ -202,7 +201,7 @@ def _of_probabilities(loss: Loss, values: Values) -> Spec:
     problem = _problem(values)
     if problem.ignore_index >= 0:
         raise RuntimeError("ignore_index is not supported for floating point target")
-    inputs = given((input, dims), (target, dims), (weight, ("c",)))
+    inputs = present_inputs((input, dims), (target, dims), (weight, ("c",)))
 
     def each(context: SplitContext) -> Callable[[Values], torch.Tensor] | None:
         axes = context.axes("c")
@@ -211,7 +210,7 @@ def _of_probabilities(loss: Loss, values: Values) -> Spec:
         )
 
     spec = Spec(inputs, [Out(rows, shape)], reduces={"c": "whole"})
-    return reduced(loss, values, spec, math.prod(shape), each)
+    return loss_spec(loss, values, spec, math.prod(shape), each)
 
 
 def _soft_cross_entropies(
@@ -220,16 +219,16 @@ def _soft_cross_entropies(
     """Return the sum over classes of w t (log sum exp x - x), for x minus its maximum."""
     input, target, weight = values["input"], values["target"], values["weight"]
     dim, smoothing = problem.dim, problem.label_smoothing
-    above, _ = shifted(widened(input), dim, context.mesh, axes)
-    share = widened(target)
+    above, _ = subtract_max(widen(input), dim, context.mesh, axes)
+    share = widen(target)
     if smoothing:
         share = share * (1 - smoothing) + smoothing / problem.classes
     if weight is not None:
-        share = share * _along(widened(weight), above, dim)
+        share = share * _along(widen(weight), above, dim)
     parts = [above.exp().sum(dim), share.sum(dim), (share * above).sum(dim)]
     exps, shares, terms = all_reduce_sum(torch.stack(parts), context.mesh, axes).unbind()
     tensors = [input, target] if weight is None else [input, target, weight]
-    return (shares * exps.log() - terms).to(autocast_wider(*tensors))
+    return (shares * exps.log() - terms).to(autocast_wide_dtype(*tensors))
 
 
 # ---- of a product that is never formed as a whole
@@ -289,7 +288,7 @@ def chunked_rule(loss: Loss, values: Values) -> Spec:
         target, weight, ignored = values["target"], values["weight"], values["ignore_index"]
         is_valid = target != (-100 if ignored is None else ignored)
         if weight is not None:
-            is_valid = torch.where(is_valid, widened(weight)[torch.where(is_valid, target, 0)], 0)
+            is_valid = torch.where(is_valid, widen(weight)[torch.where(is_valid, target, 0)], 0)
         return all_reduce_sum(is_valid.sum(), context.mesh, context.axes("n"))
 
     inputs: Inputs = [
@@ -299,4 +298,4 @@ def chunked_rule(loss: Loss, values: Values) -> Spec:
     whole = (matrix, values["linear_bias"], values["weight"])
     inputs += [(each, (None,) * each.dim()) for each in whole if each is not None]
     spec = Spec(inputs, [Out((*rows, *[None] * (len(shape) - len(rows))), shape)])
-    return reduced(loss, values, spec, count if is_index else math.prod(shape))
+    return loss_spec(loss, values, spec, count if is_index else math.prod(shape))

@@ -12,10 +12,9 @@ from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.random import samplers
-from shardwise.rules.helpers.composed_ops import Function, composed
-from shardwise.rules.helpers.dims import unsplit
+from shardwise.rules.helpers.dims import unsplit_spec
 from shardwise.rules.make.random import noise, noise_like
-from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.registry import Function, composed, handler, name_of, rule
 from shardwise.rules.spec import Spec
 from shardwise.torch_internals import as_local
 
@@ -92,7 +91,7 @@ RRELU = Function("rrelu", lambda input, lower, upper: torch.rrelu(input, lower, 
 
 @rule(RRELU)
 def whole_rrelu(input: torch.Tensor, lower: float, upper: float) -> Spec:
-    return unsplit([input], input.shape)
+    return unsplit_spec([input], input.shape)
 
 
 @handler("rrelu", "rrelu_")

@@ -2,7 +2,7 @@
 
 Indices and features are free. If the vocabulary is split, each rank looks up the rows that it holds
 and zeros for the rest, and the result is pending a sum. If the same axis also splits the indices,
-ranks fetch rows from each other (`row_lookup`).
+ranks fetch rows from each other (`row_exchange: RowTable`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.rules.helpers.collectives import all_reduce_extreme
-from shardwise.rules.helpers.composed_ops import Function, composed
-from shardwise.rules.helpers.dims import given
-from shardwise.rules.helpers.index_key import whole
+from shardwise.rules.helpers.dims import present_inputs
+from shardwise.rules.helpers.index_key import gather_whole
 from shardwise.rules.helpers.local_tensors import pad_to_one_row
-from shardwise.rules.helpers.row_exchange import refuse_if_explicit
-from shardwise.rules.helpers.row_lookup import FetchedRows, RowTable, rows_of
-from shardwise.rules.index.indexing import located
+from shardwise.rules.helpers.row_exchange import FetchedRows, RowTable, refuse_if_explicit, rows_of
+from shardwise.rules.index.indexing import locate
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.registry import Aten, Function, composed, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import as_local
 
@@ -91,7 +89,7 @@ def _embedding(
 
     def lower(context: SplitContext) -> Callable[..., Any]:
         layout = context.inputs[weight_at]
-        find = _finder(context, layout, picks, padding)
+        find = _row_finder(context, layout, picks, padding)
         refuses = sparse and bool(context.splits)
 
         def lookup(weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -131,7 +129,7 @@ def _co_split(picks: Dims) -> list[tuple[str, str]]:
     return [(each, "vocabulary") for each in picks if each is not None]
 
 
-def _asking(context: SplitContext, picks: Dims) -> tuple[int, ...]:
+def _fetching_axes(context: SplitContext, picks: Dims) -> tuple[int, ...]:
     """Return the axes that split both vocabulary and indices: ranks along them fetch rows."""
     return tuple(axis for axis in context.axes("vocabulary") if axis in context.axes(*picks))
 
@@ -144,7 +142,7 @@ def _lookup_cost(
     def count(axes: Iterable[int]) -> int:
         return math.prod(context.mesh.shape[axis] for axis in axes)
 
-    axes = _asking(context, picks)
+    axes = _fetching_axes(context, picks)
     if not axes:
         return 0, 0.0
     rows = indices.numel / count(context.axes(*picks))
@@ -155,7 +153,7 @@ def _lookup_cost(
     return 3, rows * (1 - 1 / count(axes)) * (1 + features)
 
 
-def _finder(
+def _row_finder(
     context: SplitContext, layout: Layout, picks: Dims, padding: int = -1
 ) -> Callable[[torch.Tensor, torch.Tensor], FetchedRows] | None:
     """Return a function that finds rows of a weight; None if its rows are not split.
@@ -165,7 +163,7 @@ def _finder(
     """
     if not context.axes("vocabulary"):
         return None
-    axes = _asking(context, picks)
+    axes = _fetching_axes(context, picks)
     if axes:
         table = RowTable.of(layout, axes, padding)
 
@@ -178,12 +176,12 @@ def _finder(
     start, stop = layout.range(0)
     padding = padding - start if start <= padding < stop else -1
 
-    def locate(weight: torch.Tensor, indices: torch.Tensor) -> FetchedRows:
+    def locate_rows(weight: torch.Tensor, indices: torch.Tensor) -> FetchedRows:
         _check_indices(indices)
-        found, inside = located(indices, layout, 0, wraps=False)
+        found, inside = locate(indices, layout, 0, wraps=False)
         return FetchedRows(pad_to_one_row(weight, 0), found, inside, padding)
 
-    return locate
+    return locate_rows
 
 
 def _check_indices(indices: torch.Tensor) -> None:
@@ -245,13 +243,15 @@ def embedding_bag(
     else:
         return None  # torch refuses it
     rows: Dims = ("vocabulary" if adds else None, "features")
-    inputs = given((input, picks), (weight, rows), (offsets, (None,)), (per_sample_weights, picks))
+    inputs = present_inputs(
+        (input, picks), (weight, rows), (offsets, (None,)), (per_sample_weights, picks)
+    )
     padding = None if padding_idx is None else padding_idx % max(weight.size(0), 1)
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         if not context.axes("vocabulary", "picks"):
             return None
-        find = _finder(context, context.inputs[1], picks)
+        find = _row_finder(context, context.inputs[1], picks)
 
         def run(
             input: torch.Tensor,
@@ -339,7 +339,7 @@ def _largest(tensor: DTensor) -> int:
     layout = tensor._layout
     if layout.numel == 0:
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
-    local = whole(tensor, "one_hot") if layout.partial else unwrap(tensor)
+    local = gather_whole(tensor, "one_hot") if layout.partial else unwrap(tensor)
     with as_local(), torch.no_grad():
         lowest = local.new_full((1,), torch.iinfo(local.dtype).min)
         largest = torch.cat([local.flatten(), lowest]).max()

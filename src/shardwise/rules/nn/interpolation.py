@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from shardwise.core.box import Range
-from shardwise.rules.helpers.dims import clipped
+from shardwise.rules.helpers.dims import clip
 from shardwise.rules.helpers.halo_exchange import plan_exchange
-from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
-from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.local_tensors import crop, is_empty, keeps_sums, pad, pad_empty_dims
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
@@ -66,7 +65,7 @@ class Resize:
             return 0, 0
         first, last = results[0] // factor, (results[1] - 1) // factor
         halo = self.halo if factor > 1 else 0
-        return clipped((first - halo, last + 1 + halo), self.input[at + 2])
+        return clip((first - halo, last + 1 + halo), self.input[at + 2])
 
     def lower(self, context: SplitContext) -> Callable[..., torch.Tensor] | None:
         """Return the operator on exchanged windows; it crops results that belong to other ranks."""

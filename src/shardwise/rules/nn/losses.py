@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_sum
-from shardwise.rules.helpers.composed_ops import composed, dispatched
 from shardwise.rules.helpers.dims import Inputs
-from shardwise.rules.helpers.precision import autocast_wider, keeps_sums, widened
-from shardwise.rules.pointwise.elementwise import broadcast, tensors_among
-from shardwise.rules.registry import Aten, functions_named, handler, rule
+from shardwise.rules.helpers.local_tensors import autocast_wide_dtype, keeps_sums, widen
+from shardwise.rules.pointwise.elementwise import broadcast_spec, tensors_among
+from shardwise.rules.registry import Aten, composed, dispatched, functions_named, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import legacy_reduction, schema_of
 
@@ -107,7 +106,7 @@ def _spec_of(function: Any, name: str, made: Callable[..., Spec]) -> Callable[..
     return spec
 
 
-def reduced(
+def loss_spec(
     loss: Loss,
     values: Values,
     spec: Spec,
@@ -137,7 +136,7 @@ def reduced(
             result = loss.each(values) if compute is None else compute(values)
             if reduction == "none":
                 return result
-            summed = widened(result).sum()
+            summed = widen(result).sum()
             if reduction != "sum":
                 summed = summed / (count(context, values) if callable(count) else count)
             return summed.to(result.dtype)
@@ -173,14 +172,14 @@ def weighted_l1_loss(
     *("hinge_embedding_loss", "margin_ranking_loss"),
 )
 def pointwise_loss(loss: Loss, values: Values) -> Spec:
-    spec = broadcast(tensors_among(*values.values()))
+    spec = broadcast_spec(tensors_among(*values.values()))
     count: Any = math.prod(spec.outputs[0].shape)
     if loss.reduction(values) == "batchmean":
         count = values["input"].shape[0] if values["input"].dim() else 1
     weight = values.get("weight")
     if weight is not None and loss.function in (F.mse_loss, weighted_l1_loss):
         count = _sum_of_weights(next(dims for each, dims in spec.inputs if each is weight))
-    return reduced(loss, values, spec, count)
+    return loss_spec(loss, values, spec, count)
 
 
 @handler(F.l1_loss)
@@ -201,7 +200,7 @@ def l1_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _sum_of_weights(dims: Dims) -> Callable[[SplitContext, Values], torch.Tensor]:
     def count(context: SplitContext, values: Values) -> torch.Tensor:
         return all_reduce_both_ways(
-            widened(values["weight"]).sum(), context.mesh, context.axes(*dims)
+            widen(values["weight"]).sum(), context.mesh, context.axes(*dims)
         )
 
     return count
@@ -210,7 +209,7 @@ def _sum_of_weights(dims: Dims) -> Callable[[SplitContext, Values], torch.Tensor
 @losses("gaussian_nll_loss")
 def gaussian_nll_loss(loss: Loss, values: Values) -> Spec:
     input, target, var = values["input"], values["target"], values["var"]
-    spec = broadcast([input, target])
+    spec = broadcast_spec([input, target])
     (out,) = spec.outputs
     inputs = list(spec.inputs)
     if isinstance(var, torch.Tensor):  # it may lack the last dim or broadcast
@@ -222,7 +221,7 @@ def gaussian_nll_loss(loss: Loss, values: Values) -> Spec:
             for name, size, whole in zip(out.dims, var.shape, out.shape, strict=False)
         )
         inputs.append((var, dims))
-    return reduced(loss, values, Spec(inputs, [out]), math.prod(out.shape))
+    return loss_spec(loss, values, Spec(inputs, [out]), math.prod(out.shape))
 
 
 # ---- a loss per row
@@ -230,11 +229,11 @@ def gaussian_nll_loss(loss: Loss, values: Values) -> Spec:
 
 @losses("triplet_margin_loss")
 def triplet_margin_loss(loss: Loss, values: Values) -> Spec:
-    spec = broadcast(tensors_among(*values.values()))
+    spec = broadcast_spec(tensors_among(*values.values()))
     (out,) = spec.outputs
     inputs = [(each, (*dims[:-1], None)[-each.dim() :]) for each, dims in spec.inputs]
     rows = Out(out.dims[:-1], out.shape[:-1])
-    return reduced(loss, values, Spec(inputs, [rows]), math.prod(rows.shape))
+    return loss_spec(loss, values, Spec(inputs, [rows]), math.prod(rows.shape))
 
 
 @losses("multi_margin_loss", "multilabel_margin_loss")
@@ -251,7 +250,7 @@ def margin_loss(loss: Loss, values: Values) -> Spec:
             lead = () if name == "weight" else rows[: tensor.dim()]
             inputs.append((tensor, (*lead, *[None] * (tensor.dim() - len(lead)))))
     shape = tuple(values["input"].shape[:-1])
-    return reduced(loss, values, Spec(inputs, [Out(rows, shape)]), math.prod(shape))
+    return loss_spec(loss, values, Spec(inputs, [Out(rows, shape)]), math.prod(shape))
 
 
 @losses(F.ctc_loss)
@@ -298,7 +297,7 @@ def ctc_loss(loss: Loss, values: Values) -> Spec:
         return compute
 
     spec = Spec(inputs, [Out(rows, shape)], positions=["n"])
-    return reduced(loss, values, spec, math.prod(shape), each)
+    return loss_spec(loss, values, spec, math.prod(shape), each)
 
 
 @composed(torch.ctc_loss, Aten("ctc_loss"))
@@ -334,11 +333,11 @@ def cosine_embedding_loss(loss: Loss, values: Values) -> Spec:
 
     inputs = [(first, dims), (second, dims), (target, rows)]
     spec = Spec(inputs, [Out(rows, shape)], reduces={"d": "whole"})
-    return reduced(loss, values, spec, math.prod(shape), each)
+    return loss_spec(loss, values, spec, math.prod(shape), each)
 
 
 def _cosine_losses(values: Values, context: SplitContext, axes: Sequence[int]) -> torch.Tensor:
-    first, second = widened(values["input1"]), widened(values["input2"])
+    first, second = widen(values["input1"]), widen(values["input2"])
     products = (first * second, first.square(), second.square())
     sums = torch.stack([each.sum(-1) for each in products])
     product, one, other = all_reduce_sum(sums, context.mesh, axes).unbind()
@@ -347,6 +346,6 @@ def _cosine_losses(values: Values, context: SplitContext, axes: Sequence[int]) -
     target = values["target"]
     alike = torch.where(target == 1, 1 - cosine, 0)
     unlike = torch.where(target == -1, (cosine - values["margin"]).clamp_min(0), 0)
-    kind = autocast_wider(values["input1"], values["input2"])
+    kind = autocast_wide_dtype(values["input1"], values["input2"])
     found = alike + unlike
     return found.to(kind) if keeps_sums(kind) else found  # not to integers: a loss is a float

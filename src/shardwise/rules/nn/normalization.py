@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
-from shardwise.rules.helpers.dims import given
-from shardwise.rules.helpers.precision import widened
+from shardwise.rules.helpers.dims import present_inputs
+from shardwise.rules.helpers.local_tensors import widen
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import verify_batch_size
@@ -39,7 +39,7 @@ def moments(
     return mean, variance, centered
 
 
-def scaled(normal: torch.Tensor, weight: Optional, bias: Optional) -> torch.Tensor:
+def scale_and_shift(normal: torch.Tensor, weight: Optional, bias: Optional) -> torch.Tensor:
     """Multiply by the weight and add the bias, which broadcast."""
     if weight is not None:
         normal = normal * weight
@@ -96,7 +96,7 @@ def layer_norm(
         split = _split_layer_norm(context, names, first, math.prod(normalized_shape))
         return torch.layer_norm if split is None else _result_alone(split)
 
-    inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
+    inputs = present_inputs((input, names), (weight, names[first:]), (bias, names[first:]))
     return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower, positions=())
 
 
@@ -118,7 +118,7 @@ def native_layer_norm(
 
     kept = len(normalized_shape)
     statistic = Out((*names[:first], *[None] * kept), (*tuple(input.shape)[:first], *[1] * kept))
-    inputs = given((input, names), (weight, names[first:]), (bias, names[first:]))
+    inputs = present_inputs((input, names), (weight, names[first:]), (bias, names[first:]))
     outputs = [Out(names, tuple(input.shape)), statistic, statistic]
     return Spec(inputs, outputs, lower=lower, positions=())
 
@@ -137,9 +137,9 @@ def _split_layer_norm(
     def run(
         input: torch.Tensor, weight: Optional, bias: Optional, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mean, variance, centered = moments(widened(input), dims, count, context.mesh, axes)
+        mean, variance, centered = moments(widen(input), dims, count, context.mesh, axes)
         scale = (variance + eps).rsqrt()
-        result = scaled(centered * sum_grads_over(scale, context.mesh, axes), weight, bias)
+        result = scale_and_shift(centered * sum_grads_over(scale, context.mesh, axes), weight, bias)
         kept = (input if weight is None else weight).dtype
         return result.to(input.dtype), mean.detach().to(kept), scale.detach().to(kept)
 
@@ -168,17 +168,17 @@ def rms_norm(
             weight: Optional = None,
             eps: float | None = None,
         ) -> torch.Tensor:
-            wide = widened(input)
+            wide = widen(input)
             squares = (
                 all_reduce_sum(wide.square().sum(dims, keepdim=True), context.mesh, axes) / count
             )
             smallest = torch.finfo(wide.dtype).eps if eps is None else eps
             scale = sum_grads_over((squares + smallest).rsqrt(), context.mesh, axes)
-            return scaled(wide * scale, weight, None).to(input.dtype)
+            return scale_and_shift(wide * scale, weight, None).to(input.dtype)
 
         return run
 
-    inputs = given((input, names), (weight, names[first:]))
+    inputs = present_inputs((input, names), (weight, names[first:]))
     return Spec(inputs, [Out(names, tuple(input.shape))], lower=lower, positions=())
 
 
@@ -190,7 +190,7 @@ def channels(input: torch.Tensor) -> Dims:
     return ("n", "c", *(f"s{at}" for at in range(input.dim() - 2)))[: input.dim()]
 
 
-def beside_space(tensor: Optional, ndim: int) -> Optional:
+def as_channels(tensor: Optional, ndim: int) -> Optional:
     """Reshape a tensor of one value per channel so that it broadcasts against the input."""
     return None if tensor is None else tensor.reshape(-1, *[1] * (ndim - 2))
 
@@ -224,7 +224,7 @@ def group_norm(
         groups = num_groups // pieces
         return _result_alone(lambda input, *rest: (torch.group_norm(input, groups, *rest),))
 
-    inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
+    inputs = present_inputs((input, names), (weight, ("c",)), (bias, ("c",)))
     return Spec(inputs, [Out(names, shape)], lower=lower, positions=("c",))
 
 
@@ -251,7 +251,7 @@ def native_group_norm(
             input.contiguous(), weight, bias, rows, C, HxW, group, eps
         )
 
-    inputs = given((input, names), (weight, ("c",)), (bias, ("c",)))
+    inputs = present_inputs((input, names), (weight, ("c",)), (bias, ("c",)))
     outputs = [Out(names, shape), *[Out(("n", None), (N, group))] * 2]
     return Spec(inputs, outputs, lower=lower, positions=("c",))
 
@@ -284,7 +284,7 @@ def _split_group_norm(
     def run(
         input: torch.Tensor, weight: Optional, bias: Optional, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = widened(input)
+        wide = widen(input)
         wide = wide.flatten(2) if wide.dim() > 2 else wide.unsqueeze(2)
         first = start // per_group if pieces > 1 else 0
         group = torch.arange(start, start + wide.shape[1], device=wide.device) // per_group - first
@@ -300,8 +300,8 @@ def _split_group_norm(
         centered = wide - spread(mean)
         scale = (average(centered.square()) + eps).rsqrt()
         result = (centered * spread(scale)).reshape(input.shape)
-        weight, bias = (beside_space(each, input.dim()) for each in (weight, bias))
-        result = scaled(result, weight, bias)
+        weight, bias = (as_channels(each, input.dim()) for each in (weight, bias))
+        result = scale_and_shift(result, weight, bias)
         return result.to(input.dtype), mean.to(input.dtype), scale.to(input.dtype)
 
     return run

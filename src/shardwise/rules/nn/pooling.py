@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.box import Range
-from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.halo_exchange import Window, WindowExchange, per_dim, plan_exchange
-from shardwise.rules.helpers.local_tensors import crop, is_empty, pad, pad_empty_dims
-from shardwise.rules.helpers.precision import keeps_sums
+from shardwise.rules.helpers.local_tensors import crop, is_empty, keeps_sums, pad, pad_empty_dims
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import Aten, rule
-from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
+from shardwise.rules.registry import Aten, composed, rule
+from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 
 _MAX: dict[int, Callable[..., Any]]
@@ -28,9 +26,10 @@ _MAX_AND_WHERE: dict[int, Callable[..., Any]] = {
     3: nn_builtins.max_pool3d_with_indices,
 }
 _AVERAGE: dict[int, Callable[..., Any]]
-_AVERAGE = {1: torch.avg_pool1d, 2: nn_builtins.avg_pool2d, 3: nn_builtins.avg_pool3d}
+_AVERAGE = {2: nn_builtins.avg_pool2d, 3: nn_builtins.avg_pool3d}
 
-Operator = Callable[[torch.Tensor], Any]
+Tensor = torch.Tensor
+Operator = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,7 @@ class Pooling:
         """Kernel and stride as lists, as torch takes them."""
         return [each.kernel for each in self.windows], [each.stride for each in self.windows]
 
-    def spec(
-        self, input: torch.Tensor, lower: Callable[[SplitContext], Operator], **extra: Any
-    ) -> Spec:
+    def spec(self, input: Tensor, lower: Callable[[SplitContext], Operator], **extra: Any) -> Spec:
         """Return the spec of the pooling; every dim may be split.
 
         Arguments:
@@ -83,7 +80,7 @@ class Pooling:
         shape = context.outputs[0].local_shape()
         sides = dict(enumerate(map(Window.padding, self.windows, self.mine(context)), self.first))
 
-        def run(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
             for get in exchanges:
                 input = get(input)
             value = _lowest(input.dtype) if self.is_max else 0
@@ -107,7 +104,7 @@ def _lowest(dtype: torch.dtype) -> float | int:
 
 
 def _pool(
-    input: torch.Tensor,
+    input: Tensor,
     space: int,
     kernel_size: Any,
     stride: Any,
@@ -145,53 +142,33 @@ def _pool(
 # ---- max pooling
 
 
-def _largest(pool: Pooling, context: SplitContext) -> Operator:
-    """Return the operator for the maximum of each window."""
-    operator, dilation = _MAX[len(pool.windows)], [each.dilation for each in pool.windows]
-    return lambda input: operator(input, *pool.shared, 0, dilation)
-
-
-def _max_rule(space: int) -> Callable[..., Spec]:
+def _max_rule(space: int, *, with_indices: bool) -> Callable[..., Spec]:
     def max_pool(
-        input: torch.Tensor,
+        input: Tensor,
         kernel_size: Any,
         stride: Any = None,
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
-        return_indices: bool = False,
+        return_indices: bool = with_indices,
     ) -> Spec:
         pool = _pool(input, space, kernel_size, stride, padding, dilation, ceil_mode, True)
-        return pool.spec(input, lambda context: _largest(pool, context))
+        if with_indices:  # the indices are those of the whole plane
+            options = *pool.shared, padding, dilation, ceil_mode
+            run = _MAX_AND_WHERE[space]
+            return per_plane_spec(
+                [input], [pool.result] * 2, space, lambda input: run(input, *options)
+            )
+        apart = [each.dilation for each in pool.windows]
+        return pool.spec(
+            input, lambda context: lambda input: _MAX[space](input, *pool.shared, 0, apart)
+        )
 
     return max_pool
 
 
-def _max_and_where_rule(space: int) -> Callable[..., Spec]:
-    def max_pool_with_indices(
-        input: torch.Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = True,
-    ) -> Spec:
-        pool = _pool(input, space, kernel_size, stride, padding, dilation, ceil_mode)
-        kernel, step = pool.shared
-        operator = _MAX_AND_WHERE[space]
-        return planes(
-            [input],
-            [pool.result] * 2,
-            space,
-            lambda input: operator(input, kernel, step, padding, dilation, ceil_mode),
-        )
-
-    return max_pool_with_indices
-
-
-def planes(
-    tensors: Sequence[torch.Tensor],
+def per_plane_spec(
+    tensors: Sequence[Tensor],
     results: Sequence[tuple[int, ...]],
     space: int,
     operator: Callable[..., Any],
@@ -213,7 +190,7 @@ def planes(
 
         def run(*args: Any, **kwargs: Any) -> Any:
             made = operator(*map(pad_empty_dims, tensors_among(*args, *kwargs.values())))
-            if isinstance(made, torch.Tensor):
+            if isinstance(made, Tensor):
                 return crop(made, shapes[0])
             return tuple(map(crop, made, shapes))
 
@@ -231,39 +208,30 @@ def _average(
 ) -> Operator:
     """Return the operator for the sum over each window, divided by torch's divisor."""
     kernel, stride = pool.shared
-    if len(kernel) == 1:
-        return _flat_average(pool, context, includes_padding)
+    is_line = len(kernel) == 1
+    if is_line:  # avg_pool1d has no divisor: pool planes of height 1
+        kernel, stride = [1, *kernel], [1, *stride]
     operator = _AVERAGE[len(kernel)]
+
+    def pooled(input: Tensor, divisor: int | None) -> Any:
+        input = input.unsqueeze(-2) if is_line else input
+        made = operator(input, kernel, stride, 0, False, True, divisor)
+        return made.squeeze(-2) if is_line else made
+
     if divisor is None:
         divisors = _divisors(pool, context, includes_padding)
         if any(each != math.prod(kernel) for each in divisors.flatten().tolist()):
-            return lambda input: _divided(
-                operator(input, kernel, stride, 0, False, True, 1), divisors
-            )
-    return lambda input: operator(input, kernel, stride, 0, False, True, divisor)
+            return lambda input: _divided(pooled(input, 1), divisors)
+    return lambda input: pooled(input, divisor)
 
 
-def _flat_average(pool: Pooling, context: SplitContext, includes_padding: bool) -> Operator:
-    """Return the operator for one spatial dim, as for a plane of height 1: avg_pool1d has no
-    divisor.
-    """
-    (kernel,), (stride,) = pool.shared
-    divisors = _divisors(pool, context, includes_padding)
-    return lambda input: _divided(
-        nn_builtins.avg_pool2d(
-            input.unsqueeze(-2), (1, kernel), (1, stride), 0, False, True, 1
-        ).squeeze(-2),
-        divisors,
-    )
-
-
-def _divided(total: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+def _divided(total: Tensor, divisors: Tensor) -> Tensor:
     if total.is_floating_point():
         return total / divisors.to(total)
     return torch.div(total, divisors.to(total), rounding_mode="trunc")
 
 
-def _divisors(pool: Pooling, context: SplitContext, includes_padding: bool) -> torch.Tensor:
+def _divisors(pool: Pooling, context: SplitContext, includes_padding: bool) -> Tensor:
     """Return the number of inputs in the window of each of this rank's results, at least 1."""
     found = torch.ones((), dtype=torch.int64)
     for window, mine in zip(pool.windows, pool.mine(context), strict=True):
@@ -278,7 +246,7 @@ def _divisors(pool: Pooling, context: SplitContext, includes_padding: bool) -> t
 
 def _average_rule(space: int) -> Callable[..., Spec]:
     def avg_pool(
-        input: torch.Tensor,
+        input: Tensor,
         kernel_size: Any,
         stride: Any = None,
         padding: Any = 0,
@@ -300,11 +268,9 @@ def _average_rule(space: int) -> Callable[..., Spec]:
 
 
 def _unpool_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec]:
-    def max_unpool(
-        input: torch.Tensor, indices: torch.Tensor, output_size: Sequence[int], *rest: Any
-    ) -> Spec:
+    def max_unpool(input: Tensor, indices: Tensor, output_size: Sequence[int], *rest: Any) -> Spec:
         shape = (*input.shape[:-space], *output_size)
-        return planes(
+        return per_plane_spec(
             [input, indices],
             [shape],
             space,
@@ -317,18 +283,18 @@ def _unpool_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec
 
 def _max_backward_rule(space: int) -> Callable[..., Spec]:
     def max_pool_backward(
-        grad_output: torch.Tensor,
-        self: torch.Tensor,
+        grad_output: Tensor,
+        self: Tensor,
         kernel_size: Any,
         stride: Any,
         padding: Any,
         dilation: Any,
         ceil_mode: bool,
-        indices: torch.Tensor,
+        indices: Tensor,
     ) -> Spec:
         operator = getattr(torch.ops.aten, f"max_pool{space}d_with_indices_backward")
         windows = kernel_size, stride, padding, dilation, ceil_mode
-        return planes(
+        return per_plane_spec(
             [grad_output, self, indices],
             [tuple(self.shape)],
             space,
@@ -344,14 +310,12 @@ def _max_backward_rule(space: int) -> Callable[..., Spec]:
 
 def _fractional_rule(space: int, operator: Callable[..., Any]) -> Callable[..., Spec]:
     def fractional_max_pool(
-        input: torch.Tensor, kernel_size: Any, output_size: Any, random_samples: torch.Tensor
+        input: Tensor, kernel_size: Any, output_size: Any, random_samples: Tensor
     ) -> Spec:
         shape = (*input.shape[:-space], *per_dim(output_size, space))
-        spec = planes(
-            [input],
-            [shape] * 2,
-            space,
-            lambda input, samples: operator(input, kernel_size, output_size, samples),
+        options = kernel_size, output_size
+        spec = per_plane_spec(
+            [input], [shape] * 2, space, lambda input, samples: operator(input, *options, samples)
         )
         names = dims_of(input)[:-space]
         no_batch = (None,) * (2 - len(names))
@@ -369,13 +333,12 @@ def fractional_max_pool2d(*args: Any, **kwargs: Any) -> Any:
 
 @composed(F.fractional_max_pool3d)
 def fractional_max_pool3d(*args: Any, **kwargs: Any) -> Any:
-    """Run it; all ranks draw the same windows, as their generators have the same state."""
     return F.fractional_max_pool3d_with_indices(*args, **kwargs)[0]
 
 
 for _space in (1, 2, 3):
-    rule(f"max_pool{_space}d", inplace=False)(_max_rule(_space))
-    rule(f"max_pool{_space}d_with_indices", inplace=False)(_max_and_where_rule(_space))
+    rule(f"max_pool{_space}d", inplace=False)(_max_rule(_space, with_indices=False))
+    rule(f"max_pool{_space}d_with_indices", inplace=False)(_max_rule(_space, with_indices=True))
     rule(f"avg_pool{_space}d", inplace=False, by_dtype=True)(_average_rule(_space))
 for _space in (2, 3):
     _unpool = getattr(nn_builtins, f"max_unpool{_space}d")
@@ -383,3 +346,108 @@ for _space in (2, 3):
     rule(_unpool, Aten(f"max_unpool{_space}d"))(_unpool_rule(_space, _unpool))
     _fractional = getattr(nn_builtins, f"fractional_max_pool{_space}d")
     rule(_fractional, Aten(f"fractional_max_pool{_space}d"))(_fractional_rule(_space, _fractional))
+
+# ---- pooling to a given size
+# If the size of the result divides that of the input, all windows have one length and do not
+# overlap, so the dim may be split. Other spatial dims are whole.
+
+
+def _sizes(input: Tensor, space: int, output_size: Any) -> list[int]:
+    """Return the spatial sizes of the result; None keeps the size of the input."""
+    wanted = per_dim(output_size, space)
+    given = input.shape[-space:]
+    return [have if want is None else want for have, want in zip(given, wanted, strict=True)]
+
+
+def _adaptive(
+    input: Tensor,
+    space: int,
+    sizes: list[int],
+    operator: Callable[..., Tensor],
+    is_average: bool,
+) -> Spec:
+    names, shape = dims_of(input), tuple(input.shape)
+    first = len(shape) - space
+    lengths: dict[int, int] = {}
+    """The lengths of the windows along dims that can be split."""
+    reduces: dict[str, str] = {}
+    for dim, want in enumerate(sizes, first):
+        if is_average and want == 1:
+            reduces[f"d{dim}"] = "sum"  # weighted averages of the shards are summed
+        elif want and shape[dim] and shape[dim] % want == 0:
+            lengths[dim] = shape[dim] // want
+    free: Dims = tuple(
+        name if dim < first or dim in lengths else None for dim, name in enumerate(names)
+    )
+    given = tuple(
+        name if name in reduces else either for name, either in zip(names, free, strict=True)
+    )
+
+    def lower(context: SplitContext) -> Callable[..., Tensor] | None:
+        mine, result = context.inputs[0].local_shape(), context.outputs[0].local_shape()
+        exchanges = [
+            plan_exchange(
+                context, f"d{dim}", dim, (shape[dim], sizes[dim - first]), _looks_at(length)
+            )
+            for dim, length in lengths.items()
+            if context.axes(f"d{dim}")
+        ]
+        if not exchanges and not context.axes(*reduces) and not is_empty(mine):
+            return None
+        share = math.prod(
+            mine[dim] / max(shape[dim], 1)
+            for dim in range(first, len(shape))
+            if names[dim] in reduces
+        )
+        local_sizes = [max(size, 1) for size in result[first:]]
+
+        def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
+            for get in exchanges:
+                input = get(input)
+            made = operator(pad_empty_dims(input), local_sizes)
+            return crop(made if share == 1 else made * share, result)
+
+        return run
+
+    out = Out(free, (*shape[:first], *sizes))
+    linear = [(0,)] if is_average and keeps_sums(input.dtype) else []
+    return Spec([(input, given)], [out], reduces=reduces, linear=linear, lower=lower)
+
+
+def _looks_at(length: int) -> Callable[[Range], Range]:
+    return lambda results: (results[0] * length, results[1] * length)
+
+
+def _adaptive_rules(space: int) -> tuple[Callable[..., Spec], ...]:
+    """Return the rules of an average, a maximum, and a maximum with its indices."""
+    average, largest, largest_at = (
+        getattr(F, f"adaptive_{name}")
+        for name in (f"avg_pool{space}d", f"max_pool{space}d", f"max_pool{space}d_with_indices")
+    )
+
+    def adaptive_avg_pool(input: Tensor, output_size: Any) -> Spec:
+        return _adaptive(input, space, _sizes(input, space, output_size), average, True)
+
+    def adaptive_max_pool(input: Tensor, output_size: Any, return_indices: bool = False) -> Spec:
+        return _adaptive(input, space, _sizes(input, space, output_size), largest, False)
+
+    def adaptive_max_pool_with_indices(
+        input: Tensor, output_size: Any, return_indices: bool = True
+    ) -> Spec:
+        sizes = _sizes(input, space, output_size)
+        shape = (*input.shape[:-space], *sizes)
+        return per_plane_spec([input], [shape] * 2, space, lambda each: largest_at(each, sizes))
+
+    return adaptive_avg_pool, adaptive_max_pool, adaptive_max_pool_with_indices
+
+
+for _space in (1, 2, 3):
+    _builtin: Any = torch if _space == 1 else nn_builtins
+    _averaged, _maximum, _maximum_at = _adaptive_rules(_space)
+    rule(f"adaptive_avg_pool{_space}d", inplace=False, by_dtype=True)(_averaged)
+    rule(getattr(F, f"adaptive_max_pool{_space}d"))(_maximum)
+    rule(
+        getattr(F, f"adaptive_max_pool{_space}d_with_indices"),
+        getattr(_builtin, f"adaptive_max_pool{_space}d"),
+        Aten(f"adaptive_max_pool{_space}d"),
+    )(_maximum_at)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.helpers.composed_ops import tensors_in
-from shardwise.rules.helpers.dims import unsplit
+from shardwise.dtensor.tensor import tensors_in
+from shardwise.rules.helpers.dims import unsplit_spec
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec
 
@@ -31,7 +31,7 @@ def layers(input: Tensor, hx: Any, params: Any, *options: Any) -> Spec | None:
     width = states[0].shape[-1] * (2 if is_bidirectional else 1)
     shape = (*input.shape[:-1], width)
     if dropout and train:  # torch draws inside: all is whole, so all ranks draw the same
-        return unsplit([input, *states, *weights], shape, *(each.shape for each in states))
+        return unsplit_spec([input, *states, *weights], shape, *(each.shape for each in states))
     steps = ("batch", None, None) if batch_first else (None, "batch", None)
     return Spec(
         [(input, steps), *((each, _STATE) for each in states), *_whole(weights)],

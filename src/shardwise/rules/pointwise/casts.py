@@ -16,10 +16,9 @@ from shardwise.dtensor.call_args import check_plain_tensors
 from shardwise.dtensor.input_moves import move_input, plan_input_move
 from shardwise.dtensor.tensor import DTensor, find_detaching_operator
 from shardwise.dtensor.writes import check_inplace_target, check_writable
-from shardwise.rules.helpers.composed_ops import Function, composed, dispatched
-from shardwise.rules.helpers.precision import is_summed, keeps_sums
-from shardwise.rules.pointwise.elementwise import broadcast
-from shardwise.rules.registry import handler, name_of, rule
+from shardwise.rules.helpers.local_tensors import is_summed, keeps_sums
+from shardwise.rules.pointwise.elementwise import broadcast_spec
+from shardwise.rules.registry import Function, composed, dispatched, handler, name_of, rule
 from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
 from shardwise.torch_internals import as_local
 
@@ -36,17 +35,19 @@ INTEGERS = {
 
 @rule("clone", "contiguous", "cpu", "cuda", "pin_memory", *FLOATS, inplace=False)
 def kept(input: Any, *args: Any, **kwargs: Any) -> Spec:
-    return broadcast([input], [(0,)])
+    return broadcast_spec([input], [(0,)])
 
 
 @rule("alias", inplace=False)
 def alias(input: Any) -> Spec:
-    return broadcast([input], [(0,)], is_view=True)
+    return broadcast_spec([input], [(0,)], is_view=True)
 
 
 @rule("detach", inplace=False)
 def detach(input: Any) -> Spec:
-    return broadcast([input], [(0,)], is_view=True, lower=lambda context: _detached, positions=())
+    return broadcast_spec(
+        [input], [(0,)], is_view=True, lower=lambda context: _detached, positions=()
+    )
 
 
 @takes_shards
@@ -83,14 +84,14 @@ does not see dtypes, hence the second function."""
 
 @rule(kept_dtype)
 def kept_rule(input: Any, *args: Any, **kwargs: Any) -> Spec:
-    return broadcast([input], [(0,)])
+    return broadcast_spec([input], [(0,)])
 
 
 @rule(cast, "_to_copy", inplace=False)
 def cast_rule(input: Any, *args: Any, **kwargs: Any) -> Spec:
     dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
     is_linear = all(map(is_summed, dtypes))
-    return broadcast([input], [(0,)] if is_linear else ())
+    return broadcast_spec([input], [(0,)] if is_linear else ())
 
 
 @handler("to")

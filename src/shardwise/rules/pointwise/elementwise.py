@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import dispatched
 from shardwise.rules.helpers.dims import broadcast_dims
-from shardwise.rules.registry import functions_named, handler, rule
+from shardwise.rules.registry import dispatched, functions_named, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 
 
-def broadcast(tensors: list[torch.Tensor], linear: Any = (), **extra: Any) -> Spec:
+def broadcast_spec(tensors: list[torch.Tensor], linear: Any = (), **extra: Any) -> Spec:
     """Return the spec of an operator on tensors that broadcast against each other."""
     shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
     names = tuple(f"d{dim}" for dim in range(len(shape)))
@@ -77,7 +76,7 @@ SPECIAL = [f"special.{name}" for name in names("""
 @rule(*UNARY, *ACTIVATIONS, *BINARY, torch.Tensor.__eq__, ignores_numbers=True)
 @rule(*SPECIAL, ignores_numbers=True)
 def pointwise(*args: Any, **kwargs: Any) -> Spec:
-    return broadcast(tensors_among(*args, *kwargs.values()))
+    return broadcast_spec(tensors_among(*args, *kwargs.values()))
 
 
 # ---- linear operators
@@ -85,45 +84,45 @@ def pointwise(*args: Any, **kwargs: Any) -> Spec:
 
 @rule("neg", "negative", "positive", "deg2rad", "rad2deg", "conj_physical", ignores_numbers=True)
 def linear_unary(input: torch.Tensor) -> Spec:
-    return broadcast([input], [(0,)])
+    return broadcast_spec([input], [(0,)])
 
 
 @rule("add", "sub", "subtract", "rsub", ignores_numbers=True)
 def add(input: Any, other: Any, *, alpha: Any = 1) -> Spec:
     tensors = tensors_among(input, other)
-    return broadcast(tensors, [(0, 1)] if len(tensors) == 2 else ())
+    return broadcast_spec(tensors, [(0, 1)] if len(tensors) == 2 else ())
 
 
 @rule("mul", "multiply", ignores_numbers=True)
 def mul(input: Any, other: Any) -> Spec:
     tensors = tensors_among(input, other)
-    return broadcast(tensors, [(0,), (1,)] if len(tensors) == 2 else [(0,)])
+    return broadcast_spec(tensors, [(0,), (1,)] if len(tensors) == 2 else [(0,)])
 
 
 @rule("div", "divide", "true_divide", ignores_numbers=True)
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Spec:
     numerator = isinstance(input, torch.Tensor) and rounding_mode is None
-    return broadcast(tensors_among(input, other), [(0,)] if numerator else ())
+    return broadcast_spec(tensors_among(input, other), [(0,)] if numerator else ())
 
 
 @rule("ldexp", ignores_numbers=True)
 def ldexp(input: Any, other: Any) -> Spec:
-    return broadcast(tensors_among(input, other), [(0,)])
+    return broadcast_spec(tensors_among(input, other), [(0,)])
 
 
 @rule("addcmul", ignores_numbers=True)
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Spec:
-    return broadcast([input, tensor1, tensor2], [(0, 1), (0, 2)])
+    return broadcast_spec([input, tensor1, tensor2], [(0, 1), (0, 2)])
 
 
 @rule("addcdiv", ignores_numbers=True)
 def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Spec:
-    return broadcast([input, tensor1, tensor2], [(0, 1)])
+    return broadcast_spec([input, tensor1, tensor2], [(0, 1)])
 
 
 @rule("lerp", ignores_numbers=True)
 def lerp(input: Any, end: Any, weight: Any) -> Spec:
-    return broadcast(tensors_among(input, end, weight), [(0, 1)])
+    return broadcast_spec(tensors_among(input, end, weight), [(0, 1)])
 
 
 # ---- selection by a mask: linear in the values to select from, if a number among them is 0
@@ -149,12 +148,12 @@ def where_of_tensor(self: Any, condition: Any, other: Any) -> Spec:
 def masked_fill(input: Any, mask: Any, value: Any) -> Spec:
     # The target of the in-place form comes first.
     tensors = tensors_among(input, mask, value)
-    return broadcast(tensors, _linear_in(tensors, input, value))
+    return broadcast_spec(tensors, _linear_in(tensors, input, value))
 
 
 def _chosen(condition: Any, input: Any, other: Any) -> Spec:
     tensors = tensors_among(condition, input, other)
-    return broadcast(tensors, _linear_in(tensors, input, other))
+    return broadcast_spec(tensors, _linear_in(tensors, input, other))
 
 
 def _linear_in(tensors: list[torch.Tensor], *chosen: Any) -> list[tuple[int, ...]]:
@@ -174,19 +173,19 @@ def _linear_in(tensors: list[torch.Tensor], *chosen: Any) -> list[tuple[int, ...
 
 @rule("complex")
 def complex_(real: Any, imag: Any) -> Spec:
-    return broadcast([real, imag], [(0, 1)])
+    return broadcast_spec([real, imag], [(0, 1)])
 
 
 @rule("polar")
 def polar(abs: Any, angle: Any) -> Spec:
     # Linear in abs, but torch's gradient needs the sign of the result, so it must not be pending.
-    return broadcast([abs, angle])
+    return broadcast_spec([abs, angle])
 
 
 @rule("real", "imag", "conj", "resolve_conj", "resolve_neg", inplace=False)
 @rule(torch.Tensor.real.__get__, torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
 def complex_view(input: Any, *args: Any) -> Spec:
-    return broadcast([input], [(0,)], is_view=True)
+    return broadcast_spec([input], [(0,)], is_view=True)
 
 
 @rule("view_as_real")
@@ -240,7 +239,7 @@ def glu(input: Any, dim: int = -1) -> Spec:
     "softplus_backward", "native_dropout_backward", ignores_numbers=True, inplace=False,
 )  # fmt: skip
 def backward_of_unary(grad_output: Any, saved: Any, *args: Any, **kwargs: Any) -> Spec:
-    return broadcast([grad_output, saved], [(0,)])
+    return broadcast_spec([grad_output, saved], [(0,)])
 
 
 # ---- aliases: operators with a number on the left, and activations that torch implements in Python

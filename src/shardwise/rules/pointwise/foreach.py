@@ -19,7 +19,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor, redistribute_to, wrap
 from shardwise.dtensor.writes import check_writable
-from shardwise.rules.helpers.local_tensors import numbers
+from shardwise.rules.helpers.local_tensors import vector_of
 from shardwise.rules.pointwise.elementwise import names
 from shardwise.rules.registry import handler
 from shardwise.torch_internals import TensorBase, as_local
@@ -224,7 +224,7 @@ def norms(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
         return tuple(made if is_root else [each**order for each in made])
     results: list[Any] = [None] * len(tensors)
     by_mesh = _by_mesh(tensors)
-    widest = _widest(tuple(by_mesh))
+    widest = _mesh_of_all_ranks(tuple(by_mesh))
     for mesh, positions in by_mesh.items():
         group = [tensors[at] for at in positions]
         if mesh is None:
@@ -261,7 +261,7 @@ def _by_mesh_of(layouts: tuple[Layout | None, ...]) -> dict[DeviceMesh | None, S
 
 
 @lru_cache(maxsize=256)
-def _widest(meshes: tuple[DeviceMesh | None, ...]) -> DeviceMesh | None:
+def _mesh_of_all_ranks(meshes: tuple[DeviceMesh | None, ...]) -> DeviceMesh | None:
     """Return the mesh that contains the ranks of all others.
 
     None if no mesh contains all others, or if there is only one mesh. All norms are returned on the
@@ -302,7 +302,7 @@ def _norms_on(
                 values = values**order
             if axes:
                 if 0 in counts:
-                    values = values * numbers(counts, values)
+                    values = values * vector_of(counts, values)
                 values = communicator(mesh, axes).all_reduce(values, "sum")
             if is_root and order != 1:
                 values = values ** (1 / order)

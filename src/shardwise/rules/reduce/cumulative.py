@@ -12,11 +12,9 @@ import torch
 
 from shardwise.comm import communicator
 from shardwise.rules.helpers.collectives import all_gather_stack
-from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
-from shardwise.rules.helpers.dims import as_dims, shapes_along, whole_along, without
-from shardwise.rules.helpers.local_tensors import pad_to_one_row, take_rows
-from shardwise.rules.helpers.precision import keeps_sums, widened
-from shardwise.rules.registry import rule
+from shardwise.rules.helpers.dims import as_dims, drop_dims, shapes_along, whole_dims_spec
+from shardwise.rules.helpers.local_tensors import keeps_sums, pad_to_one_row, take_rows, widen
+from shardwise.rules.registry import input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -81,8 +79,8 @@ def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> Spec:
 def logcumsumexp(input: torch.Tensor, dim: int) -> Spec:
     if input.is_complex():  # complex logarithms are unique only up to multiples of 2 pi
         dims = as_dims(dim, input.dim())
-        out = Out(without(dims_of(input), dims, True), tuple(input.shape))
-        return whole_along(input, dims, [out])
+        out = Out(drop_dims(dims_of(input), dims, True), tuple(input.shape))
+        return whole_dims_spec(input, dims, [out])
     return _running(input, dim, None, torch.logcumsumexp, torch.logsumexp, _log_added)
 
 
@@ -90,7 +88,7 @@ def _log_added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return torch.logaddexp with a second gradient that is right for -inf, the first rank's
     offset.
     """
-    one, other = widened(one), widened(other)
+    one, other = widen(one), widen(other)
     finite = torch.finfo(one.dtype)
     largest = torch.maximum(one, other).detach().clamp(finite.min, finite.max)
     return ((one - largest).exp() + (other - largest).exp()).log() + largest

@@ -13,18 +13,11 @@ from typing import Any
 import torch
 
 from shardwise.core.box import Range
-from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import (
-    Function,
-    composed,
-    input_of,
-    tensors_in,
-    with_synonyms,
-)
-from shardwise.rules.helpers.dims import Inputs, as_dims, clipped, replaced, without
+from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.rules.helpers.dims import Inputs, as_dims, clip, drop_dims, replace_dim
 from shardwise.rules.helpers.halo_exchange import Window, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import Function, composed, input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 
 # ---- diff
@@ -59,7 +52,7 @@ def diff_of_one(input: torch.Tensor, n: int, dim: int) -> Spec:
         get = plan_exchange(context, f"d{along}", along, (size, count), needs)
         return lambda local, *_: torch.diff(get(local), n, along)
 
-    out = Out(names, replaced(input.shape, along, count))
+    out = Out(names, replace_dim(input.shape, along, count))
     return Spec([(input, names)], [out], linear=[(0,)], lower=lower, positions=[f"d{along}"])
 
 
@@ -82,7 +75,7 @@ class _Slope:
             return 0, 0
         first = min(start - 1, self.size - 1 - self.edge_order) if stop == self.size else start - 1
         last = max(stop + 1, 1 + self.edge_order) if start == 0 else stop + 1
-        return clipped((first, last), self.size)
+        return clip((first, last), self.size)
 
     def lower(self, context: SplitContext) -> Callable[[torch.Tensor, Any], torch.Tensor]:
         """Return a function that computes this rank's results from its shard and the spacing."""
@@ -206,13 +199,13 @@ def _integral(
     @rule(whole)
     def along_whole(y: torch.Tensor, x: Any = None, *, dx: Any = None, dim: int = -1) -> Spec:
         (along,) = as_dims(dim, y.dim()) or (0,)
-        dims = replaced(dims_of(y), along, None)
+        dims = replace_dim(dims_of(y), along, None)
         inputs: Inputs = [(y, dims)]
         if x is not None:
             inputs.append((x, (None,) if x.dim() == 1 else dims))
         sizes = shrinks(y.shape[along])
         shape = (*y.shape[:along], *sizes, *y.shape[along + 1 :])
-        out = Out(dims if sizes else without(dims, (along,)), shape)
+        out = Out(dims if sizes else drop_dims(dims, (along,)), shape)
         return Spec(inputs, [out], linear=[(0,)])
 
 

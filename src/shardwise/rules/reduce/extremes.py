@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from shardwise.rules.helpers.collectives import as_all_reduced
-from shardwise.rules.helpers.composed_ops import with_synonyms
-from shardwise.rules.helpers.dims import as_dims, whole_along, without
-from shardwise.rules.helpers.local_tensors import for_empty
-from shardwise.rules.pointwise.elementwise import broadcast
-from shardwise.rules.reduce.reduction import Over, reduced
-from shardwise.rules.registry import rule
+from shardwise.rules.helpers.dims import as_dims, drop_dims, whole_dims_spec
+from shardwise.rules.helpers.local_tensors import lower_with_padding
+from shardwise.rules.pointwise.elementwise import broadcast_spec
+from shardwise.rules.reduce.reduction import ReducedDims, reduction_spec
+from shardwise.rules.registry import rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, dims_of
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -44,7 +43,7 @@ def _neutral(local: torch.Tensor, op: str, dims: tuple[int, ...]) -> torch.Tenso
         value = -math.inf if op == "max" else math.inf
     else:
         value = torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
-    return local.new_full(without(local.shape, dims, True, 1), value)
+    return local.new_full(drop_dims(local.shape, dims, True, 1), value)
 
 
 def _same(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -56,7 +55,7 @@ def _same(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def extreme_value(
-    local: torch.Tensor, over: Over, op: str, *, nan_is_nan: bool = False
+    local: torch.Tensor, over: ReducedDims, op: str, *, nan_is_nan: bool = False
 ) -> torch.Tensor:
     """Return the maximum or minimum over split dims; equal elements share the gradient.
 
@@ -87,29 +86,33 @@ def _local_extreme(op: str) -> Callable[..., torch.Tensor]:
 @rule("amax")
 @with_synonyms
 def amax(input: torch.Tensor, dim: Any = (), keepdim: bool = False) -> Spec:
-    return reduced(input, dim, keepdim, "whole", lambda x, over: extreme_value(x, over, "max"))
+    return reduction_spec(
+        input, dim, keepdim, "whole", lambda x, over: extreme_value(x, over, "max")
+    )
 
 
 @rule("amin")
 @with_synonyms
 def amin(input: torch.Tensor, dim: Any = (), keepdim: bool = False) -> Spec:
-    return reduced(input, dim, keepdim, "whole", lambda x, over: extreme_value(x, over, "min"))
+    return reduction_spec(
+        input, dim, keepdim, "whole", lambda x, over: extreme_value(x, over, "min")
+    )
 
 
 @rule("aminmax")
 @with_synonyms
 def aminmax(input: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Spec:
-    def body(local: torch.Tensor, over: Over) -> Any:
+    def body(local: torch.Tensor, over: ReducedDims) -> Any:
         found = extreme_value(local, over, "min"), extreme_value(local, over, "max")
         return torch.return_types.aminmax(found)
 
-    return reduced(input, dim, keepdim, "whole", body, outputs=2)
+    return reduction_spec(input, dim, keepdim, "whole", body, outputs=2)
 
 
 # ---- values with their indices
 
 
-def _picked(local: torch.Tensor, over: Over, op: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _picked(local: torch.Tensor, over: ReducedDims, op: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the maximum or minimum along one split dim and its first index, with the dim kept."""
     (dim,) = over.dims
     with torch.no_grad():
@@ -135,14 +138,14 @@ def _extremes(name: str) -> Callable[..., Spec]:
 
     def made(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Spec:
         if isinstance(other, torch.Tensor) or isinstance(dim, torch.Tensor):
-            return broadcast([input, dim if other is None else other])
+            return broadcast_spec([input, dim if other is None else other])
         if dim is None:
-            return reduced(
+            return reduction_spec(
                 input, None, False, "whole",
                 lambda x, over: extreme_value(x, over, name, nan_is_nan=True),
             )  # fmt: skip
 
-        def body(local: torch.Tensor, over: Over) -> Any:
+        def body(local: torch.Tensor, over: ReducedDims) -> Any:
             return kind([over.kept(each) for each in _picked(local, over, name)])
 
         return _along_one(input, dim, keepdim, body, name, outputs=2)
@@ -156,7 +159,7 @@ def _along_one(
     (only,) = as_dims(dim, input.dim()) or (0,)
     if input.dim() and input.shape[only] == 0:
         raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
-    return reduced(input, dim, keepdim, "whole", body, outputs=outputs, by_index=True)
+    return reduction_spec(input, dim, keepdim, "whole", body, outputs=outputs, by_index=True)
 
 
 rule("max")(with_synonyms(_extremes("max")))
@@ -167,7 +170,7 @@ def _first_index(name: str) -> Callable[..., Spec]:
     op = name.removeprefix("arg")
     function = getattr(torch, name)
 
-    def flat(local: torch.Tensor, over: Over) -> torch.Tensor:
+    def flat(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
         # The elements of a shard have the same order in the whole tensor, as a shard is a box.
         if local.numel() == 0:
             proposed = _neutral(local.reshape(-1), op, (0,))
@@ -190,13 +193,13 @@ def _first_index(name: str) -> Callable[..., Spec]:
         return index.view([1] * local.dim() if over.keepdim else [])
 
     def made(input: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Spec:
-        def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+        def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
             with torch.no_grad():
                 if over.count == 0:
                     return function(local, dim)  # type: ignore[no-any-return] # raises torch's own error
                 return flat(local, over) if dim is None else over.kept(_picked(local, over, op)[1])
 
-        return reduced(input, dim, keepdim, "whole", body, by_index=True)
+        return reduction_spec(input, dim, keepdim, "whole", body, by_index=True)
 
     return with_synonyms(made)
 
@@ -210,8 +213,10 @@ rule("argmin")(_first_index("argmin"))
 
 def _by_rank(input: torch.Tensor, dim: Any, keepdim: bool, outputs: int) -> Spec:
     dims = as_dims(dim, input.dim())
-    out = Out(without(dims_of(input), dims, keepdim, None), without(input.shape, dims, keepdim, 1))
-    return whole_along(input, dims, [out] * outputs)
+    out = Out(
+        drop_dims(dims_of(input), dims, keepdim, None), drop_dims(input.shape, dims, keepdim, 1)
+    )
+    return whole_dims_spec(input, dims, [out] * outputs)
 
 
 @rule("median", "nanmedian")
@@ -246,7 +251,7 @@ def _quantile(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         if isinstance(q, torch.Tensor):
             inputs.append((q, dims_of(q, "q")))
             out = Out((*dims_of(q, "q"), *out.dims), (*q.shape, *out.shape))
-        return Spec(inputs, [out], lower=for_empty(function) if input.numel() else None)
+        return Spec(inputs, [out], lower=lower_with_padding(function) if input.numel() else None)
 
     return with_synonyms(made)
 

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import input_of, with_synonyms
-from shardwise.rules.helpers.dims import Inputs, given
+from shardwise.rules.helpers.dims import Inputs, present_inputs
 from shardwise.rules.helpers.row_exchange import mark_copy
-from shardwise.rules.reduce.reduction import Over, over_dims, split_as
-from shardwise.rules.registry import rule
+from shardwise.rules.reduce.reduction import ReducedDims, reduced_dims, reduces_as
+from shardwise.rules.registry import input_of, rule, with_synonyms
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
 
-def _ends(columns: torch.Tensor, over: Over) -> list[float]:
+def _ends(columns: torch.Tensor, over: ReducedDims) -> list[float]:
     """Return the smallest and largest element over all ranks of each column, interleaved."""
     worst = columns.new_full((1, columns.shape[1]), torch.inf, dtype=torch.float64)
     lows = torch.cat([columns.double(), worst]).amin(0)
@@ -36,7 +35,7 @@ def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) 
     names = dims_of(input)
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
-        over = over_dims(context, names, tuple(range(input.dim())), False)
+        over = reduced_dims(context, names, tuple(range(input.dim())), False)
         if not over.axes:
             return None
 
@@ -49,7 +48,7 @@ def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) 
 
         return run
 
-    ways = split_as(names, range(input.dim()), "sum")
+    ways = reduces_as(names, range(input.dim()), "sum")
     return Spec([(input, names)], [Out((None,), (bins,))], ways, lower=lower, positions=())
 
 
@@ -68,7 +67,7 @@ def _histogram(
     dims: Dims,
     bins: Sequence[Any],
     weight: torch.Tensor | None,
-    run: Callable[[Over], Callable[..., Any]],
+    run: Callable[[ReducedDims], Callable[..., Any]],
 ) -> Spec:
     """Return the spec of a histogram, with a number of bins or given edges along each dim.
 
@@ -79,15 +78,15 @@ def _histogram(
     edges = [each for each in bins if isinstance(each, torch.Tensor)]
     counts = tuple(len(each) - 1 if isinstance(each, torch.Tensor) else each for each in bins)
     counted = tuple(at for at, name in enumerate(dims) if name is not None)
-    inputs: Inputs = given((input, dims), (weight, tuple(dims[at] for at in counted)))
+    inputs: Inputs = present_inputs((input, dims), (weight, tuple(dims[at] for at in counted)))
     inputs += [(each, (None,)) for each in edges]
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
-        over = over_dims(context, dims, counted, False)
+        over = reduced_dims(context, dims, counted, False)
         return with_synonyms(run(over)) if over.axes or any(map(_moves, edges)) else None
 
     outs = [Out((None,) * len(counts), counts), *(Out((None,), (each + 1,)) for each in counts)]
-    return Spec(inputs, outs, split_as(dims, counted, "whole"), lower=lower, positions=())
+    return Spec(inputs, outs, reduces_as(dims, counted, "whole"), lower=lower, positions=())
 
 
 def _moves(edges: Any) -> bool:
@@ -96,7 +95,7 @@ def _moves(edges: Any) -> bool:
 
 
 def _counts(
-    columns: torch.Tensor, bins: Any, range: Any, weight: Any, density: bool, over: Over
+    columns: torch.Tensor, bins: Any, range: Any, weight: Any, density: bool, over: ReducedDims
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return the counts of all ranks, and the edges of the bins."""
     columns = columns.detach()
@@ -113,7 +112,7 @@ def _counts(
 def histogram(
     input: torch.Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False
 ) -> Spec:
-    def run(over: Over) -> Callable[..., Any]:
+    def run(over: ReducedDims) -> Callable[..., Any]:
         def local(input: torch.Tensor, bins: Any, *, weight: Any = None, **_: Any) -> Any:
             column = input.reshape(-1, 1)
             counts, edges = _counts(column, [bins], range, weight, density, over)
@@ -138,7 +137,7 @@ def histogramdd(
         *map(_moves, each)
     ]  # plain bools: a reference to the edges would keep them alive with the plan
 
-    def run(over: Over) -> Callable[..., Any]:
+    def run(over: ReducedDims) -> Callable[..., Any]:
         def local(
             input: torch.Tensor,
             bins: Any,

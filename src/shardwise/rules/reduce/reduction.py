@@ -17,19 +17,18 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.collectives import all_gather_stack, all_reduce_extreme, all_reduce_sum
-from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
-from shardwise.rules.helpers.dims import as_dims, as_sizes, replaced, shapes_along, without
-from shardwise.rules.helpers.precision import autocast_wider, keeps_sums, wider
-from shardwise.rules.pointwise.elementwise import broadcast
-from shardwise.rules.registry import rule
+from shardwise.rules.helpers.dims import as_dims, as_sizes, drop_dims, replace_dim, shapes_along
+from shardwise.rules.helpers.local_tensors import autocast_wide_dtype, keeps_sums, wide_dtype
+from shardwise.rules.pointwise.elementwise import broadcast_spec
+from shardwise.rules.registry import composed, input_of, rule, with_synonyms
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 
-Body = Callable[[torch.Tensor, "Over"], Any]
+Body = Callable[[torch.Tensor, "ReducedDims"], Any]
 """A function that runs on the local tensor if a reduced dim is split."""
 
 
 @dataclass(frozen=True)
-class Over:
+class ReducedDims:
     """The reduced dims of a call, of which some are split; lowerings get it."""
 
     layout: Layout
@@ -80,7 +79,7 @@ class Over:
         return result if self.keepdim else result.squeeze(self.dims)
 
 
-def reduced(
+def reduction_spec(
     input: torch.Tensor,
     dim: Any,
     keepdim: bool,
@@ -105,16 +104,16 @@ def reduced(
     """
     dims = as_dims(dim, input.dim())
     names, shape = dims_of(input), tuple(input.shape)
-    out = Out(without(names, dims, keepdim, None), without(shape, dims, keepdim, 1))
+    out = Out(drop_dims(names, dims, keepdim, None), drop_dims(shape, dims, keepdim, 1))
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
-        over = over_dims(context, names, dims, keepdim)
+        over = reduced_dims(context, names, dims, keepdim)
         is_empty = 0 in context.inputs[0].local_shape()
         if body is None or not (over.axes or (warns and is_empty)):
             return None
         return lambda *args, **kwargs: body(input_of(args, kwargs), over)
 
-    split = split_as(names, dims, how)
+    split = reduces_as(names, dims, how)
     return Spec(
         [(input, names)],
         [out] * outputs,
@@ -125,15 +124,17 @@ def reduced(
     )
 
 
-def split_as(names: Dims, dims: Sequence[int], how: str) -> dict[str, str]:
+def reduces_as(names: Dims, dims: Sequence[int], how: str) -> dict[str, str]:
     """Return the reduction that is pending if one of these dims is split, by factor."""
     return {name: how for each in dims if (name := names[each]) is not None}
 
 
-def over_dims(context: SplitContext, names: Dims, dims: tuple[int, ...], keepdim: bool) -> Over:
+def reduced_dims(
+    context: SplitContext, names: Dims, dims: tuple[int, ...], keepdim: bool
+) -> ReducedDims:
     """Return the reduced dims of a call's first input, for its lowering."""
     axes = context.axes(*(names[each] for each in dims))
-    return Over(context.inputs[0], axes, dims, keepdim)
+    return ReducedDims(context.inputs[0], axes, dims, keepdim)
 
 
 # ---- the rules
@@ -142,7 +143,7 @@ def over_dims(context: SplitContext, names: Dims, dims: tuple[int, ...], keepdim
 @rule("sum")
 @with_synonyms
 def sum_(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
-    return reduced(input, dim, keepdim, "sum", linear=keeps_sums(dtype))
+    return reduction_spec(input, dim, keepdim, "sum", linear=keeps_sums(dtype))
 
 
 @rule("nansum")
@@ -150,26 +151,26 @@ def sum_(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: 
 def nansum(
     input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Spec:
-    return reduced(input, dim, keepdim, "sum")
+    return reduction_spec(input, dim, keepdim, "sum")
 
 
 @rule("count_nonzero")
 @with_synonyms
 def count_nonzero(input: torch.Tensor, dim: Any = None) -> Spec:
-    return reduced(input, dim, False, "sum")
+    return reduction_spec(input, dim, False, "sum")
 
 
 @rule("mean")
 @with_synonyms
 def mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
-    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+    def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
         kind = dtype or local.dtype
         if not keeps_sums(kind):
             return torch.mean(local, over.dims, dtype=dtype)  # raises torch's own error
-        summed = torch.sum(local, over.dims, over.keepdim, dtype=wider(kind))
+        summed = torch.sum(local, over.dims, over.keepdim, dtype=wide_dtype(kind))
         return (summed / over.count).to(kind)
 
-    return reduced(input, dim, keepdim, "sum", body, linear=keeps_sums(dtype))
+    return reduction_spec(input, dim, keepdim, "sum", body, linear=keeps_sums(dtype))
 
 
 @rule("nanmean")
@@ -177,15 +178,15 @@ def mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: 
 def nanmean(
     input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Spec:
-    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+    def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
         kind = dtype or local.dtype
         if not keeps_sums(kind):
             return torch.nanmean(local, over.dims, dtype=dtype)
         counted = over.total(local.isnan().logical_not_().sum(over.dims, over.keepdim))
-        summed = torch.nansum(local, over.dims, over.keepdim, dtype=wider(kind))
+        summed = torch.nansum(local, over.dims, over.keepdim, dtype=wide_dtype(kind))
         return (summed / counted).to(kind)
 
-    return reduced(input, dim, keepdim, "sum", body)
+    return reduction_spec(input, dim, keepdim, "sum", body)
 
 
 @rule("prod")
@@ -193,21 +194,21 @@ def nanmean(
 def prod(input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
     # Multiply the products of the ranks: torch's gradient of both steps is right for zeros, which
     # the gradient of a pending product would not be.
-    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+    def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
         given = () if dim is None else (dim, keepdim)
         return over.stacked(torch.prod(local, *given, dtype=dtype)).prod(0, dtype=dtype)
 
-    return reduced(input, dim, keepdim, "whole", body)
+    return reduction_spec(input, dim, keepdim, "whole", body)
 
 
 def _verdict(function: Callable[..., torch.Tensor], op: str) -> Callable[..., Any]:
     def made(input: torch.Tensor, dim: Any = None, keepdim: bool = False) -> Spec:
-        def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+        def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
             return over.extreme(function(local, over.dims, over.keepdim), op)
 
         if isinstance(dim, list | tuple) and not dim:
-            return broadcast([input])  # for all and any, dim=() does not mean all dims
-        return reduced(input, dim, keepdim, "whole", body)
+            return broadcast_spec([input])  # for all and any, dim=() does not mean all dims
+        return reduction_spec(input, dim, keepdim, "whole", body)
 
     return with_synonyms(made)
 
@@ -219,13 +220,13 @@ rule("any")(_verdict(torch.any, "max"))
 @rule("trace")
 @with_synonyms
 def trace(input: torch.Tensor) -> Spec:
-    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+    def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
         row, column = over.start
-        return local.to(autocast_wider(local)).diagonal(row - column).sum()
+        return local.to(autocast_wide_dtype(local)).diagonal(row - column).sum()
 
     if input.dim() != 2:
         raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {input.dim()}")
-    return reduced(input, None, False, "sum", body, linear=True, by_index=True)
+    return reduction_spec(input, None, False, "sum", body, linear=True, by_index=True)
 
 
 @composed("sum_to_size")
@@ -253,14 +254,14 @@ def sum_to_size(input: torch.Tensor, *sizes: Any, size: Any = None) -> torch.Ten
 def hash_tensor(input: torch.Tensor, dim: Any = (), keepdim: bool = False, mode: int = 0) -> Spec:
     """Combine the bits of all elements, as float64 or int64, by exclusive or."""
 
-    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+    def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
         if 0 in local.shape:
-            hashes = local.new_zeros(without(local.shape, over.dims, over.keepdim, 1)).long()
+            hashes = local.new_zeros(drop_dims(local.shape, over.dims, over.keepdim, 1)).long()
         else:
             hashes = torch.hash_tensor(local, over.dims, keepdim=over.keepdim, mode=mode)
         return torch.hash_tensor(over.stacked(hashes.view(torch.int64)), 0, mode=mode)
 
-    return reduced(input, dim, keepdim, "whole", body)
+    return reduction_spec(input, dim, keepdim, "whole", body)
 
 
 @rule("segment_reduce")
@@ -281,6 +282,6 @@ def segment_reduce(
     if borders is None or axis != borders.dim() - 1:
         return None  # raises torch's own error
     count = borders.shape[axis] - (0 if borders is lengths else 1)
-    names = replaced(dims_of(data), axis, None)
+    names = replace_dim(dims_of(data), axis, None)
     inputs = [(data, names), (borders, names[: axis + 1])]
-    return Spec(inputs, [Out(names, replaced(data.shape, axis, count))])
+    return Spec(inputs, [Out(names, replace_dim(data.shape, axis, count))])

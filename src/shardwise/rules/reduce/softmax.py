@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.rules.helpers.collectives import all_reduce_both_ways, all_reduce_extreme
-from shardwise.rules.helpers.precision import widened
+from shardwise.rules.helpers.local_tensors import widen
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 
@@ -27,7 +27,7 @@ Backward = Callable[[torch.Tensor, torch.Tensor, Total], torch.Tensor]
 """Computes the gradient of the input from the gradient of the result and the result."""
 
 
-def shifted(
+def subtract_max(
     input: torch.Tensor, dim: int, mesh: DeviceMesh, axes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the input minus its global maximum along a dim that `axes` split, and the maximum.
@@ -69,7 +69,7 @@ def _spec(
 
         def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             dtype = _dtype(args, kwargs) or input.dtype
-            above, _ = shifted(widened(input.to(dtype)), at, context.mesh, axes)
+            above, _ = subtract_max(widen(input.to(dtype)), at, context.mesh, axes)
             return split(above, total_of).to(dtype)
 
         return run
@@ -174,7 +174,7 @@ def _backward(grad: torch.Tensor, output: torch.Tensor, dim: int, split: Backwar
         def run(
             grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
         ) -> torch.Tensor:
-            return split(widened(grad_output), widened(output), total_of).to(input_dtype)
+            return split(widen(grad_output), widen(output), total_of).to(input_dtype)
 
         return run
 

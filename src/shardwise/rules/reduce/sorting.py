@@ -16,11 +16,10 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.rules.helpers.collectives import all_gather_stack, all_reduce_extreme
-from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
-from shardwise.rules.helpers.dims import as_dims, shapes_along, whole_along, without
+from shardwise.rules.helpers.dims import as_dims, drop_dims, shapes_along, whole_dims_spec
 from shardwise.rules.helpers.local_tensors import pad, take_rows
-from shardwise.rules.reduce.reduction import split_as
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.reduce.reduction import reduces_as
+from shardwise.rules.registry import composed, handler, input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import as_local
 
@@ -29,8 +28,8 @@ from shardwise.torch_internals import as_local
 
 def _sorted(input: torch.Tensor, dim: int, outputs: int) -> Spec:
     dims = as_dims(dim, input.dim())
-    out = Out(without(dims_of(input), dims, True), tuple(input.shape))
-    return whole_along(input, dims, [out] * outputs)
+    out = Out(drop_dims(dims_of(input), dims, True), tuple(input.shape))
+    return whole_dims_spec(input, dims, [out] * outputs)
 
 
 @rule("sort")
@@ -65,7 +64,7 @@ def topk(
     if dims and not 0 <= k <= input.shape[dims[0]]:
         raise RuntimeError("selected index k out of range")
     shape = tuple(k if at in dims else size for at, size in enumerate(input.shape))
-    out = Out(without(names, dims, True), shape)
+    out = Out(drop_dims(names, dims, True), shape)
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         axes = context.axes(*(names[each] for each in dims))
@@ -96,7 +95,7 @@ def topk(
 
         return run
 
-    split = split_as(names, dims, "whole")
+    split = reduces_as(names, dims, "whole")
     return Spec([(input, names)], [out, out], split, lower=lower, positions=[*split])
 
 

@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.helpers.composed_ops import composed, input_of, with_synonyms
-from shardwise.rules.helpers.dims import as_dims, whole_along, without
-from shardwise.rules.helpers.local_tensors import numbers
-from shardwise.rules.helpers.precision import keeps_sums, widened, wider
+from shardwise.rules.helpers.dims import as_dims, drop_dims, whole_dims_spec
+from shardwise.rules.helpers.local_tensors import keeps_sums, vector_of, wide_dtype, widen
 from shardwise.rules.reduce.extremes import extreme_value
-from shardwise.rules.reduce.reduction import Over, over_dims, reduced
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.reduce.reduction import ReducedDims, reduced_dims, reduction_spec
+from shardwise.rules.registry import Aten, composed, input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import VF
 
@@ -30,13 +28,13 @@ from shardwise.torch_internals import VF
 
 
 def _moments(
-    local: torch.Tensor, over: Over, correction: float
+    local: torch.Tensor, over: ReducedDims, correction: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return variance and mean over split dims, by one all-gather of each rank's variance and
     mean."""
     if not keeps_sums(local.dtype):
         return torch.var_mean(local, over.dims)  # raises torch's own error
-    wide = widened(local)
+    wide = widen(local)
     mine = math.prod(local.shape[dim] for dim in over.dims)
     if local.numel():
         spread, mean = torch.var_mean(wide, over.dims, correction=0, keepdim=over.keepdim)
@@ -46,7 +44,7 @@ def _moments(
         spread = mean.abs()
     every = over.stacked(torch.stack([mean, spread.to(mean.dtype)]))
     means, spreads = every[:, 0], every[:, 1]
-    counts = numbers(over.counts, spread)
+    counts = vector_of(over.counts, spread)
     counts = counts.view(-1, *[1] * mean.dim())
     mean = (means * counts).sum(0) / over.count
     away = means - mean
@@ -55,7 +53,7 @@ def _moments(
     return variance, mean
 
 
-def _root(squares: torch.Tensor) -> torch.Tensor:
+def _square_root(squares: torch.Tensor) -> torch.Tensor:
     """Return the square root; its gradient at 0 is 0, as for torch's deviations and norms."""
     is_zero = squares == 0
     return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
@@ -78,15 +76,15 @@ def _variance(name: str) -> Callable[..., Any]:
         if correction is None:
             correction = 0 if unbiased is False else 1
 
-        def body(local: torch.Tensor, over: Over) -> Any:
+        def body(local: torch.Tensor, over: ReducedDims) -> Any:
             variance, mean = _moments(local, over, correction)
             if name.startswith("std"):
-                variance = _root(variance)
+                variance = _square_root(variance)
             variance = variance.to(local.dtype.to_real())
             return (variance, mean.to(local.dtype)) if name.endswith("_mean") else variance
 
         outputs = 2 if name.endswith("_mean") else 1
-        return reduced(input, dim, keepdim, "whole", body, outputs=outputs, warns=True)
+        return reduction_spec(input, dim, keepdim, "whole", body, outputs=outputs, warns=True)
 
     return made
 
@@ -98,20 +96,22 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 # ---- norms
 
 
-def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+def _norm(
+    local: torch.Tensor, over: ReducedDims, order: float, dtype: torch.dtype | None
+) -> torch.Tensor:
     """Return the norm of vectors over split dims."""
     kind = dtype or local.dtype
     if not keeps_sums(kind):
         raise RuntimeError(
             f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {kind}"
         )
-    local = local.to(wider(kind))
+    local = local.to(wide_dtype(kind))
     if math.isinf(order):
         found = extreme_value(local.abs(), over, "max" if order > 0 else "min")
         return found.to(kind.to_real())
     if order < 0 and 0 in local.shape:
         # Only an empty vector has no norm; an empty shard contributes a value that never wins.
-        shape = without(local.shape, over.dims, over.keepdim, 1)
+        shape = drop_dims(local.shape, over.dims, over.keepdim, 1)
         mine = local.abs().sum(over.dims, over.keepdim) + torch.full(
             shape, math.inf, dtype=local.dtype.to_real(), device=local.device
         )
@@ -120,7 +120,7 @@ def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | No
     if order in (0, 1):
         found = over.total(mine)
     elif order == 2:
-        found = _root(over.total(mine * mine))
+        found = _square_root(over.total(mine * mine))
     else:
         every = over.stacked(mine)
         if 0 in over.counts:  # drop empty shards: the second gradient at 0 is NaN
@@ -130,7 +130,7 @@ def _norm(local: torch.Tensor, over: Over, order: float, dtype: torch.dtype | No
 
 
 def _vector(input: torch.Tensor, order: float, dim: Any, keepdim: bool, dtype: Any) -> Spec:
-    return reduced(
+    return reduction_spec(
         input, dim, keepdim, "whole", lambda local, over: _norm(local, over, order, dtype)
     )
 
@@ -140,22 +140,22 @@ def _matrix(input: torch.Tensor, order: Any, dim: Any, keepdim: bool, dtype: Any
     if order == "fro":
         return _vector(input, 2, dim, keepdim, dtype)
     dims, names = (rows, columns), dims_of(input)
-    out = Out(without(names, dims, keepdim, None), without(input.shape, dims, keepdim, 1))
+    out = Out(drop_dims(names, dims, keepdim, None), drop_dims(input.shape, dims, keepdim, 1))
     if order not in (1, -1, math.inf, -math.inf) or 0 in (input.shape[rows], input.shape[columns]):
         # needs singular values, or raises torch's own error
-        return dataclasses.replace(whole_along(input, dims, [out]), may_fail=True)
+        return dataclasses.replace(whole_dims_spec(input, dims, [out]), may_fail=True)
     summed, other = (rows, columns) if abs(order) == 1 else (columns, rows)
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         if not context.axes(names[rows], names[columns]):
             return None
-        along = over_dims(context, names, (summed,), True)
-        across = over_dims(context, names, (other,), True)
+        along = reduced_dims(context, names, (summed,), True)
+        across = reduced_dims(context, names, (other,), True)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             local = input_of(args, kwargs)
             kind = dtype or local.dtype
-            wide = local.to(wider(kind))
+            wide = local.to(wide_dtype(kind))
             sums = along.total(wide.abs().sum(summed, keepdim=True))
             found = extreme_value(sums, across, "max" if order > 0 else "min")
             return (found if keepdim else found.squeeze(dims)).to(kind.to_real())
@@ -245,11 +245,11 @@ def nuclear_norm(input: torch.Tensor, dim: Any = (-2, -1), keepdim: bool = False
 @rule("logsumexp", "special.logsumexp")
 @with_synonyms
 def logsumexp(input: torch.Tensor, dim: Any, keepdim: bool = False) -> Spec:
-    def body(local: torch.Tensor, over: Over) -> torch.Tensor:
+    def body(local: torch.Tensor, over: ReducedDims) -> torch.Tensor:
         if not (local.is_floating_point() or local.is_complex()):
             local = local.to(torch.get_default_dtype())
-        wide = widened(local)
-        kept = Over(over.layout, over.axes, over.dims, True)
+        wide = widen(local)
+        kept = ReducedDims(over.layout, over.axes, over.dims, True)
         if over.count == 0:
             return torch.full_like(local.sum(over.dims, over.keepdim), -math.inf)
         real = wide.detach().real if wide.is_complex() else wide.detach()
@@ -258,7 +258,7 @@ def logsumexp(input: torch.Tensor, dim: Any, keepdim: bool = False) -> Spec:
         sums = over.total((wide - largest).exp().sum(over.dims, keepdim=True))
         return over.kept(sums.log() + largest).to(local.dtype)
 
-    return reduced(input, dim, keepdim, "whole", body)
+    return reduction_spec(input, dim, keepdim, "whole", body)
 
 
 # ---- functions composed of these

@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.helpers.composed_ops import composed
-from shardwise.rules.helpers.dims import Inputs, unsplit
-from shardwise.rules.helpers.index_key import mesh_of, static
+from shardwise.rules.helpers.dims import Inputs, unsplit_spec
+from shardwise.rules.helpers.index_key import as_replicated, mesh_of
 from shardwise.rules.helpers.row_exchange import plan_row_exchange
 from shardwise.rules.linalg.matmul import VF
-from shardwise.rules.registry import Aten, rule
+from shardwise.rules.registry import Aten, composed, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, normalize_dim
 
 
-def joined(
+def join_spec(
     name: str,
     tensors: Sequence[torch.Tensor],
     places: Sequence[tuple[int, ...]],
@@ -76,7 +75,7 @@ def cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
     at = normalize_dim(kwargs.get("axis", dim), ndim)
     if any(tensor.dim() != ndim or ndim == 0 for tensor in kept):
         raise RuntimeError("cat: expected tensors of the same number of dims, at least 1")
-    spec = joined("cat", kept, [tuple(range(ndim))] * len(kept), ndim, at, _cat_along(at))
+    spec = join_spec("cat", kept, [tuple(range(ndim))] * len(kept), ndim, at, _cat_along(at))
     if len(kept) == len(tensors):
         return spec
     found = iter(spec.inputs)
@@ -97,7 +96,7 @@ def stack(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         raise RuntimeError("stack expects each tensor to be equal size")
     place = tuple(each for each in range(ndim) if each != at)
-    return joined("stack", tensors, [place] * len(tensors), ndim, at, torch.stack)
+    return join_spec("stack", tensors, [place] * len(tensors), ndim, at, torch.stack)
 
 
 def _stacked(name: str, dim: Callable[[int], int], place: Callable[[int], tuple[int, ...]]) -> None:
@@ -116,7 +115,7 @@ def _stacked(name: str, dim: Callable[[int], int], place: Callable[[int], tuple[
         places = [place(tensor.dim()) for tensor in tensors]
         at = dim(max(tensor.dim() for tensor in tensors))
         ndim = max(at + 1, *(max(each, default=-1) + 1 for each in places))
-        return joined(name, tensors, places, ndim, at, lambda each: function(tuple(each)))
+        return join_spec(name, tensors, places, ndim, at, lambda each: function(tuple(each)))
 
 
 def _as_is(ndim: int) -> tuple[int, ...]:
@@ -134,7 +133,7 @@ _stacked("column_stack", lambda ndim: 1, _as_is)
 def block_diag(tensors: Any) -> Spec:
     shapes = [(1,) * (2 - tensor.dim()) + tuple(tensor.shape) for tensor in tensors]
     shape = tuple(map(sum, zip(*shapes, strict=True)))
-    return unsplit(tensors, shape, linear=[tuple(range(len(shapes)))])
+    return unsplit_spec(tensors, shape, linear=[tuple(range(len(shapes)))])
 
 
 # ---- broadcast: each tensor on its own, a view without communication
@@ -145,7 +144,7 @@ def broadcast_tensors(tensors: Any) -> tuple[DTensor, ...]:
     """Expand each tensor to the common shape."""
     mesh = mesh_of(tensors)
     shape = torch.broadcast_shapes(*(tuple(each.shape) for each in tensors))  # type: ignore[no-untyped-call]
-    return tuple(static(each.expand(shape), mesh) for each in tensors)
+    return tuple(as_replicated(each.expand(shape), mesh) for each in tensors)
 
 
 @composed(torch.meshgrid, VF.meshgrid, Aten("meshgrid"))
@@ -159,7 +158,7 @@ def meshgrid(*tensors: Any, indexing: str | None = "ij") -> tuple[DTensor, ...]:
     if indexing == "xy":
         order[:2] = order[1::-1]
     return tuple(
-        static(
+        as_replicated(
             each.reshape([-1 if dim == at else 1 for dim in range(len(given))]).expand(shape), mesh
         )
         for each, at in zip(given, order, strict=True)
@@ -191,7 +190,7 @@ def combinations(input: DTensor, r: int = 2, with_replacement: bool = False) -> 
         raise RuntimeError(f"combinations: expected a vector, got shape {tuple(input.shape)}")
     places = torch.arange(len(input), device=input.device)
     chosen = torch.combinations(places, r, with_replacement)
-    return input[static(chosen, input._layout.mesh)]
+    return input[as_replicated(chosen, input._layout.mesh)]
 
 
 @composed("_chunk_cat")

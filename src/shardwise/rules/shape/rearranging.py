@@ -15,17 +15,16 @@ import torch.nn.functional as F
 
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.writes import check_writable
-from shardwise.rules.helpers.composed_ops import composed
-from shardwise.rules.helpers.dims import as_sizes, unsplit
+from shardwise.rules.helpers.dims import as_sizes, unsplit_spec
 from shardwise.rules.helpers.row_exchange import Rows, plan_row_exchange
-from shardwise.rules.make.creation import contribution
-from shardwise.rules.pointwise.elementwise import broadcast
-from shardwise.rules.registry import rule
+from shardwise.rules.make.creation import contribution_of
+from shardwise.rules.pointwise.elementwise import broadcast_spec
+from shardwise.rules.registry import composed, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim
 from shardwise.torch_internals import as_local
 
 
-def rearranged(
+def rearrange_spec(
     name: str,
     input: torch.Tensor,
     out: Out,
@@ -71,7 +70,7 @@ def rearranged(
 # ---- order
 
 
-def flipped(
+def flip_spec(
     name: str, input: torch.Tensor, flips: Collection[int], swaps: tuple[int, int] | None = None
 ) -> Spec:
     """Return the spec of a tensor with some dims reversed, then optionally two dims swapped."""
@@ -85,12 +84,12 @@ def flipped(
 
     flips = flips if input.dim() else ()  # torch accepts dim 0 of a 0-d tensor
     rows = {dim: lambda size=input.shape[dim]: np.arange(size)[::-1] for dim in flips}
-    return rearranged(name, input, out, rows, local)
+    return rearrange_spec(name, input, out, rows, local)
 
 
 @rule("flip", inplace=False)
 def flip(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
-    return flipped(
+    return flip_spec(
         "flip", input, [normalize_dim(dim, input.dim()) for dim in as_sizes(given or (dims,))]
     )
 
@@ -99,14 +98,14 @@ def flip(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
 def fliplr(input: torch.Tensor) -> Spec:
     if input.dim() < 2:
         raise RuntimeError("Input must be >= 2-d.")
-    return flipped("fliplr", input, [1])
+    return flip_spec("fliplr", input, [1])
 
 
 @rule("flipud", inplace=False)
 def flipud(input: torch.Tensor) -> Spec:
     if input.dim() < 1:
         raise RuntimeError("Input must be >= 1-d.")
-    return flipped("flipud", input, [0])
+    return flip_spec("flipud", input, [0])
 
 
 @rule("rot90", inplace=False)
@@ -115,7 +114,7 @@ def rot90(input: torch.Tensor, k: int = 1, dims: Any = (0, 1)) -> Spec:
     if first == second:
         raise RuntimeError("expected rotation dims to be different")
     flips = ([], [second], [first, second], [first])[k % 4]
-    return flipped("rot90", input, flips, (first, second) if k % 2 else None)
+    return flip_spec("rot90", input, flips, (first, second) if k % 2 else None)
 
 
 @rule("roll", inplace=False)
@@ -123,7 +122,7 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     if not dims and input.dim() != 1:  # the flattened tensor is rolled
-        return unsplit([input], input.shape, linear=[(0,)])
+        return unsplit_spec([input], input.shape, linear=[(0,)])
     by: dict[int, int] = {}
     for shift, dim in zip(shifts, dims or (0,), strict=True):
         at = normalize_dim(dim, input.dim())
@@ -137,7 +136,7 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
         dim: lambda size=input.shape[dim], shift=shift: np.roll(np.arange(size), shift)
         for dim, shift in by.items()
     }
-    return rearranged("roll", input, Out(dims_of(input), tuple(input.shape)), rows, local)
+    return rearrange_spec("roll", input, Out(dims_of(input), tuple(input.shape)), rows, local)
 
 
 # ---- repetition
@@ -145,16 +144,16 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> Spec:
 
 @rule("repeat", inplace=False)
 def repeat(input: torch.Tensor, *given: Any, repeats: Any = ()) -> Spec:
-    return repeated("repeat", input, as_sizes(given or (repeats,)))
+    return repeat_spec("repeat", input, as_sizes(given or (repeats,)))
 
 
 @rule("tile", inplace=False)
 def tile(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
     counts = as_sizes(given or (dims,))
-    return repeated("tile", input, (1,) * (input.dim() - len(counts)) + counts)
+    return repeat_spec("tile", input, (1,) * (input.dim() - len(counts)) + counts)
 
 
-def repeated(name: str, input: torch.Tensor, counts: tuple[int, ...]) -> Spec:
+def repeat_spec(name: str, input: torch.Tensor, counts: tuple[int, ...]) -> Spec:
     """Return the spec of a tensor that is repeated along its dims and along new leading dims."""
     added = len(counts) - input.dim()
     if added < 0 or min(counts, default=1) < 0:
@@ -171,7 +170,7 @@ def repeated(name: str, input: torch.Tensor, counts: tuple[int, ...]) -> Spec:
         for dim, size in enumerate(input.shape)
         if counts[dim + added] != 1
     }
-    return rearranged(name, input, Out((None,) * added + dims_of(input), shape), rows, local)
+    return rearrange_spec(name, input, Out((None,) * added + dims_of(input), shape), rows, local)
 
 
 # ---- padding
@@ -214,7 +213,7 @@ def padded(input: torch.Tensor, pad: Any, mode: str, value: Any) -> Spec:
         dim: partial(_padded_rows, input.shape[dim], *both, mode) for dim, both in around.items()
     }
     out = Out(dims_of(input), tuple(shape))
-    return rearranged("pad", input, out, rows, local, fill=value or 0)
+    return rearrange_spec("pad", input, out, rows, local, fill=value or 0)
 
 
 def _padded_rows(size: int, before: int, after: int, mode: str) -> Rows:
@@ -251,7 +250,7 @@ def _triangle(function: Any) -> Any:
             return local
 
         split = [f"d{input.dim() - 2}", f"d{input.dim() - 1}"]
-        return broadcast([input], [(0,)], lower=lower, positions=split)
+        return broadcast_spec([input], [(0,)], lower=lower, positions=split)
 
     return spec
 
@@ -269,7 +268,7 @@ def fill_diagonal_(input: DTensor, fill_value: Any, wrap: bool = False) -> DTens
         torch.empty(layout.shape, device="meta").fill_diagonal_(0)  # raises torch's own error
     indices = _diagonal(layout.shape, wrap)
     with as_local():
-        value = contribution(layout, fill_value)
+        value = contribution_of(layout, fill_value)
         number = torch.full((), value, dtype=input.dtype, device=input.device)
         for box, here in layout.boxes():
             inside = torch.ones(indices.shape[1], dtype=torch.bool)

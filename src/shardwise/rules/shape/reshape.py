@@ -17,10 +17,9 @@ from shardwise.core import cut as cuts_of
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, wrap
-from shardwise.rules.helpers.composed_ops import Function, composed
-from shardwise.rules.helpers.dims import as_sizes, replaced
+from shardwise.rules.helpers.dims import as_sizes, replace_dim
 from shardwise.rules.pointwise.casts import viewed_as
-from shardwise.rules.registry import Aten, handler, rule
+from shardwise.rules.registry import Aten, Function, composed, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 from shardwise.torch_internals import variable_functions
 
@@ -97,7 +96,7 @@ class Match:
         return None if flat is None else new.of_flat(flat, counts)
 
 
-def matched(input: torch.Tensor, target: Sequence[int]) -> Match:
+def match_dims(input: torch.Tensor, target: Sequence[int]) -> Match:
     """Return the factors of a reshape.
 
     Dims are grouped into smallest groups of equal size. By default the first dim of a group becomes
@@ -157,7 +156,9 @@ def _carried(group: DimGroup, layout: Layout | None, target: Sequence[int]) -> t
     return first
 
 
-def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **extra: Any) -> Spec:
+def reshape_spec(
+    input: torch.Tensor, target: Sequence[int], local: Any = None, **extra: Any
+) -> Spec:
     """Return the spec of a reshape.
 
     Arguments:
@@ -165,7 +166,7 @@ def reshaped(input: torch.Tensor, target: Sequence[int], local: Any = None, **ex
         local: the sizes that the call gives; if they are right for the local tensor too, the call
             runs unchanged.
     """
-    match = matched(input, target)
+    match = match_dims(input, target)
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         shape = context.outputs[0].local_shape()
@@ -195,7 +196,7 @@ def _means(sizes: Sequence[int], shape: tuple[int, ...]) -> bool:
     return all(size in (-1, found) for size, found in zip(sizes, shape, strict=True))
 
 
-def inferred(numel: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def infer_sizes(numel: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return sizes with -1 replaced by the size that it stands for."""
     known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and known and numel % known == 0:
@@ -217,7 +218,7 @@ def view(
         return viewed_as
     if not all(isinstance(each, int) for each in sizes):
         return None
-    return reshaped(input, inferred(input.numel(), sizes), sizes)
+    return reshape_spec(input, infer_sizes(input.numel(), sizes), sizes)
 
 
 @rule("reshape", inplace=False)
@@ -225,11 +226,11 @@ def reshape(input: torch.Tensor, *sizes: Any, shape: Any = ()) -> Spec | None:
     sizes = as_sizes(sizes or (shape,))
     if not all(isinstance(each, int) for each in sizes):
         return None  # a size is a tensor, and only its value tells the shape
-    return _by_reshape(input, inferred(input.numel(), sizes), sizes)
+    return _by_reshape(input, infer_sizes(input.numel(), sizes), sizes)
 
 
 def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -> Spec:
-    """Return the spec of a reshape that copies if it must; `local` as in `reshaped`."""
+    """Return the spec of a reshape that copies if it must; `local` as in `reshape_spec`."""
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         # A split dim of size 1 may become another dim of the result, so all sizes are given.
@@ -238,7 +239,7 @@ def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -
             return None
         return takes_shards(lambda x, *args, **kwargs: x.reshape(shape))
 
-    return reshaped(input, target, lower=lower)
+    return reshape_spec(input, target, lower=lower)
 
 
 @handler("view_as", "reshape_as", "expand_as")
@@ -269,7 +270,7 @@ def unflatten(input: torch.Tensor, dim: int, sizes: Any) -> Spec | None:
         return None
     at = normalize_dim(dim, input.dim())
     shape = tuple(input.shape)
-    return reshaped(input, (*shape[:at], *inferred(shape[at], sizes), *shape[at + 1 :]))
+    return reshape_spec(input, (*shape[:at], *infer_sizes(shape[at], sizes), *shape[at + 1 :]))
 
 
 _AT_LEAST: dict[str, Callable[[list[int]], list[int]]] = {
@@ -292,7 +293,7 @@ def at_least(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # ---- dims that become longer or shorter
 
 
-def scaled(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]) -> Spec:
+def scale_spec(input: torch.Tensor, before: Dims, after: Dims, target: Sequence[int]) -> Spec:
     """Return the spec of an operator that scales some dims and keeps the order of elements."""
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
@@ -360,7 +361,7 @@ def repeated_alike(input: torch.Tensor, repeats: int, dim: int | None) -> Spec:
     else:
         at = normalize_dim(dim, input.dim())
         before = after = dims_of(input)
-        target = replaced(input.shape, at, input.shape[at] * repeats)
+        target = replace_dim(input.shape, at, input.shape[at] * repeats)
     return Spec([(input, before)], [Out(after, target)], linear=[(0,)], scales=True)
 
 
@@ -377,7 +378,7 @@ def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> Spec:
         height * upscale_factor,
         width * upscale_factor,
     )
-    return scaled(input, dims_of(input), dims_of(input), target)
+    return scale_spec(input, dims_of(input), dims_of(input), target)
 
 
 @rule("pixel_unshuffle", inplace=False)
@@ -387,10 +388,10 @@ def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> Spec:
         raise RuntimeError("pixel_unshuffle expects height and width to be divisible by the factor")
     small = (height // downscale_factor, width // downscale_factor)
     target = (*batch, channels * downscale_factor**2, *small)
-    return scaled(input, dims_of(input), dims_of(input), target)
+    return scale_spec(input, dims_of(input), dims_of(input), target)
 
 
 @rule("channel_shuffle", "native_channel_shuffle", inplace=False)
 def channel_shuffle(input: torch.Tensor, groups: int) -> Spec:
-    dims = replaced(dims_of(input), 1, None)
+    dims = replace_dim(dims_of(input), 1, None)
     return Spec([(input, dims)], [Out(dims, tuple(input.shape))], linear=[(0,)])

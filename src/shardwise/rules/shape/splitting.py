@@ -15,8 +15,8 @@ import torch
 
 from shardwise.core import cut as cuts_of
 from shardwise.core.cut import Cut
-from shardwise.rules.helpers.dims import replaced, without
-from shardwise.rules.helpers.row_exchange import mark_copy, owned_part, plan_row_exchange
+from shardwise.rules.helpers.dims import drop_dims, replace_dim
+from shardwise.rules.helpers.row_exchange import mark_copy, plan_row_exchange, share_rows
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 
@@ -32,14 +32,14 @@ def _all(count: int) -> tuple[slice, ...]:
     return (slice(None),) * count
 
 
-def one_row(
+def one_row_spec(
     input: torch.Tensor, dim: int, index: int, name: str, *, keep: bool, is_view: bool = True
 ) -> Spec:
     """Return the spec of one row along a dim; if the dim is split, its owner gives it to all."""
     dims, shape = dims_of(input), tuple(input.shape)
-    out = Out(replaced(dims, dim, None), replaced(shape, dim, 1))
+    out = Out(replace_dim(dims, dim, None), replace_dim(shape, dim, 1))
     if not keep:
-        out = Out(without(dims, (dim,)), without(shape, (dim,)))
+        out = Out(drop_dims(dims, (dim,)), drop_dims(shape, (dim,)))
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         axes = context.axes(dims[dim])
@@ -53,7 +53,7 @@ def one_row(
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = x.narrow(dim, first, int(is_here))
-            whole = owned_part(name, part, dim, 0, 1, context.mesh, axes)
+            whole = share_rows(name, part, dim, 0, 1, context.mesh, axes)
             whole = whole if keep else whole.squeeze(dim)
             return mark_copy(whole, name, key) if is_view else whole
 
@@ -90,7 +90,7 @@ def whole_pieces(name: str | None, parts: Sequence[range]) -> Recut:
     return recut
 
 
-def pieces_here(context: SplitContext, dim: int, parts: Sequence[range]) -> list[tuple[int, int]]:
+def local_places(context: SplitContext, dim: int, parts: Sequence[range]) -> list[tuple[int, int]]:
     """Return start and length in the local tensor of parts that are whole pieces of a split dim."""
     ranges = context.inputs[0].ranges(dim)
     found = []
@@ -99,10 +99,12 @@ def pieces_here(context: SplitContext, dim: int, parts: Sequence[range]) -> list
     return found
 
 
-def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: bool = True) -> Spec:
+def part_spec(
+    input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: bool = True
+) -> Spec:
     """Return the spec of some rows along a dim."""
     if len(rows) == 1 and input.shape[dim] > 1:
-        return one_row(input, dim, rows[0], name, keep=True, is_view=is_view)
+        return one_row_spec(input, dim, rows[0], name, keep=True, is_view=is_view)
     dims, shape = dims_of(input), tuple(input.shape)
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
@@ -110,7 +112,7 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
         if not axes:
             return None
         if context.inputs[0].cuts[dim] is not None or rows == range(shape[dim]):
-            ((start, length),) = pieces_here(context, dim, [rows])
+            ((start, length),) = local_places(context, dim, [rows])
             take = torch.narrow if is_view else torch.narrow_copy
             return takes_shards(lambda x, *args, **kwargs: take(x, dim, start, length))
         move = plan_row_exchange(name, context.mesh, axes, dim, [shape[dim]], [len(rows)], rows)
@@ -120,7 +122,7 @@ def part_of(input: torch.Tensor, dim: int, rows: range, name: str, *, is_view: b
 
         return run
 
-    out = Out(dims, replaced(shape, dim, len(rows)))
+    out = Out(dims, replace_dim(shape, dim, len(rows)))
     return Spec(
         [(input, dims)],
         [out],
@@ -140,7 +142,7 @@ def select(input: torch.Tensor, dim: int, index: Any) -> Spec | None:
     size = input.shape[at]
     if not -size <= index < size:
         raise IndexError(f"select(): index {index} out of range for a dim of size {size}")
-    return one_row(input, at, index % size, "select", keep=False)
+    return one_row_spec(input, at, index % size, "select", keep=False)
 
 
 @rule("narrow", inplace=False)
@@ -174,7 +176,7 @@ def _narrowed(
     if length < 0 or not 0 <= first <= first + length <= size:
         raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({size}).")
     rows = range(first, first + length)
-    return part_of(input, at, rows, "narrow", is_view=is_view)
+    return part_spec(input, at, rows, "narrow", is_view=is_view)
 
 
 @rule("slice", inplace=False)
@@ -187,13 +189,13 @@ def slice_(
         raise RuntimeError("slice step must be positive")
     at = normalize_dim(dim, input.dim())
     rows = range(input.shape[at])[slice(start, end, step)]
-    return part_of(input, at, rows, "slice")
+    return part_spec(input, at, rows, "slice")
 
 
 # ---- several parts
 
 
-def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -> Spec:
+def parts_spec(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -> Spec:
     """Return the spec of several parts along a dim."""
     dims, shape = dims_of(input), tuple(input.shape)
     lengths = [len(part) for part in parts]
@@ -203,7 +205,7 @@ def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -
         if not axes:
             return None
         if context.inputs[0].cuts[dim] is not None:
-            places = pieces_here(context, dim, parts)
+            places = local_places(context, dim, parts)
             return takes_shards(
                 lambda x, *args, **kwargs: tuple(x.narrow(dim, *place) for place in places)
             )
@@ -221,7 +223,7 @@ def parts_of(input: torch.Tensor, dim: int, parts: Sequence[range], name: str) -
 
         return run
 
-    outs = [Out(dims, replaced(shape, dim, length)) for length in lengths]
+    outs = [Out(dims, replace_dim(shape, dim, length)) for length in lengths]
     return Spec(
         [(input, dims)],
         outs,
@@ -266,7 +268,7 @@ def split(tensor: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> Spec |
     at = normalize_dim(dim, tensor.dim())
     size = tensor.shape[at]
     by = _by_length(size, sizes) if isinstance(sizes, int) else _by_lengths(size, sizes)
-    return parts_of(tensor, at, by, "split")
+    return parts_spec(tensor, at, by, "split")
 
 
 @rule("chunk", "unsafe_chunk", inplace=False)
@@ -276,7 +278,7 @@ def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Spec:
     at = normalize_dim(dim, input.dim())
     size = input.shape[at]
     parts = _by_length(size, -(-size // chunks)) if size else [range(0)] * chunks
-    return parts_of(input, at, parts, "chunk")
+    return parts_spec(input, at, parts, "chunk")
 
 
 def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec:
@@ -285,10 +287,10 @@ def _tensor_split(input: torch.Tensor, by: Any, at: int, name: str) -> Spec:
         if by <= 0:
             raise RuntimeError(f"number of sections must be larger than 0, got {by}")
         small, extra = divmod(size, by)
-        return parts_of(
+        return parts_spec(
             input, at, _by_lengths(size, [small + (each < extra) for each in range(by)]), name
         )
-    return parts_of(input, at, _cut(size, by), name)
+    return parts_spec(input, at, _cut(size, by), name)
 
 
 @rule("tensor_split", inplace=False)
@@ -331,8 +333,8 @@ _split_along("dsplit", lambda ndim: 2)
 @rule("unbind", inplace=False)
 def unbind(input: torch.Tensor, dim: int = 0) -> Spec:
     at = normalize_dim(dim, input.dim())
-    dims = replaced(dims_of(input), at, None)
-    out = Out(without(dims, (at,)), without(input.shape, (at,)))
+    dims = replace_dim(dims_of(input), at, None)
+    out = Out(drop_dims(dims, (at,)), drop_dims(input.shape, (at,)))
     size = operator.index(input.shape[at])
     keys = [(*_all(at), row) for row in range(size)]
     return Spec([(input, dims)], [out] * size, linear=[(0,)], is_view=True, keys=keys)

@@ -19,9 +19,8 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.dtensor.writes import is_detached_copy
 from shardwise.rules.helpers.collectives import all_reduce_extreme
-from shardwise.rules.helpers.composed_ops import Function, composed
-from shardwise.rules.helpers.index_key import mesh_of, static, whole
-from shardwise.rules.registry import handler, rule
+from shardwise.rules.helpers.index_key import as_replicated, gather_whole, mesh_of
+from shardwise.rules.registry import Function, composed, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 from shardwise.torch_internals import as_local, base_of
 
@@ -195,9 +194,9 @@ def as_strided_scatter(
     """Return a copy in which a strided view is overwritten."""
     name = "as_strided_scatter"
     mesh = mesh_of(input, src)
-    target = static(input, mesh)
+    target = as_replicated(input, mesh)
     if target._layout.is_replicated:
-        values = whole(src, name)
+        values = gather_whole(src, name)
         with as_local():
             result = torch.as_strided_scatter(target, values, size, stride, storage_offset)
             return wrap(result.as_subclass(torch.Tensor), Layout(mesh, tuple(result.shape)))

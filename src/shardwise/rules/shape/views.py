@@ -1,4 +1,4 @@
-"""Views that permute, squeeze or expand dims, diagonals, and windows (`unfold`)."""
+"""Views that permute, squeeze or expand dims, diagonals, windows (`unfold`); copies of views."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from shardwise.core.errors import LayoutError
 from shardwise.dtensor.view_copy import cut_links, is_view_copy
 from shardwise.dtensor.writes import is_detached_copy
-from shardwise.rules.helpers.composed_ops import composed
 from shardwise.rules.helpers.dims import as_dims, as_sizes
-from shardwise.rules.helpers.row_exchange import mark_copy, owned_part
-from shardwise.rules.registry import Aten, handler, rule
+from shardwise.rules.helpers.row_exchange import mark_copy, share_rows
+from shardwise.rules.registry import Aten, composed, dispatched, handler, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
 from shardwise.torch_internals import as_local
 
@@ -22,41 +21,41 @@ _TENSOR: Any = torch.Tensor
 # ---- dims in another order
 
 
-def permuted(input: torch.Tensor, order: Sequence[int]) -> Spec:
+def permute_spec(input: torch.Tensor, order: Sequence[int]) -> Spec:
     """Return the spec of a view with the dims in this order."""
     dims = dims_of(input)
     out = Out(tuple(dims[dim] for dim in order), tuple(input.shape[dim] for dim in order))
     return Spec([(input, dims)], [out], linear=[(0,)], is_view=True)
 
 
-def swapped(input: torch.Tensor, first: int, second: int) -> Spec:
+def swap_spec(input: torch.Tensor, first: int, second: int) -> Spec:
     """Return the spec of a view with two dims swapped."""
     order = list(range(input.dim()))
     if order:
         one, other = normalize_dim(first, input.dim()), normalize_dim(second, input.dim())
         order[one], order[other] = other, one
-    return permuted(input, order)
+    return permute_spec(input, order)
 
 
 @rule("transpose", "swapdims", inplace=False)
 def transpose(input: torch.Tensor, dim0: int, dim1: int) -> Spec:
-    return swapped(input, dim0, dim1)
+    return swap_spec(input, dim0, dim1)
 
 
 @rule("swapaxes", inplace=False)
 def swapaxes(input: torch.Tensor, axis0: int, axis1: int) -> Spec:
-    return swapped(input, axis0, axis1)
+    return swap_spec(input, axis0, axis1)
 
 
 @rule("t", "adjoint", _TENSOR.mT.__get__, _TENSOR.mH.__get__, _TENSOR.H.__get__,
       Aten("matrix_H"), Aten("mT"), Aten("mH"), inplace=False)  # fmt: skip
 def matrix_transpose(input: torch.Tensor) -> Spec:
-    return swapped(input, -2, -1) if input.dim() > 1 else permuted(input, range(input.dim()))
+    return swap_spec(input, -2, -1) if input.dim() > 1 else permute_spec(input, range(input.dim()))
 
 
 @rule(_TENSOR.T.__get__, Aten("numpy_T"), inplace=False)
 def reversed_dims(input: torch.Tensor) -> Spec:
-    return permuted(input, range(input.dim())[::-1])
+    return permute_spec(input, range(input.dim())[::-1])
 
 
 @rule("permute", inplace=False)
@@ -64,7 +63,7 @@ def permute(input: torch.Tensor, *given: Any, dims: Any = ()) -> Spec:
     order = [normalize_dim(dim, input.dim()) for dim in as_sizes(given or (dims,))]
     if sorted(order) != list(range(input.dim())):
         raise RuntimeError(f"permute: expected each of {input.dim()} dims once, got {order}")
-    return permuted(input, order)
+    return permute_spec(input, order)
 
 
 @rule("movedim", "moveaxis", inplace=False)
@@ -75,7 +74,9 @@ def movedim(input: torch.Tensor, source: Any, destination: Any) -> Spec:
     )
     moved = dict(zip(destinations, sources, strict=True))
     rest = iter(dim for dim in range(input.dim()) if dim not in sources)
-    return permuted(input, [moved[at] if at in moved else next(rest) for at in range(input.dim())])
+    return permute_spec(
+        input, [moved[at] if at in moved else next(rest) for at in range(input.dim())]
+    )
 
 
 # ---- dims of size 1
@@ -171,7 +172,7 @@ def expand(input: torch.Tensor, *sizes: Any, size: Any = (), implicit: bool = Fa
 # ---- diagonals and windows
 
 
-def diagonal_of(
+def diagonal_spec(
     input: torch.Tensor, offset: int, dim1: int, dim2: int, name: str, is_view: bool
 ) -> Spec:
     """Return the spec of a diagonal; if a dim is split, each rank contributes its elements."""
@@ -193,7 +194,7 @@ def diagonal_of(
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = x.diagonal(shift, row, column)
-            whole = owned_part(name, part, part.dim() - 1, first, length, context.mesh, axes)
+            whole = share_rows(name, part, part.dim() - 1, first, length, context.mesh, axes)
             return mark_copy(whole, name) if is_view else whole
 
         return run
@@ -213,18 +214,18 @@ def diagonal_of(
 
 @rule("diagonal", inplace=False)
 def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
-    return diagonal_of(input, offset, dim1, dim2, "diagonal", is_view=True)
+    return diagonal_spec(input, offset, dim1, dim2, "diagonal", is_view=True)
 
 
 @rule("linalg.diagonal")  # its defaults differ from torch.diagonal's
 def linalg_diagonal(A: torch.Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
-    return diagonal_of(A, offset, dim1, dim2, "diagonal", is_view=True)
+    return diagonal_spec(A, offset, dim1, dim2, "diagonal", is_view=True)
 
 
 @rule("diag", inplace=False)
 def diag(input: torch.Tensor, diagonal: int = 0) -> Spec | None:
     if input.dim() == 2:
-        return diagonal_of(input, diagonal, 0, 1, "diag", is_view=False)
+        return diagonal_spec(input, diagonal, 0, 1, "diag", is_view=False)
     return diag_embed(input, diagonal)
 
 
@@ -258,3 +259,39 @@ def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> Spec:
         shape[at] = (shape[at] - size) // step + 1
     out = Out((*dims, None), (*shape, size))
     return Spec([(input, tuple(dims))], [out], linear=[(0,)], is_view=True)
+
+
+# ---- copies of views: `x_copy` returns a copy of the view `x`
+
+_VIEWS = (
+    "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+    "view_as_complex", "view_as_real",
+)  # fmt: skip
+
+
+def _copy_form(view: str) -> None:
+    """Register `view`_copy: take the view, then copy it.
+
+    The copy is needed also where the view had to be redistributed: other calls may reuse the
+    redistributed tensor.
+    """
+    method = getattr(torch.Tensor, view, None)
+    function = method if callable(method) else getattr(torch.ops.aten, view)
+
+    @composed(f"{view}_copy")
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
+        result = dispatched(function, *args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return _contiguous_copy(result)
+        return tuple(map(_contiguous_copy, result))
+
+
+def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+for _name in _VIEWS:
+    _copy_form(_name)
