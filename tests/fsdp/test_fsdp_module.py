@@ -76,7 +76,7 @@ def test_set_reshard_after_backward_keeps_what_has_not_changed():
         model = sharded(mesh)
         model.set_reshard_after_backward(False)
         assert counted(mesh, model) == (4, 4, 4)
-        assert counted(mesh, model) == (0, 4, 4)  # nothing was given back after the last backward
+        assert counted(mesh, model) == (0, 4, 4)  # nothing was resharded after the last backward
         model.zero_grad()
         mean_square(model, mine(batch(), mesh)).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -6,7 +6,7 @@ from support.fsdp_cases import shard_all
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import build, fully_shard, unit
+from shardwise.fsdp import build, flat_buffer, fully_shard
 
 
 class Net(nn.Module):
@@ -61,7 +61,7 @@ class Turned(nn.Module):
 
 
 def test_large_gradients_meet_their_own_in_whichever_order_they_come(monkeypatch):
-    monkeypatch.setattr(unit, "DIRECT_BYTES", 8)  # each travels by itself
+    monkeypatch.setattr(flat_buffer, "DIRECT_BYTES", 8)  # each travels by itself
 
     def made():
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_large_gradients_meet_their_own_in_whichever_order_they_come(monkeypatch
 
 
 def test_backward_gathers_a_layer_once_though_the_last_forward_had_another_order(monkeypatch):
-    """What it has given back comes next in that order."""
+    """The group that it has resharded comes next in that order."""
     monkeypatch.setattr(build, "BUCKET_BYTES", 0)
     events = []
 

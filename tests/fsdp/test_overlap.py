@@ -170,12 +170,12 @@ ALL = LAYERS + 2
 SHARDED = LAYERS + 1
 """Each layer, and the two that are in the model's own group."""
 AGAIN = LAYERS - 1
-"""What is given back after forward: neither the last layer nor the model's own group."""
+"""Which groups are resharded after forward: all but the last layer and the model's own group."""
 
 WAYS = {
     # how, on which mesh, the number of collectives, and how many of them nothing goes on beside
     "fsdp": (each_layer, (2,), SHARDED + AGAIN + SHARDED, (1, 1)),
-    "all given back": (partial(each_layer, reshard_after_forward=True), (2,), 3 * SHARDED, (1, 2)),
+    "all resharded": (partial(each_layer, reshard_after_forward=True), (2,), 3 * SHARDED, (1, 2)),
     "kept": (partial(each_layer, reshard_after_forward=False), (2,), 2 * SHARDED, (1, 1)),
     "hsdp": (each_layer, (2, 2), SHARDED + AGAIN + 2 * SHARDED, (1, 2)),
     "replicate": (as_one_whole, (2,), ALL, (0, 1)),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise.fsdp import FSDPModule, all_gather, fully_shard, replicate, unit
+from shardwise.fsdp import FSDPModule, all_gather, flat_buffer, fully_shard, replicate
 from shardwise.fsdp import build as fsdp_build
 
 ROWS, STEPS = 24, 3
@@ -227,7 +227,7 @@ def trained(case, is_sharded):
         optimizer.step()
     if is_sharded and case.root != "none" and not case.keeps:
         units = model._fsdp_group.schedule.unit_set.units
-        assert not any(each.gathered_bytes for each in units), "memory is given back"
+        assert not any(each.gathered_bytes for each in units), "gathered memory is freed"
     return [
         each.full_tensor() if isinstance(each, DTensor) else each.detach()
         for each in model.parameters()
@@ -237,7 +237,11 @@ def trained(case, is_sharded):
 @contextmanager
 def limited(case):
     """Set the limits of a case for all ranks of this process."""
-    places = ((fsdp_build, "BUCKET_BYTES"), (all_gather, "SKIP_OWN_BYTES"), (unit, "DIRECT_BYTES"))
+    places = (
+        (fsdp_build, "BUCKET_BYTES"),
+        (all_gather, "SKIP_OWN_BYTES"),
+        (flat_buffer, "DIRECT_BYTES"),
+    )
     with ExitStack() as stack:
         for (module, name), value in zip(places, case.limits, strict=True):
             stack.enter_context(mock.patch.object(module, name, value))

@@ -29,7 +29,7 @@ from shardwise.fsdp.mesh_info import (
     HSDPMeshInfo,
 )
 from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
-from shardwise.fsdp.param_group import GradientReductionHandle
+from shardwise.fsdp.root import GradientReductionHandle
 
 __all__ = [
     "AllGather",

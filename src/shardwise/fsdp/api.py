@@ -34,7 +34,7 @@ from shardwise.fsdp.module import FSDPModule, swap_class
 from shardwise.fsdp.param import GradDtype, ParamSlot, is_claimed
 from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
 from shardwise.fsdp.param_sharding import ParamSharding, is_dense, sharded_layout
-from shardwise.fsdp.shared_schedule import share_schedule
+from shardwise.fsdp.root import share_schedule
 from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
 
 if TYPE_CHECKING:

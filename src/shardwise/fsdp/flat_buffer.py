@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
+from shardwise.fsdp.param import ShardedParam
+
 ALIGNMENT = 16
 """Parameters begin at multiples of this number of elements, which fast kernels prefer."""
+
+HEADER = ALIGNMENT
+"""Elements at the start of a row, of which the first two are the unit's number."""
+
+DIRECT_BYTES = 1 << 17
+"""Shards of this number of bytes are sent in place: copying them costs more than a message."""
 
 SMALL = 4 << 20
 """Free buffers up to this number of bytes are always kept, larger ones if several groups need
@@ -28,6 +36,37 @@ BufferSize = tuple[int, int, torch.dtype, torch.device]
 def aligned(count: int) -> int:
     """Round a number of elements up to the alignment of parameters."""
     return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out_row(
+    params: Sequence[ShardedParam], dtype: torch.dtype, device: torch.device
+) -> tuple[int, int]:
+    """Choose where each parameter of a unit begins in its row, and which ones are direct.
+
+    Arguments:
+        dtype: of the gathered parameters.
+        device: of the gathered parameters.
+
+    Returns:
+        The length of the row, and its length without the direct parameters, which come last.
+    """
+    for each in params:
+        sharding = each.sharding
+        each.is_direct = (
+            sharding.is_chunked
+            and sharding.count > 1
+            and sharding.size * dtype.itemsize >= DIRECT_BYTES
+            and dtype is each.sharded.dtype
+            and device == each.sharded.device
+            and each.strides == torch.empty(sharding.gathered_shape, device="meta").stride()
+        )
+    length = buffered = HEADER
+    for each in sorted(params, key=lambda each: each.is_direct):
+        each.offset = length
+        length += aligned(each.sharding.size)
+        if not each.is_direct:
+            buffered = length
+    return length, buffered
 
 
 def header_digits(number: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.fsdp.param_group import ForwardCall, ParamGroup
-from shardwise.fsdp.shared_schedule import schedule_of
+from shardwise.fsdp.root import schedule_of
 from shardwise.parallel.containers import map_tensors
 from shardwise.torch_internals import as_local, base_of, current_graph_task, storage_id
 

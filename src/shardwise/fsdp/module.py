@@ -16,15 +16,14 @@ from torch import nn
 from shardwise.core.checks import as_int
 from shardwise.fsdp.config import AllGather, ReduceScatter
 from shardwise.fsdp.errors import FSDPError, check_bool
-from shardwise.fsdp.finalization import finalize, set_manual
 from shardwise.fsdp.forward import run_forward
-from shardwise.fsdp.param_group import (
+from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
+from shardwise.fsdp.root import (
     GradientReductionHandle,
-    ParamGroup,
-    check_modules,
-    group_of,
+    finalize,
+    set_manual,
+    updated_schedule_of,
 )
-from shardwise.fsdp.shared_schedule import updated_schedule_of
 
 if TYPE_CHECKING:
     _Base = nn.Module

@@ -128,6 +128,18 @@ class ParamGroup:
             seen.add(found)
         return found
 
+    def lock_manual_mode(self) -> None:
+        """Fix the finalization mode of its root, as its backward has begun."""
+        root = self.root
+        if root.iteration_is_manual is None:
+            root.iteration_is_manual = root.is_manual
+
+    def not_root_error(self, method: str) -> StateError:
+        """Return the error for a method that is for the root only."""
+        return StateError(
+            f"{method}: {self.name} is within {self.root.name}, the root; call it on that module"
+        )
+
     @property
     def is_alias(self) -> bool:
         """Whether it computes with the shards themselves, because each is the whole parameter."""
@@ -226,42 +238,6 @@ class ParamGroup:
                 slot.restore_grad_dtype()
             for slot, gradient in kept:
                 slot.tensor.grad = gradient.to(slot.tensor.device)
-
-
-class GradientReductionHandle:
-    """Reductions of gradients that `finalize_backward(async_op=True)` has left under way."""
-
-    def __init__(self, root: ParamGroup | None = None) -> None:
-        self._root = root
-        self._schedule = None if root is None else root.schedule
-
-    def wait(self) -> None:
-        """Wait until the shards have their gradients. A second call does nothing.
-
-        Raises:
-            StateError: `reset_iter_state` has forgotten them since.
-        """
-        schedule, root = self._schedule, self._root
-        if schedule is None or root is None:
-            return
-        if schedule.outstanding is not self:
-            raise StateError(
-                "wait: reset_iter_state, or a change of the parameters, has forgotten the "
-                "gradients of this handle; run the iteration again"
-            )
-        schedule.finish_finalization(root)
-        schedule.outstanding = None
-        self._root = self._schedule = None
-
-    def check_owner(self, root: ParamGroup) -> None:
-        """Raise `StateError` unless the gradients belong to this root."""
-        if root is not self._root:
-            assert self._root is not None, "it is outstanding"
-            raise StateError(
-                f"reset_iter_state: {root.name} shares its schedule with {self._root.name}, whose "
-                "gradients are under way; call wait() of the handle of its finalize_backward, or "
-                "reset_iter_state() of that module, first"
-            )
 
 
 # ---- checks of arguments

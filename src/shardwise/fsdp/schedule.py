@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -63,11 +64,14 @@ from shardwise.fsdp.all_gather import post_forward_mesh
 from shardwise.fsdp.build import UnitSet
 from shardwise.fsdp.divergence import ScheduleGuards
 from shardwise.fsdp.errors import ShardedState, StateError, TrainingState, transition
-from shardwise.fsdp.param_group import GradientReductionHandle, ParamGroup
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.prefetch import Prefetcher
 from shardwise.fsdp.reduce_queue import ReduceQueue
 from shardwise.fsdp.unit import Unit
 from shardwise.torch_internals import current_graph_task, engine
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.root import GradientReductionHandle
 
 
 class Schedule:
@@ -119,7 +123,7 @@ class Schedule:
     def _build(self) -> None:
         for group in self.groups:
             if group.is_manual and group.outer is not None:
-                raise not_root_error("set_manual_backward_finalization", group)
+                raise group.not_root_error("set_manual_backward_finalization")
         self.recover()
         self.unit_set.build()
         self._guards.forget()
@@ -206,7 +210,8 @@ class Schedule:
         self.prefetcher.note_forward_done(group)
         reshard = group.settings.reshard_after_forward
         if reshard is None:
-            reshard = not (needs_backward and self._begins_backward(group))
+            begins_backward = group is self._outermost or self.prefetcher.is_used_last(group)
+            reshard = not (needs_backward and begins_backward)
         if not needs_backward and torch.is_grad_enabled():
             # Outputs may hide tensors that require gradients, whose backward comes unannounced:
             # keep the parameters until its end.
@@ -216,10 +221,6 @@ class Schedule:
         has_modules_left = len(group.finished_modules) < len(group.modules)
         if reshard is not False and not self.in_backward and not has_modules_left:
             self._release(group, reshard)
-
-    def _begins_backward(self, group: ParamGroup) -> bool:
-        """Return whether backward probably begins with a group."""
-        return group is self._outermost or self.prefetcher.is_used_last(group)
 
     def end_forward(self) -> None:
         """Event: the outermost module returns."""
@@ -255,7 +256,7 @@ class Schedule:
     def begin_group_backward(self, group: ParamGroup) -> None:
         """Event: an output of a group gets a gradient."""
         self._begin_backward()
-        _lock_manual_mode(group)
+        group.lock_manual_mode()
         if group.state is TrainingState.PRE_BACKWARD:
             return
         group.state = transition(group.state, TrainingState.PRE_BACKWARD, group.name)
@@ -286,7 +287,7 @@ class Schedule:
         """Event: all gradients of a unit are computed."""
         self._begin_backward()
         for group in unit.groups:
-            _lock_manual_mode(group)
+            group.lock_manual_mode()
         self.reduce_queue.put(unit)
         for group in unit.groups:
             self.check_group_backward_done(group)
@@ -446,17 +447,3 @@ def _is_nested_backward() -> bool:
         found += frame.f_code.co_name == "_engine_run_backward"
         frame = frame.f_back
     return found > 1
-
-
-def _lock_manual_mode(group: ParamGroup) -> None:
-    """Fix the finalization mode of a group's root, as its backward has begun."""
-    root = group.root
-    if root.iteration_is_manual is None:
-        root.iteration_is_manual = root.is_manual
-
-
-def not_root_error(method: str, group: ParamGroup) -> StateError:
-    """Return the error for a method that was called on a module within another sharded one."""
-    return StateError(
-        f"{method}: {group.name} is within {group.root.name}, the root; call it on that module"
-    )

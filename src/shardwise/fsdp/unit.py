@@ -24,17 +24,12 @@ from shardwise.core import world
 from shardwise.core.tensor_state import user_attributes
 from shardwise.dtensor.tensor import wrap
 from shardwise.fsdp.errors import ShardedState, transition
-from shardwise.fsdp.flat_buffer import ALIGNMENT, RowBuffer, aligned, header_digits
+from shardwise.fsdp.flat_buffer import RowBuffer, aligned, header_digits, lay_out_row
 from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
 
 if TYPE_CHECKING:
     from shardwise.fsdp.param_group import ParamGroup
-
-DIRECT_BYTES = 1 << 17
-"""Shards of this number of bytes are sent in place: copying them costs more than a message."""
-HEADER = ALIGNMENT
-"""Elements at the start of a row, of which the first two are the unit's number."""
 
 _requires_grad: Callable[[torch.Tensor], bool] = TensorBase.requires_grad.__get__
 
@@ -83,15 +78,8 @@ class Unit:
         self.reduce_dtype = reduce_dtype
         self.follows_grad_dtypes = any(each.sum_dtype is None for each in params)
         """Whether the dtype of its reductions depends on the gradients."""
-        self.direct_params = [each for each in params if self._is_direct(each)]
-        for each in self.direct_params:
-            each.is_direct = True
-        self.length = HEADER
-        for each in sorted(params, key=lambda each: each.is_direct):
-            each.offset = self.length
-            self.length += aligned(each.sharding.size)
-        self.buffered_length = self.direct_params[0].offset if self.direct_params else self.length
-        """Of a row without the direct parameters, which come last."""
+        self.length, self.buffered_length = lay_out_row(params, self.dtype, device)
+        self.direct_params = [each for each in params if each.is_direct]
         self.flat: torch.Tensor
         """The flat buffer, which other units may share."""
         self.offset: int
@@ -117,17 +105,6 @@ class Unit:
         """Indices of the gathered parameters that have a gradient hook."""
         self.on_grads_ready: Callable[[Unit], None]
         """Called once all trainable parameters have their gradients."""
-
-    def _is_direct(self, param: ShardedParam) -> bool:
-        sharding = param.sharding
-        return (
-            sharding.is_chunked
-            and sharding.count > 1
-            and sharding.size * self.dtype.itemsize >= DIRECT_BYTES
-            and self.dtype is param.sharded.dtype
-            and self.device == param.sharded.device
-            and param.strides == torch.empty(sharding.gathered_shape, device="meta").stride()
-        )
 
     @property
     def name(self) -> str:
