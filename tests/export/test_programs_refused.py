@@ -111,7 +111,11 @@ class Module(nn.Module):
 NUMBER = torch.tensor(2.0)
 PROGRAMS = {
     "sizes of data": (torch.nonzero, (X,), "the size of nonzero .* depends on data"),
-    "numbers of data": (lambda x, n: x * n.item(), (X, NUMBER), "item.* makes a number of data"),
+    "numbers of data": (
+        lambda x, n: x * n.item(),
+        (X, NUMBER),
+        "item.* reads a number from a tensor",
+    ),
     "branches": (
         lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x.clone(), (x,)),
         (X,),

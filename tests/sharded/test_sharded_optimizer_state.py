@@ -1,4 +1,4 @@
-"""The state of a ShardedOptimizer: whole, saved, and loaded for parameters cut otherwise."""
+"""The state of a ShardedOptimizer: whole, saved, and loaded for parameters that are cut differently."""
 
 import copy
 import io

@@ -9,17 +9,17 @@ import torch
 from torch import fx
 
 from shardwise.core import world
+from shardwise.core.errors import ExportError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.dtensor.tensor import DTensor
-from shardwise.export.errors import ExportError
-from shardwise.export.recording import RecordingWorld, as_recorded
-from shardwise.export.step_arguments import (
+from shardwise.export.placements import (
     StepArgument,
     StepLeaf,
     name_arguments,
     placements_by_leaf,
 )
+from shardwise.export.recording import RecordingWorld, as_recorded
 from shardwise.export.step_tracing import TENSOR_RESULT, StepFunction, StepTracer
 from shardwise.torch_internals import pytree
 
@@ -104,16 +104,16 @@ class ShardedStep:
         self,
         graph_module: fx.GraphModule,
         mesh: DeviceMesh,
-        here: RecordingWorld,
+        recording: RecordingWorld,
         arguments: Sequence[StepArgument],
         layouts: Mapping[str, Layout],
         results: tuple[list[Any], Any],
     ) -> None:
         self.graph_module = graph_module
         self._run: Callable[..., Any] = graph_module
-        self._mesh, self._recording, self._arguments = mesh, here, arguments
+        self._mesh, self._recording, self._arguments = mesh, recording, arguments
         self._layouts = dict(layouts)
-        with world.use(here):
+        with world.use(recording):
             self._local_shapes = {name: layout.local_shape() for name, layout in layouts.items()}
         self._results = results
 
@@ -209,8 +209,8 @@ class ShardedStep:
         if not leaf.is_tensor:
             if type(value) is not type(leaf.value) or value != leaf.value:
                 raise ExportError(
-                    f"{leaf.name}: expected {leaf.value!r}, as what is no tensor is a constant of "
-                    f"the step; got {value!r}. Pass a tensor for a number that changes"
+                    f"{leaf.name}: expected {leaf.value!r}, as a value that is no tensor is a constant "
+                    f"of the step; got {value!r}. Pass a tensor for a number that changes"
                 )
             return
         shape = self._local_shapes[leaf.name]
