@@ -34,7 +34,7 @@ def exported(model, *, decomposed=False):
 
 
 def check(program, plan, placements):
-    """Check results, and the input and buffers afterwards, against the original; return a program."""
+    """Check the results, and the input and buffers after the call; return a program."""
     one, given = copy.deepcopy(program).module(), X.clone()
     want = one(given), given, dict(one.named_buffers())
 

@@ -114,7 +114,7 @@ PROGRAMS = {
     "numbers of data": (
         lambda x, n: x * n.item(),
         (X, NUMBER),
-        "item.* reads a number from a tensor",
+        "item.* reads a number",
     ),
     "branches": (
         lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x.clone(), (x,)),

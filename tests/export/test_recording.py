@@ -132,7 +132,7 @@ def test_a_tensor_that_two_operators_and_a_user_want_whole_is_gathered_once():
 
 
 def test_a_rank_that_has_no_use_for_a_result_meets_the_others_nevertheless():
-    """Of four columns to sort on three ranks, the third has none; torch would remove its all-to-all."""
+    """Of four columns to sort, the third of three ranks has none; torch would drop its exchange."""
     model, x = Module(lambda weight, x: (weight + x).sort(0), 8, 4), torch.randn(4)
     exported = torch.export.export(model, (x,)).run_decompositions()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Pickles of sharded tensors: each rank loads the shards it saved, and must have the same number."""
+"""Pickles of sharded tensors: each rank loads the shards that it saved."""
 
 import copy
 import io

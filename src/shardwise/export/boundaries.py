@@ -383,6 +383,6 @@ def _check_single(target: _Target, nodes: Collection[fx.Node]) -> None:
     if len(nodes) > 1:
         raise ExportError(
             f"{target.what}: the spec {target.spec} is for one tensor, but there are several "
-            f"({', '.join(map(str, nodes))}), and a program does not say which is meant; give specs "
-            "to the modules in it that have one"
+            f"({', '.join(map(str, nodes))}), and a program does not say which is meant; give "
+            "specs to the modules in it that have one"
         )

@@ -300,8 +300,8 @@ class Autocast:
         if cast.operators != plain.operators or _dtypes_of(result) != _dtypes_of(again):
             raise ExportError(
                 f"exported_program: {target} is within autocast, which casts tensors inside the "
-                "operator, not only its arguments; convert its arguments with to(dtype) in the model, or leave it "
-                "out of autocast"
+                "operator, not only its arguments; convert its arguments with to(dtype) in the "
+                "model, or leave it out of autocast"
             )
         leaves = list(map(_to_dtype, leaves, cast.dtypes))
         pytree.tree_map_only(torch.Tensor, annotate_tensor, leaves)

@@ -209,8 +209,8 @@ class ShardedStep:
         if not leaf.is_tensor:
             if type(value) is not type(leaf.value) or value != leaf.value:
                 raise ExportError(
-                    f"{leaf.name}: expected {leaf.value!r}, as a value that is no tensor is a constant "
-                    f"of the step; got {value!r}. Pass a tensor for a number that changes"
+                    f"{leaf.name}: expected {leaf.value!r}, as values that are no tensors are "
+                    f"constants of the step; got {value!r}. Pass a tensor for a number that changes"
                 )
             return
         shape = self._local_shapes[leaf.name]
