@@ -104,16 +104,16 @@ class ShardedStep:
         self,
         graph_module: fx.GraphModule,
         mesh: DeviceMesh,
-        recording: RecordingWorld,
+        here: RecordingWorld,
         arguments: Sequence[StepArgument],
         layouts: Mapping[str, Layout],
         results: tuple[list[Any], Any],
     ) -> None:
         self.graph_module = graph_module
         self._run: Callable[..., Any] = graph_module
-        self._mesh, self._recording, self._arguments = mesh, recording, arguments
+        self._mesh, self._recording, self._arguments = mesh, here, arguments
         self._layouts = dict(layouts)
-        with world.use(recording):
+        with world.use(here):
             self._local_shapes = {name: layout.local_shape() for name, layout in layouts.items()}
         self._results = results
 
