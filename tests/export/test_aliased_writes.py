@@ -1,4 +1,4 @@
-"""What a program writes is seen through every tensor that shares memory, as in one process."""
+"""A write is visible through every tensor that shares the memory, as in one process."""
 
 import copy
 
@@ -34,7 +34,7 @@ def exported(model, *, decomposed=False):
 
 
 def check(program, plan, placements):
-    """Results, the input and buffers afterwards are those of the original; returns a program."""
+    """Check the results, and the input and buffers after the call; return a program."""
     one, given = copy.deepcopy(program).module(), X.clone()
     want = one(given), given, dict(one.named_buffers())
 

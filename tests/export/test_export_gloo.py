@@ -22,7 +22,7 @@ def meshes():
 
 
 def on_all_meshes(names):
-    """For each case the greatest difference to one process on each mesh."""
+    """Return for each case, and each mesh, the greatest difference to one process."""
     torch.set_num_threads(1)
     for name in names:
         case = CASES[name]
@@ -110,7 +110,7 @@ os._exit(0)  # torch's own teardown of a registered group may abort, as its thre
 
 @pytest.mark.slow
 def test_saved_programs_run_where_there_is_torch_only(tmp_path):
-    """Also those of a group that is not torch's default one."""
+    """Programs of a group other than torch's default group can be saved and loaded too."""
     case = CASES["sdpa"]
     (x,), _ = case.inputs()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_saved_programs_run_where_there_is_torch_only(tmp_path):
 
 
 def loaded(folder):
-    """Run what other processes saved, by groups that this one has not made."""
+    """Run programs that other processes saved, with groups that `make_groups` makes."""
     case = CASES["sdpa"]
     (x,), _ = case.inputs()
     rank = world.current().rank

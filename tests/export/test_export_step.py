@@ -1,4 +1,4 @@
-"""What shard_step makes of a training step, and what it refuses. The ranks need not exist."""
+"""shard_step: the graph of a training step, and refused steps. The ranks need not exist."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def copies(tree):
 
 
 def with_grad(params, x):
-    """Gradients by torch.autograd.grad, new parameters as new tensors."""
+    """A step that calls torch.autograd.grad and returns new tensors as parameters."""
     params = {name: each.detach().requires_grad_() for name, each in params.items()}
     loss = functional_call(MODEL, params, (x,)).pow(2).sum()
     gradients = torch.autograd.grad(loss, list(params.values()))
@@ -36,7 +36,7 @@ def with_grad(params, x):
 
 
 def with_backward(params, x):
-    """Gradients by backward()."""
+    """A step that calls backward()."""
     params = {name: each.detach().requires_grad_() for name, each in params.items()}
     loss = functional_call(MODEL, params, (x,)).pow(2).sum()
     loss.backward()
@@ -44,7 +44,7 @@ def with_backward(params, x):
 
 
 def in_place(params, x):
-    """The parameters that came are changed."""
+    """A step that changes its parameters in place."""
     changed = {name: each.detach().requires_grad_() for name, each in params.items()}
     loss = functional_call(MODEL, changed, (x,)).pow(2).sum()
     gradients = torch.autograd.grad(loss, list(changed.values()))

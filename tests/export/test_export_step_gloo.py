@@ -18,7 +18,7 @@ MESHES = {"two": ((2,), ("tp",)), "four": ((4,), ("tp",)), "both": ((2, 2), ("dp
 
 
 def mesh_and_plan(name, kind):
-    """A mesh of the first ranks and the model's plan on it; None on other ranks."""
+    """Return a mesh of the first ranks and the model's plan for it; None on other ranks."""
     shape, names = MESHES[kind]
     ranks = torch.arange(torch.Size(shape).numel()).view(shape)
     mesh = sw.DeviceMesh("cpu", ranks, mesh_dim_names=names)
@@ -29,13 +29,13 @@ def mesh_and_plan(name, kind):
 
 
 def collectives(module):
-    """Where ranks meet: the kind and the axes, in order."""
+    """Return the collectives of a graph, in order: kind and axes."""
     said = [node.meta["custom"]["collective"] for node in module.graph.nodes if is_collective(node)]
     return [(each["kind"], tuple(each["axes"])) for each in said]
 
 
 def eager_collectives(step, fn, mesh, *arguments):
-    """Where the ranks meet if the same function runs on DTensors."""
+    """Return the collectives of the same function, run on DTensors."""
 
     def distributed(tree, argument):
         names = iter(step.layouts)

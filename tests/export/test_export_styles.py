@@ -1,4 +1,4 @@
-"""tensor_parallel_transformation, without ranks: layouts, collectives, and what is refused."""
+"""tensor_parallel_transformation, without ranks: layouts, collectives, refused styles."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def shapes(program):
 
 
 def structure(program):
-    """Its operators, with what they get that is no tensor."""
+    """Return the operators of a program, with their arguments that are not tensors."""
     return [
         (str(node.target), torch.fx.map_arg(node.args, lambda _: None))
         for node in program.graph.nodes

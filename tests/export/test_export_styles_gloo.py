@@ -14,7 +14,7 @@ from shardwise.parallel import plans
 
 
 def outcome(name, decomposed, path):
-    """How far the program of this rank is off when it is run twice, and its collectives."""
+    """Return the greatest error of this rank's program in two runs, and its collectives."""
     case, here = CASES[name], world.current()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.export
@@ -56,7 +56,7 @@ def test_a_decomposed_program_does_so_too(workers4, name, tmp_path):
 
 
 def ready_plan(kind, sequence_parallel):
-    """What a Llama's program returns by a ready plan, and its collectives."""
+    """Return the result of a Llama's program by a ready plan, and its collectives."""
     case, here = CASES["Llama, 2 layers, tied embeddings"], world.current()
     program = case.exported()
     if kind == "styles":

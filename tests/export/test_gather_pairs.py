@@ -19,7 +19,7 @@ SPLIT = {"down": Activations(inputs={"tp": Shard(2)})}
 
 
 class Uses(nn.Module):
-    """What `up` makes is used by `down`, after some numbers, and in another way."""
+    """The result of `up` is used by `down`, after a pointwise step, and in another way."""
 
     def __init__(self, use):
         super().__init__()
@@ -31,7 +31,7 @@ class Uses(nn.Module):
 
 
 def counted(model, plan, shape=(2,), **placements):
-    """The collectives of the ranks' programs, which return what the model does."""
+    """Check the results of the ranks' programs; return their collectives."""
     x = torch.randn(3, 5, 7)
     exported = torch.export.export(model, (x,))
     with torch.no_grad():

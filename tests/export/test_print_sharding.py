@@ -1,4 +1,4 @@
-"""print_sharding: what it says of a program, of one that was loaded, and of a training step."""
+"""print_sharding: its text for a program, a loaded program and a training step."""
 
 import io
 import re
@@ -61,7 +61,7 @@ def reloaded(given):
 
 
 def lines(text):
-    """The columns of each line, without how far apart they are."""
+    """Return the cells of each line, without the spaces between columns."""
     return [[cell for cell in line.split("  ") if cell] for line in text.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Programs of all ranks, on simulated ones, do what the original does."""
+"""The programs of simulated ranks return the results of the original."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ def reloaded(made):
 
 
 def results(name, decomposed, shape, input_placements=None):
-    """What each rank's program returns, and its collectives."""
+    """Return the result of each rank's program, and its collectives."""
     case, original = CASES[name], program(name, decomposed)
 
     def rank():
@@ -129,7 +129,7 @@ def test_placements_of_inputs_may_be_for_all_unless_one_has_the_name_of_the_axis
 
 
 def test_a_program_sends_nothing_whose_size_depends_on_values():
-    """Where eager mode asks owners for the rows that indices name."""
+    """A lookup for which eager mode fetches rows from their owners."""
     indices = torch.arange(200)
     original = torch.export.export(torch.nn.Embedding(1000, 1000), (indices,))
     mesh = sw.DeviceMesh.abstract((2,), ("tp",))

@@ -29,7 +29,10 @@ def mesh():
 
 PLANS = {
     "no dict": ([1], "plan: expected a dict"),
-    "an unknown name": ({"upp.weight": ROWS}, r"near it are up.weight, .*leave it out: what no"),
+    "an unknown name": (
+        {"upp.weight": ROWS},
+        r"near it are up.weight, .*leave it out: tensors that no",
+    ),
     "a module": ({"up": ROWS}, r"matches up, which is a module: 'up\.\*' means what it holds"),
     "a style": ({"up": "colwise"}, r"'tp': Shard\(0\)}; got 'colwise'. Styles are for tensor_par"),
     "an unknown axis": ({"up.weight": {"dp": Shard(0)}}, r"axes of the mesh, \(tp=2\); got 'dp'"),
@@ -111,7 +114,11 @@ class Module(nn.Module):
 NUMBER = torch.tensor(2.0)
 PROGRAMS = {
     "sizes of data": (torch.nonzero, (X,), "the size of nonzero .* depends on data"),
-    "numbers of data": (lambda x, n: x * n.item(), (X, NUMBER), "item.* makes a number of data"),
+    "numbers of data": (
+        lambda x, n: x * n.item(),
+        (X, NUMBER),
+        "item.* reads a number",
+    ),
     "branches": (
         lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x.clone(), (x,)),
         (X,),

@@ -1,4 +1,4 @@
-"""Programs and steps that draw random numbers draw those of one process, off torch's generator."""
+"""Programs and steps that draw random numbers draw those of one process, from torch's generator."""
 
 import io
 
@@ -38,7 +38,7 @@ def reloaded(made):
 
 
 def twice(function, *inputs):
-    """Two calls, and what is drawn after them: generators must have moved on alike."""
+    """Return two results, and a draw after them: the generators must have advanced equally."""
     torch.manual_seed(5)
     return pytree.tree_leaves([function(*inputs), function(*inputs), torch.rand(2)])
 
@@ -85,7 +85,7 @@ NUMBERS = [
 
 
 def check(original, shape, placements):
-    """Compare each rank's program, whose input lies so, with the original."""
+    """Compare each rank's program, with these placements of its input, with the original."""
     want = twice(original.module(), X)
 
     def rank():
@@ -205,7 +205,7 @@ def checkpointed(params, x):
         (checkpointed, "in the backward pass.*Leave out the checkpoint"),
         (lambda p, x: (p, torch.rand(2, generator=torch.Generator())), "draws from a torch.Gener"),
         (lambda p, x: (p, torch.bernoulli(x, generator=torch.Generator())), "a torch.Generator"),
-        (lambda p, x: (p, x.clone()[:, 1:].normal_()), "does not lie in memory row by row"),
+        (lambda p, x: (p, x.clone()[:, 1:].normal_()), "is not contiguous in memory"),
     ],
 )
 def test_steps_that_would_draw_other_numbers_are_refused(fn, message):

@@ -11,7 +11,7 @@ from shardwise import Shard
 from shardwise.core.layout import Layout
 from shardwise.export import ExportError, shard_program, tensor_parallel_transformation
 from shardwise.export.operators import is_collective
-from shardwise.export.passes.simplify import clean
+from shardwise.export.simplify import clean
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.export's own
 
@@ -30,7 +30,7 @@ class Module(nn.Module):
 
 
 def on_three(exported, plan, *inputs, output_placements=None):
-    """What the programs of three ranks return, and their collectives."""
+    """Return the results of three ranks' programs, and their collectives."""
 
     def rank():
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
@@ -45,7 +45,7 @@ def on_three(exported, plan, *inputs, output_placements=None):
 
 
 class Autocast(nn.Module):
-    """Blocks in blocks: bfloat16, but for a part, and a norm that wants float32."""
+    """Nested autocast blocks: bfloat16, a part without it, and a norm that needs float32."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ def test_a_tensor_that_two_operators_and_a_user_want_whole_is_gathered_once():
 
 
 def test_a_rank_that_has_no_use_for_a_result_meets_the_others_nevertheless():
-    """Of four columns to sort on three ranks, the third has none; torch would drop its exchange."""
+    """Of four columns to sort, the third of three ranks has none; torch would drop its exchange."""
     model, x = Module(lambda weight, x: (weight + x).sort(0), 8, 4), torch.randn(4)
     exported = torch.export.export(model, (x,)).run_decompositions()
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_sums_are_scattered_unevenly_along_any_dim(dim):
 
 
 class Cache(nn.Module):
-    """Rows that are written to, of a buffer that is split along them."""
+    """A write to rows of a buffer that is split along rows."""
 
     def __init__(self, write):
         super().__init__()
@@ -262,7 +262,7 @@ def test_numbers_that_a_rule_makes_tensors_of_are_in_the_program(name):
 
 
 def test_nothing_is_learnt_about_the_dynamic_sizes_of_the_original():
-    """What is assumed of them in one rank's program would hold for the original, too."""
+    """A guard on a size in one rank's program would restrict the original too."""
     model = Module(lambda weight, x: nn.functional.pad(x @ weight, (1, 2)), 8, 5)
     batch = torch.export.Dim("batch", min=2, max=40)
     exported = torch.export.export(model, (torch.randn(6, 8),), dynamic_shapes=({0: batch},))

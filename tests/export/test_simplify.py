@@ -9,9 +9,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import shardwise as sw
 from shardwise.core import world
 from shardwise.export.operators import is_collective
-from shardwise.export.passes.simplify import simplify
 from shardwise.export.program import ProgramSharder
 from shardwise.export.recording import RecordingWorld
+from shardwise.export.simplify import simplify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.export's own
 
@@ -20,7 +20,7 @@ X, WEIGHT, BIAS = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4)
 
 
 def counted(function, *inputs):
-    """How many operators a function has before and after; both give the same."""
+    """Return the number of operators before and after; check that results are the same."""
     module = make_fx(function, pre_dispatch=True)(*inputs)
     FakeTensorProp(module).propagate(*inputs)
     before = sum(node.op == "call_function" for node in module.graph.nodes)

@@ -1,4 +1,4 @@
-"""Between explicit shards and layouts: no copies, the same elements, gradients on both ways."""
+"""Conversion between shards and layouts: no copies, the same elements, gradients both ways."""
 
 from __future__ import annotations
 

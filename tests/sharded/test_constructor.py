@@ -1,4 +1,4 @@
-"""ShardedTensor: what each rank holds, and what is refused."""
+"""The constructor ShardedTensor: the shards of each rank, and refused arguments."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Copies of sharded tensors, their gradients, and what they are as objects."""
+"""Copies of sharded tensors: elements, gradients, leaves and parameters."""
 
 import copy
 
@@ -30,7 +30,7 @@ def on_three_ranks(test):
 
 
 def total(x):
-    """The sum of this rank's shards, to differentiate."""
+    """Return the sum of this rank's shards, for a backward."""
     return sum((each.tensor.sum() for each in x.local_shards()), torch.zeros(()))
 
 

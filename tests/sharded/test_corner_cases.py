@@ -1,4 +1,4 @@
-"""What random programs have found: empty shards, tensors of no dims, plain tensors beside."""
+"""Cases that random programs found: empty shards, tensors of no dims, plain tensors beside."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import shardwise.sharded as sh
 
 ROWS = chunks(0, 0, 1)
 ALONE = boxes((1, [], []))
-"""A number, on rank 1."""
+"""A tensor of no dims, held by rank 1."""
 TABLE = boxes((1, [0], [4]))
-"""Four numbers, on rank 1."""
+"""Four elements, held by rank 1."""
 
 
 def number(value: float = 3.0, grad: bool = False) -> Any:

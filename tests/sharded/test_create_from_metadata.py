@@ -1,4 +1,4 @@
-"""Sharded tensors of pieces whose place a spec or metadata say; no rank asks another."""
+"""Sharded tensors of local shards and a spec or metadata, made without communication."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_the_callers_metadata_stay_the_callers():
 
 
 def with_metadata(change=lambda metadata: None, shards=None, **options):
-    """Build from metadata that were changed, and shards of this rank."""
+    """Build from changed metadata and the shards of this rank."""
     metadata = described()
     change(metadata)
     mine = [rows(rank_here())] if shards is None else shards

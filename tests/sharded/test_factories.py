@@ -1,4 +1,4 @@
-"""Numbers in sharded tensors: factories, `*_like`, nn.init and dropout, the same for every cut."""
+"""Factories, `*_like`, nn.init and dropout give the same numbers for every sharding."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COUNTS = pytest.mark.parametrize("count", [2, 3, 4])
 
 
 def seeded(make: Callable[[], Any]) -> Any:
-    """What is made after a seed; whole."""
+    """Return the whole tensor that a function makes after a seed."""
     torch.manual_seed(3)
     made = make()
     return made.full_tensor() if hasattr(made, "full_tensor") else made
 
 
 def alone(run: Callable[[torch.Tensor], Any], *shape: int) -> Any:
-    """What one process makes of a tensor that is a DTensor, and so draws as all of them do."""
+    """Return the result for a DTensor in one process, which draws as DTensors on any mesh do."""
 
     def one() -> Any:
         mesh = sw.init_device_mesh("cpu", (1,))

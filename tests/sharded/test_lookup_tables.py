@@ -1,4 +1,4 @@
-"""embedding and embedding_bag on tables that are no layout, or beside a batch on a mesh."""
+"""embedding and embedding_bag on tables whose shards form no layout, or with a batch on a mesh."""
 
 from typing import Any
 

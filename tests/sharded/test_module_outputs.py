@@ -1,4 +1,4 @@
-"""What becomes of the outputs and state dicts of modules with sharded parameters."""
+"""Outputs and state dicts of modules with sharded parameters."""
 
 import copy
 

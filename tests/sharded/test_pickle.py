@@ -1,4 +1,4 @@
-"""Sharded tensors are pickled: each rank gets back what it saved, and who it is must not change."""
+"""Pickles of sharded tensors: each rank loads the shards that it saved."""
 
 import copy
 import io
@@ -43,7 +43,7 @@ def chunks(size, dim=0):
 
 
 def boxes():
-    """Two shards on rank 0, one on rank 1, and nothing elsewhere."""
+    """Two shards on rank 0, one on rank 1, none on other ranks."""
     return EnumerableShardingSpec(
         [
             ShardMetadata([0, 0], [2, 6], on_rank(0)),

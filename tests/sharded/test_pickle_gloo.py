@@ -1,4 +1,4 @@
-"""Sharded tensors of real processes in files: of each rank, and as checkpoints."""
+"""Files of real ranks with sharded tensors: one for each rank, and checkpoints."""
 
 import pickle
 
@@ -16,7 +16,7 @@ WHOLE = torch.arange(42.0).reshape(7, 6)
 
 
 def boxes(first, second):
-    """Two shards on the first rank, one and an empty one on the second, nothing on others."""
+    """Two shards on the first rank, one and an empty one on the second, none on others."""
     return cut(
         ([0, 0], [3, 6], first),
         ([3, 0], [4, 2], second),
@@ -150,7 +150,7 @@ def test_a_checkpoint_saved_aside_is_of_the_state_at_the_time(workers4, tmp_path
 
 
 class Recommender(nn.Module):
-    """Tables of which bags are looked up, and a layer."""
+    """Tables for embedding bags, and a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ class Recommender(nn.Module):
 
 
 def trained(model, optimizer, steps, mesh=None):
-    """The losses of these steps; on a mesh, with a part of the batch on each rank."""
+    """Return the losses of some steps; on a mesh, each rank has a part of the batch."""
     losses = []
     for step in steps:
         bags = torch.arange(24).view(8, 3) * (step + 1) % 11

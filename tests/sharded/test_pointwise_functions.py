@@ -1,4 +1,4 @@
-"""Every pointwise function, on shards that are no layout and on random tilings."""
+"""Every pointwise function, on shards that form no layout and on random tilings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = sorted(
 
 
 def _calls(name: str) -> list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:
-    """Functions of a name, each with what it is given beside the tensor, if torch takes it."""
+    """Yield the functions of a name with their further arguments, where torch accepts them."""
     data = (DATA * 3).to(torch.int64).abs() if name in INTEGERS else DATA.abs() / 4 + 0.1
     other = data.flip(0) if name not in INTEGERS else data.flip(0) % 5
     found = []

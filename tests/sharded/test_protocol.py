@@ -98,7 +98,7 @@ def test_data_is_set_shard_by_shard() -> None:
 
 @dataclass
 class Rows(sh.ShardingSpec):
-    """A user's own: every rank two rows, the last one the rest."""
+    """A user's own spec: two rows for each rank, the rest for the last."""
 
     def build_metadata(self, tensor_sizes: Any, tensor_properties: Any) -> Any:
         shards = [
@@ -125,8 +125,8 @@ def test_a_spec_of_the_user_s_own_works_throughout() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.sharded.dispatch._for_all", {})
-    monkeypatch.setattr("shardwise.sharded.dispatch._for_specs", {})
+    monkeypatch.setattr("shardwise.sharded.methods._for_all", {})
+    monkeypatch.setattr("shardwise.sharded.methods._for_specs", {})
 
 
 @pytest.mark.usefixtures("registry")

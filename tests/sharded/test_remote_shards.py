@@ -22,7 +22,7 @@ WHOLE = torch.arange(42.0).reshape(7, 6)
 
 
 class Running:
-    """Four ranks with RPC, started when first needed; again after a failure, which ends them."""
+    """Four ranks with RPC, started at the first use, and again after a failure."""
 
     def __init__(self, paths) -> None:
         self.paths = paths
@@ -81,7 +81,7 @@ def add(reference, number):
 
 
 def check_references(x, expected):
-    """`x.remote_shards()` are those of the ranks, and show what lies there; all ranks call it."""
+    """Check that `x.remote_shards()` gives the shards of all other ranks; all ranks call it."""
     meet(x)  # all have written what is read here
     found = x.remote_shards()
     here = dist.get_rank()
@@ -162,7 +162,7 @@ def test_every_way_to_make_a_tensor_gives_references(workers):
 
 
 def filled_late():
-    """Rank 1 takes its time before it fills its shard, and nobody sees what was there before."""
+    """Rank 1 fills its shard late, and no rank sees the elements from before."""
     if dist.get_rank() == 1:
         fill = torch.Tensor.fill_
 

@@ -15,7 +15,7 @@ from shardwise.sharded import ChunkShardingSpec
 
 @pytest.fixture(scope="module")
 def workers3() -> Iterator[sw.Workers]:
-    """Three ranks that are not all RPC workers. (A process keeps the number it once had as one.)"""
+    """Three ranks, of which only some are RPC workers. A process keeps its number as a worker."""
     with sw.Workers(3, timeout=60) as shared:
         yield shared
 

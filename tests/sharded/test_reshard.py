@@ -31,7 +31,7 @@ from shardwise.sharded import (
 
 
 def owners_of(spec, size):
-    """The rank that holds each element."""
+    """Return the rank that holds each element."""
     held = torch.full(tuple(size), -1)
     for each in spec.build_metadata(size, None).shards_metadata:
         held[each.box.slices] = each.placement.rank()
@@ -254,7 +254,7 @@ def test_a_leaf_without_gradient_moves_without_one():
 
 
 def weights(spec, size):
-    """What to multiply each shard of this rank with: another number for each element."""
+    """Return factors for this rank's shards, a different one for each element."""
     factors = torch.arange(2.0, 2 + numbers(size).numel(), dtype=torch.float64).reshape(size)
     described = spec.build_metadata(size, None).shards_metadata
     return [factors[each.box.slices] for each in described if each.placement.rank() == rank_here()]

@@ -1,4 +1,4 @@
-"""Sharded tensors of a tensor that one rank has whole."""
+"""shard_tensor and shard_parameter: from a tensor that one rank has whole."""
 
 import pytest
 import torch

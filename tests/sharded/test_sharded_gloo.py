@@ -24,7 +24,7 @@ RANKS = cases.RANKS
 
 
 def outcome(trap, name):
-    """Whether a program is right on this rank; every rank takes part in the verdict."""
+    """Return whether a program is right on all ranks."""
     lib = cases.shardwise(dist.new_group) if name == "shardwise" else cases.torch_own()
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Gradients of sharded tensors and of what is beside them: those of one process, on every rank."""
+"""Gradients of sharded tensors, and of plain tensors used with them, are those of one process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SEED = values(5, 4, seed=7, grad=False)
 
 
 def sharded(name: str, seed: int = 0) -> sh.ShardedTensor:
-    """A leaf, cut by the spec of this name."""
+    """Return a leaf that is cut by the spec of this name."""
     tensor = values(5, 4, seed=seed, grad=False)
     return all_specs(3)[name].shard(tensor).requires_grad_()
 
 
 def holds_however_cut(program: Callable[[str], bool]) -> None:
-    """Run it on three ranks for each spec; of one of them ranks 0 and 1 have no shards."""
+    """Run a test on three ranks for each spec; by one spec ranks 0 and 1 hold no shards."""
     found = sw.simulate(lambda: {name: program(name) for name in all_specs(3)}, 3)
     assert found == [dict.fromkeys(all_specs(3), True)] * 3
 

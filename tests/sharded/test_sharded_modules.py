@@ -1,4 +1,4 @@
-"""shard_parameter, shard_module and what becomes of outputs and state dicts."""
+"""shard_parameter and shard_module: parameters, plans, Sharders, refused arguments."""
 
 import copy
 from collections import OrderedDict
@@ -269,7 +269,7 @@ def test_what_one_rank_objects_to_is_refused_on_all():
 
 
 class OfTwo(sharded.ShardingSpec):
-    """Two of it are not equal, as it defines no `==`."""
+    """A spec without `==`: two of them are never equal."""
 
     def build_metadata(self, tensor_sizes, tensor_properties):
         return chunks(0, 1, 0).build_metadata(tensor_sizes, tensor_properties)
@@ -320,7 +320,7 @@ def test_a_sharder_s_module_takes_the_place_of_the_submodule():
 
 
 def test_a_sharder_that_gives_no_module_is_refused():
-    """Also if one rank alone gets none: by all ranks, and nothing is changed."""
+    """All ranks raise, even if a single rank has the problem, and nothing is changed."""
 
     def run():
         model = Recommender()

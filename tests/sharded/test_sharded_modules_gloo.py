@@ -1,4 +1,4 @@
-"""A module with sharded parameters trains in real processes as in one, and in a group of some."""
+"""A module with sharded parameters trains on real ranks, all or some of them, as in one process."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Torch functions on sharded tensors: those of the tensors they make up, and so are gradients."""
+"""Torch functions on sharded tensors give the results and gradients of the whole tensors."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ def test_inference_mode() -> None:
 
 
 def test_numbers_of_one_rank_promote_as_those_of_one_process() -> None:
-    """Its one element is on one rank; it is no layout, but of one rank."""
+    """The one element of a tensor of no dims is on one rank: no layout of several ranks."""
     number = values()
 
     def run() -> None:

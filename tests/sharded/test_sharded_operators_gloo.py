@@ -9,7 +9,7 @@ from support.sharded_tensors import chunks
 
 import shardwise as sw
 import shardwise.sharded as sh
-from shardwise.sharded import dispatch
+from shardwise.sharded import methods
 
 
 def told_the_group() -> list[Any]:
@@ -28,7 +28,7 @@ def told_the_group() -> list[Any]:
     try:
         return [torch.sinc(everyone), torch.sinc(half)]
     finally:
-        del dispatch._for_all[torch.sinc]  # these ranks run other tests too
+        del methods._for_all[torch.sinc]  # these ranks run other tests too
 
 
 def test_operators_of_users_are_handed_a_process_group(workers4: sw.Workers) -> None:
@@ -60,7 +60,7 @@ def test_a_lookup_and_both_halves_of_an_mlp_have_the_gradients_of_one_process(
 
 
 def own_rows() -> Any:
-    """Rows of a large table by each rank's own indices, which some ranks have none of."""
+    """Look up rows of a large table by each rank's own indices; some ranks have none."""
     mesh = sw.init_device_mesh("cpu", (4,))
     table = chunks(0, 0, 1, 2, 3).shard(torch.arange(3e6).view(3000, 1000).requires_grad_())
     batch = sw.distribute_tensor(torch.arange(0, 2700, 3).view(3, 300), mesh, [sw.Shard(0)])

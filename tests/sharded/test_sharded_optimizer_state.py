@@ -1,4 +1,4 @@
-"""The state of a ShardedOptimizer: whole, saved, and loaded for parameters cut otherwise."""
+"""The state of a ShardedOptimizer: whole, saved, and loaded for other shards."""
 
 import copy
 import io

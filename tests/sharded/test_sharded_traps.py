@@ -1,4 +1,4 @@
-"""What torch 2.13's ShardedTensor gets wrong, on simulated ranks.
+"""Programs that torch 2.13's ShardedTensor gets wrong, on simulated ranks.
 
 tests/sharded/test_sharded_gloo.py runs the same programs on real ones, and shows that torch
 still gets them wrong.

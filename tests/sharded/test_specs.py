@@ -203,7 +203,7 @@ def test_what_is_no_shard_is_refused_by_its_position():
 
 
 def grid(rows, columns):
-    """A tensor of 200 by 200 in many boxes, in no order of their own."""
+    """A tensor of 200 by 200 in many boxes, in random order."""
     high, wide = 200 // rows, 200 // columns
     places = [(row * high, column * wide) for row in range(rows) for column in range(columns)]
     shuffled = [places[at] for at in torch.randperm(len(places)).tolist()]
@@ -316,7 +316,7 @@ def test_shards_of_other_sizes_are_enumerated():
 
 
 class Halves(ShardingSpec):
-    """Rows in two halves; two of them are not equal, as it defines no `==`."""
+    """A spec of two halves without `==`: two of them are never equal."""
 
     def build_metadata(self, tensor_sizes, tensor_properties):
         return chunks(0, 1, 0).build_metadata(tensor_sizes, tensor_properties)

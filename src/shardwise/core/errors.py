@@ -70,6 +70,19 @@ class RankError(LaunchError):
         self.rank = rank
 
 
+class ExportError(ShardwiseError, ValueError):
+    """A program, plan or mesh from which no rank's program can be made."""
+
+
+class ShardedTensorError(ShardwiseError, ValueError):
+    """Shards, specs or arguments that do not form a tensor, or an operator that the shards do not
+    allow."""
+
+
+class ShardedStateError(ShardwiseError, RuntimeError):
+    """Missing or wrong surroundings of a tensor: process groups, RPC, a saved state."""
+
+
 class TorchVersionWarning(UserWarning):
     """shardwise is not tested with this version of torch."""
 

@@ -1,6 +1,6 @@
 """Exported programs, one for each rank."""
 
-from shardwise.export.errors import ExportError
+from shardwise.core.errors import ExportError
 from shardwise.export.print import print_sharding, sharding_text
 from shardwise.export.program import shard_program
 from shardwise.export.recording import make_groups

@@ -20,11 +20,10 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from shardwise.comm.trace import Event
 from shardwise.core import layout_input
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import ExportError, LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor
-from shardwise.export.errors import ExportError
 from shardwise.torch_internals import (
     FakeTensorMode,
     enable_python_dispatcher,

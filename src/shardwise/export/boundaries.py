@@ -1,4 +1,4 @@
-"""The modules of an exported program, and the moves of tensors that enter and leave them.
+"""The modules of an exported program, and the moves of their inputs and outputs.
 
 A program is one flat graph: modules are found by the metadata of nodes and the names of parameters.
 """
@@ -14,14 +14,13 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from shardwise.core.errors import ExportError
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.view_copy import link
 from shardwise.dtensor.writes import mark_detached_copy
 from shardwise.export.annotations import module_path_of
-from shardwise.export.errors import ExportError
-from shardwise.export.operators import writes
-from shardwise.export.passes.aliases import Aliases
+from shardwise.export.operators import Aliases, writes
 from shardwise.export.placements import (
     NAME_REMEDY,
     STATE_KINDS,
@@ -112,11 +111,11 @@ class ModuleCall:
     path: str
     nodes: dict[fx.Node, None] = field(default_factory=dict)
 
-    def entering(self, state: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Return the tensors from other modules, each with the nodes of this call that use it.
+    def inputs(self, state: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+        """Return the tensors that come from outside, each with the nodes of this call that use it.
 
         Arguments:
-            state: placeholders of parameters and the like, which are left out.
+            state: the placeholders of parameters, buffers and constants, which are left out.
         """
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
@@ -129,8 +128,8 @@ class ModuleCall:
                     found.setdefault(source, []).append(node)
         return found
 
-    def leaving(self, updates: set[fx.Node]) -> list[fx.Node]:
-        """Return the tensors that other modules use, or the program returns.
+    def outputs(self, updates: set[fx.Node]) -> list[fx.Node]:
+        """Return the tensors of this call that nodes outside use, or that the program returns.
 
         Arguments:
             updates: nodes that the program returns only as new values of its state.
@@ -173,18 +172,18 @@ def _all_graphs(
                     yield from _all_graphs(block, inner)
 
 
-# ---- what a plan says of them
+# ---- the part of a plan that is about modules
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The specs of tensors that enter and leave a module; None: they are not moved.
+    """The specs that the inputs and outputs of a module are moved to; None if they are not moved.
 
-    A spec has one placement per axis of the mesh, or some by axis; other axes keep theirs.
+    A spec has a placement for each axis of the mesh, or placements by axis; other axes keep theirs.
     """
 
-    entering: Any = None
-    leaving: Any = None
+    inputs: Any = None
+    outputs: Any = None
     named: Mapping[str, Any] = field(default_factory=dict)
     """Specs of inputs of the program, by their names."""
 
@@ -213,9 +212,9 @@ def split_plan(
 
 def _as_boundary(pattern: str, wanted: Activations) -> Boundary:
     """Return Activations as a boundary, or raise ExportError if a program cannot follow them."""
-    entering, named = wanted.inputs, {}
-    if entering is not None and not is_spec(entering):
-        entering, named = None, dict(wanted.inputs)
+    inputs, named = wanted.inputs, {}
+    if inputs is not None and not is_spec(inputs):
+        inputs, named = None, dict(wanted.inputs)
     positions = [key for key in named if not isinstance(key, str)]
     if positions or not (wanted.outputs is None or is_spec(wanted.outputs)):
         what = f"inputs by position {positions}" if positions else f"outputs {wanted.outputs}"
@@ -224,22 +223,22 @@ def _as_boundary(pattern: str, wanted: Activations) -> Boundary:
             f"which, so Activations have one spec there, or names for inputs of the program; got "
             f"{what}. Use the modules in it, input_placements or output_placements"
         )
-    return Boundary(entering, wanted.outputs, named)
+    return Boundary(inputs, wanted.outputs, named)
 
 
 # ---- moves
 
 
 class BoundaryMoves:
-    """Redistributes tensors where they enter and leave modules (a `tracing.ValueMoves`).
+    """Redistributes the inputs and outputs of modules (a `tracing.ValueMoves`).
 
-    A tensor moves once: if it enters several nested modules at once, the innermost decides, and if
-    it leaves several, the outermost.
+    A tensor moves once. If it is an input of several nested modules, the innermost module decides;
+    if it is an output of several, the outermost.
 
     Arguments:
         program: the original.
         wanted: boundaries by the path of a module.
-        mesh: where the tensors lie.
+        mesh: the mesh of all tensors.
     """
 
     def __init__(
@@ -250,13 +249,14 @@ class BoundaryMoves:
     ) -> None:
         state = {node for node, spec in ProgramInputs(program).all if spec.kind in STATE_KINDS}
         self._mesh = mesh
-        self._entering: dict[tuple[fx.Node, fx.Node], _Target] = {}
+        self._argument_targets: dict[tuple[fx.Node, fx.Node], _Target] = {}
         """By edge: a node, and one of its users."""
-        self._leaving: dict[fx.Node, _Target] = {}
+        self._result_targets: dict[fx.Node, _Target] = {}
         self._cache: dict[tuple[fx.Node, str], tuple[Any, Any]] = {}
         self._updates = _find_updates(program)
         self._linked: set[Any] = set()
-        """Nodes and edges whose moved tensor must share writes with the tensor itself."""
+        """Nodes and edges whose moved tensor must get all writes to the original, and the other way
+        round."""
         for graph, inputs in _all_graphs(program.graph_module, state):
             for call in _find_calls(graph):
                 if call.path in wanted:
@@ -264,22 +264,22 @@ class BoundaryMoves:
             if any(map(writes, graph.nodes)):
                 aliases = Aliases(graph)
                 inside = set(graph.nodes)
-                edges = (edge for edge in self._entering if edge[1] in inside)
+                edges = (edge for edge in self._argument_targets if edge[1] in inside)
                 self._linked |= {edge for edge in edges if aliases.would_differ_for_user(*edge)}
-                ends = inside & self._leaving.keys()
+                ends = inside & self._result_targets.keys()
                 self._linked |= {node for node in ends if aliases.would_differ_for_all(node)}
 
     def _add(self, call: ModuleCall, state: set[fx.Node], boundary: Boundary) -> None:
-        """Set the targets of all tensors that enter or leave one call of a module."""
+        """Set the targets of all inputs and outputs of one call of a module."""
         path = call.path or "the module"
-        sources = call.entering(state)
-        if boundary.entering is not None:
-            target = self._make_target(f"input of {path}", boundary.entering)
+        sources = call.inputs(state)
+        if boundary.inputs is not None:
+            target = self._make_target(f"input of {path}", boundary.inputs)
             if target.splits:
                 _check_single(target, sources)
             for source, users in sources.items():
                 self._check(target, source)
-                self._entering |= {(source, user): target for user in users}
+                self._argument_targets |= {(source, user): target for user in users}
         given = {source.name: source for source in sources if source.op == "placeholder"}
         for name, spec in boundary.named.items():
             if name not in given:
@@ -293,14 +293,14 @@ class BoundaryMoves:
             target = self._make_target(f"input {name} of {path}", spec)
             self._check(target, given[name])
             users = sources[given[name]]
-            self._entering |= {(given[name], user): target for user in users}
-        if boundary.leaving is not None:
-            target = self._make_target(f"output of {path}", boundary.leaving)
-            results = call.leaving(self._updates)
+            self._argument_targets |= {(given[name], user): target for user in users}
+        if boundary.outputs is not None:
+            target = self._make_target(f"output of {path}", boundary.outputs)
+            results = call.outputs(self._updates)
             _check_single(target, results)
             for result in results:
                 self._check(target, result)
-                self._leaving.setdefault(result, target)
+                self._result_targets.setdefault(result, target)
 
     def _make_target(self, what: str, spec: Any) -> _Target:
         return _Target(what, spec, as_placements(spec, self._mesh, what))
@@ -310,12 +310,12 @@ class BoundaryMoves:
         name = f"{target.what} ({node.name})"
         check_placements_fit(name, node.meta["val"], target.placements, self._mesh)
 
-    def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
-        """Return what a node gets in place of the value of another."""
-        target = self._entering.get((source, node))
+    def move_argument(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
+        """Return an argument of a node, in the layout that its module asks for."""
+        target = self._argument_targets.get((source, node))
         if target is None or not isinstance(value, DTensor):
             return value
-        # Once for all modules that use it, such as the projections to queries, keys and values.
+        # Moved once for all modules that use it, such as projections to queries, keys and values.
         key = source, repr(target.spec)
         before, moved = self._cache.get(key, (None, None))
         if before is not value:
@@ -325,11 +325,11 @@ class BoundaryMoves:
             _link(moved, value, target)
         return moved
 
-    def leaving(self, node: fx.Node, value: Any) -> Any:
-        """Return what other nodes get in place of a node's result."""
+    def move_result(self, node: fx.Node, value: Any) -> Any:
+        """Return the result of a node, in the layout that its module asks for."""
         if writes(node):
             self._cache.clear()
-        target = self._leaving.get(node)
+        target = self._result_targets.get(node)
         if target is None or not isinstance(value, DTensor):
             return value
         moved = target.move(value)
@@ -382,7 +382,7 @@ def _check_single(target: _Target, nodes: Collection[fx.Node]) -> None:
     """Raise ExportError if a spec could mean any of several tensors."""
     if len(nodes) > 1:
         raise ExportError(
-            f"{target.what}: it should lie as {target.spec}, but there are several "
-            f"({', '.join(map(str, nodes))}) and a program does not say which is meant; name the "
-            "modules in it that have one"
+            f"{target.what}: the spec {target.spec} is for one tensor, but there are several "
+            f"({', '.join(map(str, nodes))}), and a program does not say which is meant; give "
+            "specs to the modules in it that have one"
         )

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from shardwise.core.errors import ExportError
 from shardwise.export.annotations import module_path_of
-from shardwise.export.errors import ExportError
 from shardwise.torch_internals import pytree
 
 SymbolSizes = dict[Any, int]
@@ -331,8 +331,8 @@ def _is_same(one: Any, other: Any) -> bool:
 def _depends_error(what: str) -> ExportError:
     return ExportError(
         f"exported_program: {what} depends on a dynamic size, so that one program cannot serve all "
-        "sizes; a plan that does not split what lies along the dynamic dims may help, or a size "
-        "that is fixed at export"
+        "sizes; a plan that splits no dim of a dynamic size may help, or a size that is fixed at "
+        "export"
     )
 
 

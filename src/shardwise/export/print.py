@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from shardwise.core.errors import ExportError
 from shardwise.core.layout_input import short_dtype
 from shardwise.export.annotations import (
     COLLECTIVE,
@@ -25,7 +26,6 @@ from shardwise.export.annotations import (
     get_annotation,
     module_path_of,
 )
-from shardwise.export.errors import ExportError
 from shardwise.export.operators import is_collective
 from shardwise.torch_internals import OpOverload, operator_name, pytree
 
@@ -67,10 +67,13 @@ def sharding_text(program: Any) -> str:
     state, given = _find_inputs(
         program, [node for node in nodes if node.op == "placeholder"], calls
     )
+    columns = "dtype", "layout", "local shape"
     tables = [
-        _table(("parameters, buffers, constants", "dtype", "lies as", "here"), _group_rows(state)),
-        _table(("inputs", "dtype", "lies as", "here"), _group_rows(given)),
-        _table(("nodes", "operator", "dtype", "here", "lies as", "for"), map(_call_row, calls)),
+        _table(("parameters, buffers, constants", *columns), _group_rows(state)),
+        _table(("inputs", *columns), _group_rows(given)),
+        _table(
+            ("nodes", "operator", "dtype", "local shape", "layout", "module"), map(_call_row, calls)
+        ),
         _outputs_table(module.graph.output_node()),
         _summary(calls),
     ]
@@ -175,7 +178,7 @@ def _outputs_table(output: fx.Node) -> str:
             rows.append((each.name, _layout_text(each)))
         else:
             rows.append((repr(each), ""))
-    return _table(("outputs", "lies as"), rows)
+    return _table(("outputs", "layout"), rows)
 
 
 def _summary(calls: Sequence[fx.Node]) -> str:

@@ -21,6 +21,7 @@ from torch.export.graph_signature import (
 from shardwise.comm import Cause
 from shardwise.comm.trace import trace_scope
 from shardwise.core import world
+from shardwise.core.errors import ExportError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Replicate
@@ -41,10 +42,8 @@ from shardwise.export.dynamic_sizes import (
     find_symbols,
     record_at_samples,
 )
-from shardwise.export.errors import ExportError
+from shardwise.export.gather_pairs import GatherObserver
 from shardwise.export.operators import is_collective, writes
-from shardwise.export.passes.gather_pairs import GatherObserver
-from shardwise.export.passes.simplify import clean, simplify
 from shardwise.export.placements import (
     Placements,
     ProgramInputs,
@@ -54,6 +53,7 @@ from shardwise.export.placements import (
 )
 from shardwise.export.random import find_draws_of_graph, match_draws
 from shardwise.export.recording import RecordingWorld, as_recorded
+from shardwise.export.simplify import clean, simplify
 from shardwise.export.tracing import (
     DTensorInterpreter,
     ValueMoves,
@@ -84,7 +84,7 @@ def shard_program(
             returned.
         plan: placements by name patterns of parameters, buffers and constants, as for
             `shardwise.parallel.shard_module`; without a match a tensor is replicated. `Activations`
-            by patterns of modules: the placements of tensors that enter and leave them.
+            by patterns of modules: the placements of their inputs and outputs.
         input_placements: placements of the inputs that users pass, by name, in order, or the same
             for all; replicated by default. Each rank then passes its local shards.
         output_placements: placements of the outputs that users get, in order, or the same for all;
@@ -136,7 +136,7 @@ class ProgramSharder:
         mesh: the ranks, as a mesh in the world `recording`.
         recording: the world of the rank that the program is for.
         plan: placements by name patterns.
-        moves: may redistribute arguments and results of nodes of the original.
+        moves: redistributes arguments and results of nodes of the original.
     """
 
     def __init__(

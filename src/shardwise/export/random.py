@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from shardwise.core.errors import ExportError
 from shardwise.export.dynamic_sizes import SymbolSizes, evaluate_size
-from shardwise.export.errors import ExportError
 from shardwise.export.operators import draws_random
 from shardwise.torch_internals import FakeTensorMode, TorchDispatchMode, current_graph_task, pytree
 
@@ -159,8 +159,8 @@ def match_draws(module: fx.GraphModule, wanted: Sequence[Draw], subject: str) ->
         if draw.numbers != want.numbers and not _reorder(module.graph, node, draw, want):
             raise ExportError(
                 f"{subject}: {want.operator} draws numbers into a tensor of shape {want.shape} "
-                "that does not lie in memory row by row, which ranks cannot; call contiguous() "
-                "before, or draw a tensor of its own"
+                "that is not contiguous in memory, in an order that ranks cannot draw in; call "
+                "contiguous() before, or draw into a tensor of its own"
             )
 
 

@@ -21,10 +21,10 @@ from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator
 from shardwise.comm.pending import Pending
 from shardwise.core import world
+from shardwise.core.errors import ExportError
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.world import World
 from shardwise.export.annotations import annotate_collective
-from shardwise.export.errors import ExportError
 from shardwise.export.operators import is_collective
 from shardwise.torch_internals import functional_collectives, register_group, resolve_group
 

@@ -9,17 +9,17 @@ import torch
 from torch import fx
 
 from shardwise.core import world
+from shardwise.core.errors import ExportError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.dtensor.tensor import DTensor
-from shardwise.export.errors import ExportError
-from shardwise.export.recording import RecordingWorld, as_recorded
-from shardwise.export.step_arguments import (
+from shardwise.export.placements import (
     StepArgument,
     StepLeaf,
     name_arguments,
     placements_by_leaf,
 )
+from shardwise.export.recording import RecordingWorld, as_recorded
 from shardwise.export.step_tracing import TENSOR_RESULT, StepFunction, StepTracer
 from shardwise.torch_internals import pytree
 
@@ -209,8 +209,8 @@ class ShardedStep:
         if not leaf.is_tensor:
             if type(value) is not type(leaf.value) or value != leaf.value:
                 raise ExportError(
-                    f"{leaf.name}: expected {leaf.value!r}, as what is no tensor is a constant of "
-                    f"the step; got {value!r}. Pass a tensor for a number that changes"
+                    f"{leaf.name}: expected {leaf.value!r}, as values that are no tensors are "
+                    f"constants of the step; got {value!r}. Pass a tensor for a number that changes"
                 )
             return
         shape = self._local_shapes[leaf.name]

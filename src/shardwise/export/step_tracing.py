@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.comm import Cause
 from shardwise.comm.trace import current_cause, trace_scope
 from shardwise.core import world
+from shardwise.core.errors import ExportError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
@@ -26,13 +27,11 @@ from shardwise.export.annotations import (
     propagate_values,
     set_annotation,
 )
-from shardwise.export.errors import ExportError
 from shardwise.export.operators import is_random
-from shardwise.export.passes.simplify import clean, simplify
-from shardwise.export.placements import as_output_placements
+from shardwise.export.placements import StepArgument, StepLeaf, as_output_placements
 from shardwise.export.random import find_draws_of_function, match_draws
 from shardwise.export.recording import RecordingWorld
-from shardwise.export.step_arguments import StepArgument, StepLeaf
+from shardwise.export.simplify import clean, simplify
 from shardwise.export.tracing import as_local_shard, as_recorded_dtensor, record_graph
 from shardwise.torch_internals import (
     FakeTensorMode,
@@ -196,7 +195,7 @@ def _check_new_state(leaf: StepLeaf, value: Any) -> None:
     if got != wanted:
         raise ExportError(
             f"fn: expected {leaf.name} of the new state to be as it was, {wanted}; it returned "
-            f"{got}. A state that changes its shape cannot go in again"
+            f"{got}. The next step needs a state of the same shapes"
         )
 
 
@@ -224,7 +223,7 @@ class _ConstantCapture(TorchFunctionMode):
     graph.
 
     Arguments:
-        mesh: where the DTensors lie.
+        mesh: the mesh of the DTensors.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

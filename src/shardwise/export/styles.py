@@ -11,10 +11,10 @@ import torch
 from torch.export import ExportedProgram
 
 from shardwise.core import world
+from shardwise.core.errors import ExportError
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard, as_placement
 from shardwise.export.boundaries import Boundary, BoundaryMoves, ProgramModule, find_modules
-from shardwise.export.errors import ExportError
 from shardwise.export.placements import NAME_REMEDY, ProgramInputs
 from shardwise.export.program import ProgramSharder, check_is_program
 from shardwise.export.recording import GroupNaming, RecordingWorld, register_ranks
@@ -205,24 +205,22 @@ Converted = tuple[Mapping[str, Placement], Boundary]
 """Placements of a module's own tensors, by their names in it, and its boundary."""
 
 
-def _make_boundary(entering: Placement | None = None, leaving: Placement | None = None) -> Boundary:
+def _make_boundary(inputs: Placement | None = None, outputs: Placement | None = None) -> Boundary:
     """Return a boundary on a mesh of one axis."""
-    return Boundary(
-        None if entering is None else [entering], None if leaving is None else [leaving]
-    )
+    return Boundary(None if inputs is None else [inputs], None if outputs is None else [outputs])
 
 
 def _convert_projection(style: ProjectionStyle, module: ProgramModule) -> Converted:
     is_colwise = isinstance(style, ColwiseParallel)
-    entering: Placement | None = Replicate()
+    inputs: Placement | None = Replicate()
     kind = module.weight_kind()
     if kind is not None:
         asked = style.of_kind(kind)
         # The channels of an image are not its last dim: the convolution's rule moves its input.
-        entering = style.wanted(kind) if len(module.shapes["weight"]) == 2 else None
+        inputs = style.wanted(kind) if len(module.shapes["weight"]) == 2 else None
         placements = {name: each for name, each in asked.items() if name in module.shapes}
     elif is_colwise and len(module.shapes.get("weight", ())) == 1:  # the channels of a norm
-        entering = None
+        inputs = None
         shape = module.shapes["weight"]
         placements = {name: Shard(0) for name, each in module.shapes.items() if each == shape}
     elif is_colwise and any("proj_weight" in name for name in module.shapes):
@@ -234,7 +232,7 @@ def _convert_projection(style: ProjectionStyle, module: ProgramModule) -> Conver
             f"{type(style).__name__} could split (it has {own or 'no parameters of its own'}); "
             "name the projections in it, or use shard_program, which lays out any parameter"
         )
-    return placements, _make_boundary(entering, style.output_layouts[0])
+    return placements, _make_boundary(inputs, style.output_layouts[0])
 
 
 def _attention_placements(style: ProjectionStyle, module: ProgramModule) -> dict[str, Placement]:
@@ -252,23 +250,23 @@ def _attention_placements(style: ProjectionStyle, module: ProgramModule) -> dict
 
 def _convert_sequence(style: SequenceParallel, module: ProgramModule) -> Converted:
     replicated = dict.fromkeys(module.shapes, Replicate())
-    return replicated, _make_boundary(entering=style.sequence_sharding[0])
+    return replicated, _make_boundary(inputs=style.sequence_sharding[0])
 
 
 def _convert_replicate(style: _ReplicateStyle, module: ProgramModule) -> Converted:
     replicated = dict.fromkeys(module.shapes, Replicate())
-    return replicated, _make_boundary(entering=Replicate())
+    return replicated, _make_boundary(inputs=Replicate())
 
 
 def _convert_input(style: PrepareModuleInput, module: ProgramModule) -> Converted:
     wanted = [*style.desired_input_layouts, *style.desired_input_kwarg_layouts.values()]
-    return {}, _make_boundary(entering=_single_placement(wanted, module))
+    return {}, _make_boundary(inputs=_single_placement(wanted, module))
 
 
 def _convert_output(style: PrepareModuleOutput, module: ProgramModule) -> Converted:
     wanted: Any = style.desired_output_layouts
     wanted = wanted.values() if isinstance(wanted, Mapping) else wanted
-    return {}, _make_boundary(leaving=_single_placement(list(wanted), module))
+    return {}, _make_boundary(outputs=_single_placement(list(wanted), module))
 
 
 def _single_placement(wanted: list[Any], module: ProgramModule) -> Placement | None:

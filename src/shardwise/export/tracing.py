@@ -37,8 +37,8 @@ from shardwise.export.operators import (
     data_needed_error,
     first_result_function,
     is_data_error,
+    viewed_and_written,
 )
-from shardwise.export.passes.aliases import viewed_and_written
 from shardwise.torch_internals import (
     FakeTensorMode,
     TracingContext,
@@ -53,13 +53,14 @@ _aten: Any = torch.ops.aten
 
 
 class ValueMoves(Protocol):
-    """May redistribute values between the nodes of a graph that is being run."""
+    """Redistributes values between the nodes of a graph while it runs. Both methods may return the
+    value as it is."""
 
-    def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
-        """Return what a node gets in place of the value of another."""
+    def move_argument(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
+        """Return the argument that `node` is run on, given the value of the node `source`."""
 
-    def leaving(self, node: fx.Node, value: Any) -> Any:
-        """Return what other nodes get in place of a node's result."""
+    def move_result(self, node: fx.Node, value: Any) -> Any:
+        """Return the value that users of a node get, given the result that it computed."""
 
 
 class DTensorInterpreter(fx.Interpreter):
@@ -67,7 +68,7 @@ class DTensorInterpreter(fx.Interpreter):
 
     Arguments:
         module: the graph.
-        moves: may redistribute arguments and results of its nodes.
+        moves: redistributes arguments and results of its nodes.
         autocast: the autocast block that the graph is in, if any.
     """
 
@@ -91,7 +92,7 @@ class DTensorInterpreter(fx.Interpreter):
                     raise
                 result = self._run_replicated(n, error)
             if self._moves is not None:
-                result = self._moves.leaving(n, result)
+                result = self._moves.move_result(n, result)
         pytree.tree_map_only(torch.Tensor, annotate_tensor, result)
         return result
 
@@ -139,7 +140,9 @@ class DTensorInterpreter(fx.Interpreter):
         moves = self._moves
         if moves is None:
             return super().map_nodes_to_values(args, n)
-        return fx.node.map_arg(args, lambda source: moves.entering(n, source, self.env[source]))
+        return fx.node.map_arg(
+            args, lambda source: moves.move_argument(n, source, self.env[source])
+        )
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; a tensor that it would create on a device is a meta tensor."""

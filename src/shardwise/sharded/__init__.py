@@ -3,7 +3,9 @@
 The names are those of torch.distributed._shard and its submodules.
 """
 
+from shardwise.core.errors import ShardedStateError, ShardedTensorError
 from shardwise.dtensor.dcp import CheckpointStager
+from shardwise.sharded import dispatch  # noqa: F401 - sets __torch_function__ of ShardedTensor
 from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.create import empty, full, ones, rand, randn, zeros
 from shardwise.sharded.create import from_local_shards as init_from_local_shards
@@ -11,8 +13,6 @@ from shardwise.sharded.create import (
     from_local_shards_and_global_metadata as init_from_local_shards_and_global_metadata,
 )
 from shardwise.sharded.create import from_local_tensor as init_from_local_tensor
-from shardwise.sharded.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.metadata import (
     MEM_FORMAT_ENCODING,
     Shard,
@@ -22,6 +22,8 @@ from shardwise.sharded.metadata import (
     narrow_tensor,
     narrow_tensor_by_index,
 )
+from shardwise.sharded.metadata import check_no_overlap as validate_non_overlapping_shards_metadata
+from shardwise.sharded.methods import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded.modules import (
     collect_local_shard,
     pre_load_state_dict_hook,
@@ -44,7 +46,6 @@ from shardwise.sharded.specs import (
     get_split_size,
 )
 from shardwise.sharded.tensor import ShardedTensor, to_dtensor
-from shardwise.sharded.tiling import check_no_overlap as validate_non_overlapping_shards_metadata
 
 from_dtensor = ShardedTensor.from_dtensor
 

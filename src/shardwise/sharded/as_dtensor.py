@@ -1,38 +1,31 @@
-"""Sharded tensors as DTensors: which shards form a layout, the conversion there and back, and
-functions that run on DTensors in place of sharded tensors."""
+"""Sharded tensors as DTensors: which shards form a layout, and the conversion there and back."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from itertools import product
 from operator import add
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from shardwise.core.box import Box
+from shardwise.core.errors import ShardedTensorError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Shard
-from shardwise.core.tensor_state import ensure_state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
-from shardwise.dtensor.writes import check_writable
-from shardwise.rules.registry import name_of
 from shardwise.sharded.base import ShardedTensorCore
-from shardwise.sharded.errors import ShardedTensorError
-from shardwise.sharded.group import GroupLike, as_rank_group
+from shardwise.sharded.group import GroupLike, ShardOwnership, as_rank_group
 from shardwise.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
-from shardwise.torch_internals import base_of, locally, pytree, version_of
 
 _Core = TypeVar("_Core", bound=ShardedTensorCore)
 _CONTAINERS = list, tuple, dict
@@ -46,8 +39,8 @@ def to_dtensor(tensor: ShardedTensorCore, device_mesh: DeviceMesh | None = None)
     if layout is None:
         where = "" if device_mesh is None else f" on {device_mesh!r}"
         raise ShardedTensorError(
-            f"to_dtensor: these shards are no layout of a DTensor{where}: each rank's must make up "
-            "one box, and the boxes chunks of dims, as torch.chunk cuts them; "
+            f"to_dtensor: these shards form no layout of a DTensor{where}: the shards of each rank "
+            "must make up one box, and the boxes must be chunks of dims, as torch.chunk cuts them; "
             f"{suggest_reshard(tensor)}"
         )
     return wrap_as_dtensor(tensor, layout)
@@ -336,121 +329,3 @@ def _spec_of(layout: Layout) -> ShardingSpec:
         boxes = [box for box, _ in layout.boxes(mesh.coordinate_of(rank))]
         shards += [ShardMetadata.of_box(box, f"rank:{rank}/{mesh.device_type}") for box in boxes]
     return EnumerableShardingSpec(shards)
-
-
-# ---- functions of sharded tensors that run on DTensors
-
-
-def run_on_dtensors(
-    func: Any, args: Any, kwargs: Any, tensors: Sequence[ShardedTensorCore], layouts: list[Layout]
-) -> Any:
-    """Run a function on DTensors in place of the sharded tensors among its arguments.
-
-    A result that is split is returned as a sharded tensor, and a result that is replicated or
-    pending a reduction as a plain tensor. In a call that also has DTensors, results stay DTensors.
-
-    Arguments:
-        layouts: the layout that the shards of each of `tensors` form; all on one mesh.
-    """
-    by_id: dict[int, _StandIn] = {}
-    for tensor, layout in zip(tensors, layouts, strict=True):
-        if id(tensor) not in by_id:
-            by_id[id(tensor)] = _StandIn.of(tensor, layout)
-    keeps_dtensors = False
-
-    def as_dtensor(value: Any) -> Any:
-        nonlocal keeps_dtensors
-        if isinstance(value, ShardedTensorCore):
-            return by_id[id(value)].dtensor
-        if isinstance(value, _CONTAINERS):
-            return pytree.tree_map(as_dtensor, value)
-        keeps_dtensors |= isinstance(value, DTensor)
-        return value
-
-    def as_result(value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        for each in by_id.values():
-            if each.dtensor is value:  # written to in place, or returned unchanged
-                return each.tensor
-        return value if keeps_dtensors else _as_sharded(value, tensors[0], layouts[0])
-
-    given = [as_dtensor(each) for each in args]
-    named = {name: as_dtensor(each) for name, each in kwargs.items()} if kwargs else kwargs
-    result = func(*given, **named)
-    for each in by_id.values():
-        each.finish(func)
-    return as_result(result) if type(result) is DTensor else pytree.tree_map(as_result, result)
-
-
-class _StandIn(NamedTuple):
-    """A DTensor in place of a sharded tensor."""
-
-    tensor: ShardedTensorCore
-    layout: Layout
-    dtensor: DTensor
-    copy: _JoinedCopy | None
-    """The memory of the DTensor, if it is not the memory of the shard."""
-
-    @staticmethod
-    def of(tensor: ShardedTensorCore, layout: Layout) -> _StandIn:
-        if shares_memory(tensor):
-            return _StandIn(tensor, layout, wrap_as_dtensor(tensor, layout), None)
-        # Tensors made in inference mode have no base and no version, by which writes are found.
-        outside = (
-            torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        )
-        with outside, torch.set_grad_enabled(torch.is_grad_enabled()):
-            dtensor = wrap_as_dtensor(tensor, layout)
-            memory = locally(base_of, (), (dtensor,))
-            copy = _JoinedCopy(memory, version_of(memory), memory.grad_fn)
-        return _StandIn(tensor, layout, dtensor, copy)
-
-    def finish(self, func: Any) -> None:
-        """Copy in-place changes of the DTensor, and its `requires_grad`, to the sharded tensor.
-
-        Called after `func` has run on the DTensor.
-        """
-        if self.copy is not None:
-            memory, version, history = self.copy
-            if version_of(memory) != version:
-                for each in self.tensor._tensors_or_placeholder():
-                    check_writable(name_of(func), each)
-                was_recorded = memory.grad_fn is not history
-                with torch.set_grad_enabled(was_recorded and torch.is_grad_enabled()):
-                    write_back(self.tensor, self.layout, memory)
-            # Writes to views of this memory would be lost from now on: dispatch refuses them.
-            ensure_state(memory).detached_by = name_of(func)
-        if not self.tensor.requires_grad and self.dtensor.requires_grad:
-            self.tensor._set_requires_grad_flag(True)
-
-
-class _JoinedCopy(NamedTuple):
-    """The memory that several shards were copied to, and its version and autograd node at that
-    time, by which later writes are found."""
-
-    memory: torch.Tensor
-    version: int
-    history: Any
-
-
-def _as_sharded(result: DTensor, model: ShardedTensorCore, layout: Layout) -> torch.Tensor:
-    """Return a split result as a sharded tensor, and any other result as a plain tensor.
-
-    If the result has the layout of `model`, it is cut into the same shards.
-    """
-    if result.requires_grad and result.is_leaf:  # such as torch.rand_like(x, requires_grad=True)
-        detached: Any = result.detach()
-        return _as_sharded(detached, model, layout).requires_grad_()
-    if result._layout is layout:
-        return from_local_piece(model, layout, unwrap(result))
-    layout = result._layout
-    if not any(layout.shard_order):
-        return result.full_tensor()
-    if any(not each.is_shard() for each in layout.placements):
-        # The longest dim is split further, over the axes that do not split the tensor yet.
-        dim = max(range(layout.ndim), key=lambda dim: layout.shape[dim])
-        result = result.redistribute(
-            placements=[each if each.is_shard() else Shard(dim) for each in layout.placements]
-        )
-    return from_dtensor(type(model), result, model._group)

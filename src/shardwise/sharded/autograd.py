@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.core.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor
 
 

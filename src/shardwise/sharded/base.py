@@ -12,12 +12,11 @@ import torch
 
 from shardwise.core.box import Box
 from shardwise.core.checks import as_ints
+from shardwise.core.errors import ShardedStateError, ShardedTensorError
 from shardwise.core.layout import Layout
 from shardwise.sharded import remote
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import RankGroup
+from shardwise.sharded.group import RankGroup, ShardOwnership, local_metadata
 from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, TensorProperties
-from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import (
     ShardingSpec,
     as_size,

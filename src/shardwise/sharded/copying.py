@@ -10,12 +10,11 @@ from typing import Any, Self
 
 import torch
 
+from shardwise.core.errors import ShardedStateError, ShardedTensorError
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.writes import check_writable
 from shardwise.sharded.base import ShardedTensorCore, check_can_pin, is_differentiable, new_wrapper
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import GroupLike, as_rank_group
-from shardwise.sharded.ownership import local_metadata
+from shardwise.sharded.group import GroupLike, as_rank_group, local_metadata
 from shardwise.sharded.transfer import ShardMove, move_shards, sum_grads_over_ranks
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local
 

@@ -14,14 +14,16 @@ import torch
 from torch.nn import init
 
 from shardwise.core.checks import as_int
+from shardwise.core.errors import ShardedTensorError
 from shardwise.sharded import remote
-from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import (
     GroupLike,
     RankGroup,
     RankProblem,
+    ShardOwnership,
     as_rank_group,
     check_agreement,
+    local_metadata,
     raise_problems,
 )
 from shardwise.sharded.metadata import (
@@ -29,8 +31,8 @@ from shardwise.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    check_tiling,
 )
-from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import (
     ShardingSpec,
     as_size,
@@ -40,7 +42,6 @@ from shardwise.sharded.specs import (
     infer_spec,
 )
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.sharded.tiling import check_tiling
 from shardwise.sharded.transfer import ShardMove
 
 # ---- of shards that each rank has

@@ -10,31 +10,33 @@ Other functions are refused, with a spec to reshard to.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from shardwise.core.errors import ShardedTensorError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Shard
+from shardwise.core.tensor_state import ensure_state
 from shardwise.dispatch.scalars import run_on_whole
 from shardwise.dtensor.call_args import check_same_on_ranks
 from shardwise.dtensor.state import state
-from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.dtensor.tensor import DTensor, tensors_in, unwrap
+from shardwise.dtensor.writes import check_writable
 from shardwise.rules.pointwise.elementwise import ALIASES, names
 from shardwise.rules.pointwise.foreach import one_by_one
 from shardwise.rules.registry import lookup, name_of
 from shardwise.sharded import as_dtensor, embedding, per_shard_ops
-from shardwise.sharded.errors import ShardedTensorError
-from shardwise.sharded.methods import METHODS
-from shardwise.sharded.specs import ShardingSpec, format_spec
+from shardwise.sharded.methods import METHODS, find_custom_op, has_custom_op
+from shardwise.sharded.specs import format_spec
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
-from shardwise.torch_internals import locally, pytree
+from shardwise.torch_internals import base_of, locally, pytree, version_of
 
 
 def dispatch(
@@ -65,7 +67,7 @@ def dispatch(
     mesh = _mesh_of_dtensors(args, kwargs)
     layouts = _common_layouts(tensors, mesh)
     if layouts is not None:
-        return as_dtensor.run_on_dtensors(func, args, kwargs, tensors, layouts)
+        return _run_on_dtensors(func, args, kwargs, tensors, layouts)
     if mesh is not None or len({each.dim() > 0 for each in tensors}) > 1:
         args, kwargs, found_any = _gather_scalars(func, args, kwargs)
         if found_any:
@@ -143,6 +145,129 @@ def _common_layouts(tensors: list[ShardedTensor], mesh: DeviceMesh | None) -> li
         if None not in layouts:
             return layouts  # type: ignore[return-value]
     return None
+
+
+# ---- functions that run on DTensors in place of sharded tensors
+
+_CONTAINERS = list, tuple, dict
+
+
+def _run_on_dtensors(
+    func: Any, args: Any, kwargs: Any, tensors: Sequence[ShardedTensor], layouts: list[Layout]
+) -> Any:
+    """Run a function on DTensors in place of the sharded tensors among its arguments.
+
+    A result that is split is returned as a sharded tensor, and a result that is replicated or
+    pending a reduction as a plain tensor. In a call that also has DTensors, results stay DTensors.
+
+    Arguments:
+        layouts: the layout that the shards of each of `tensors` form; all on one mesh.
+    """
+    by_id: dict[int, _StandIn] = {}
+    for tensor, layout in zip(tensors, layouts, strict=True):
+        if id(tensor) not in by_id:
+            by_id[id(tensor)] = _StandIn.of(tensor, layout)
+    keeps_dtensors = False
+
+    def stand_in(value: Any) -> Any:
+        nonlocal keeps_dtensors
+        if isinstance(value, ShardedTensor):
+            return by_id[id(value)].dtensor
+        if isinstance(value, _CONTAINERS):
+            return pytree.tree_map(stand_in, value)
+        keeps_dtensors |= isinstance(value, DTensor)
+        return value
+
+    def as_result(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        for each in by_id.values():
+            if each.dtensor is value:  # written to in place, or returned unchanged
+                return each.tensor
+        return value if keeps_dtensors else _as_sharded(value, tensors[0], layouts[0])
+
+    given = [stand_in(each) for each in args]
+    named = {name: stand_in(each) for name, each in kwargs.items()} if kwargs else kwargs
+    result = func(*given, **named)
+    for each in by_id.values():
+        each.finish(func)
+    return as_result(result) if type(result) is DTensor else pytree.tree_map(as_result, result)
+
+
+class _StandIn(NamedTuple):
+    """A DTensor in place of a sharded tensor."""
+
+    tensor: ShardedTensor
+    layout: Layout
+    dtensor: DTensor
+    copy: _JoinedCopy | None
+    """The memory of the DTensor, if it is not the memory of the shard."""
+
+    @staticmethod
+    def of(tensor: ShardedTensor, layout: Layout) -> _StandIn:
+        if as_dtensor.shares_memory(tensor):
+            return _StandIn(tensor, layout, as_dtensor.wrap_as_dtensor(tensor, layout), None)
+        # Tensors made in inference mode have no base and no version, by which writes are found.
+        outside = (
+            torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        )
+        with outside, torch.set_grad_enabled(torch.is_grad_enabled()):
+            dtensor = as_dtensor.wrap_as_dtensor(tensor, layout)
+            memory = locally(base_of, (), (dtensor,))
+            copy = _JoinedCopy(memory, version_of(memory), memory.grad_fn)
+        return _StandIn(tensor, layout, dtensor, copy)
+
+    def finish(self, func: Any) -> None:
+        """Copy in-place changes of the DTensor, and its `requires_grad`, to the sharded tensor.
+
+        Called after `func` has run on the DTensor.
+        """
+        if self.copy is not None:
+            memory, version, history = self.copy
+            if version_of(memory) != version:
+                for each in self.tensor._tensors_or_placeholder():
+                    check_writable(name_of(func), each)
+                was_recorded = memory.grad_fn is not history
+                with torch.set_grad_enabled(was_recorded and torch.is_grad_enabled()):
+                    as_dtensor.write_back(self.tensor, self.layout, memory)
+            # Writes to views of this memory would be lost from now on: dispatch refuses them.
+            ensure_state(memory).detached_by = name_of(func)
+        if not self.tensor.requires_grad and self.dtensor.requires_grad:
+            self.tensor._set_requires_grad_flag(True)
+
+
+class _JoinedCopy(NamedTuple):
+    """The memory that several shards were copied to, and its version and autograd node at that
+    time, by which later writes are found."""
+
+    memory: torch.Tensor
+    version: int
+    history: Any
+
+
+def _as_sharded(result: DTensor, model: ShardedTensor, layout: Layout) -> torch.Tensor:
+    """Return a split result as a sharded tensor, and any other result as a plain tensor.
+
+    If the result has the layout of `model`, it is cut into the same shards.
+    """
+    if result.requires_grad and result.is_leaf:  # such as torch.rand_like(x, requires_grad=True)
+        detached: Any = result.detach()
+        return _as_sharded(detached, model, layout).requires_grad_()
+    if result._layout is layout:
+        return as_dtensor.from_local_piece(model, layout, unwrap(result))
+    layout = result._layout
+    if not any(layout.shard_order):
+        return result.full_tensor()
+    if any(not each.is_shard() for each in layout.placements):
+        # The longest dim is split further, over the axes that do not split the tensor yet.
+        dim = max(range(layout.ndim), key=lambda dim: layout.shape[dim])
+        result = result.redistribute(
+            placements=[each if each.is_shard() else Shard(dim) for each in layout.placements]
+        )
+    return as_dtensor.from_dtensor(type(model), result, model._group)
+
+
+# ---- tensors that a call writes to, and refused calls
 
 
 def _targets(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -256,70 +381,3 @@ _PROPERTIES: set[Any] = {
 
 # Bound once, as for DTensors: faster than a classmethod.
 ShardedTensor.__torch_function__ = MethodType(dispatch, ShardedTensor)  # type: ignore[method-assign]
-
-
-Operator = Callable[..., Any]
-Register = Callable[[Operator], Operator]
-
-_for_all: dict[Any, Operator] = {}
-_for_specs: dict[tuple[type, Any], Operator] = {}
-
-
-def custom_sharded_op_impl(func: Any) -> Register:
-    """Register a function to run when a torch function is called with a ShardedTensor.
-
-    It takes precedence over all built-in implementations.
-
-    Arguments:
-        func: the torch function, such as `torch.nn.functional.linear`.
-
-    Example:
-        >>> @custom_sharded_op_impl(torch.nn.functional.linear)
-        ... def my_linear(types, args, kwargs, process_group): ...
-    """
-    return functools.partial(_register, _for_all, func)
-
-
-def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) -> Register:
-    """Register a function to run when a torch function is called with a ShardedTensor of one class
-    of specs.
-
-    Arguments:
-        sharding_spec_class: the class of the spec of the first ShardedTensor of the call.
-        func: the torch function.
-    """
-    if not (
-        isinstance(sharding_spec_class, type) and issubclass(sharding_spec_class, ShardingSpec)
-    ):
-        raise ShardedTensorError(
-            f"sharding_spec_class: expected a class of specs, got {sharding_spec_class!r}"
-        )
-    return functools.partial(_register, _for_specs, (sharding_spec_class, func))
-
-
-def _register(table: dict[Any, Operator], key: Any, operator: Operator) -> Operator:
-    parameters = inspect.signature(operator).parameters
-    if len(parameters) != 4:
-        raise ShardedTensorError(
-            "expected a function of (types, args, kwargs, process_group), "
-            f"got {getattr(operator, '__name__', operator)}({', '.join(parameters)})"
-        )
-    table[key] = operator
-    return operator
-
-
-def has_custom_op(func: Any) -> bool:
-    """Return whether a user has registered an operator for a function, for any spec."""
-    return func in _for_all or any(func == each for _, each in _for_specs)
-
-
-def find_custom_op(func: Any, spec: ShardingSpec) -> Operator | None:
-    """Return the operator that a user has registered for a function of tensors of this spec, or
-    None."""
-    if not _for_all and not _for_specs:
-        return None
-    found = _for_all.get(func)
-    if found is None:
-        kinds = (_for_specs.get((kind, func)) for kind in type(spec).__mro__)
-        found = next(filter(None, kinds), None)
-    return found

@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.comm import carries_values
+from shardwise.core.errors import ShardedTensorError
 from shardwise.core.layout import Layout
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.row_exchange import RowRange, RowTable, rows_of
 from shardwise.rules.index.indexing import check_bounds
-from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.tensor import ShardedTensor, as_full_tensor
 from shardwise.sharded.transfer import sum_grads_over_ranks
 

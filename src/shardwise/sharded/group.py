@@ -6,6 +6,7 @@ the group. Otherwise the other ranks would wait forever in the next collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardwise.comm import Communicator, communicator
 from shardwise.core import errors, world
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.box import Box
+from shardwise.core.errors import ShardedStateError, ShardedTensorError, ShardwiseError
 from shardwise.core.mesh import DeviceMesh, as_mesh
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.metadata import ShardMetadata
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.torch_internals import RemoteDevice, current_rpc_agent, is_rpc_running
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | TorchMesh | RankGroup | None"
@@ -117,13 +118,53 @@ def as_rank_group(process_group: GroupLike) -> RankGroup:
     return process_group if isinstance(process_group, RankGroup) else RankGroup(process_group)
 
 
+# ---- who holds which boxes. Transfers between ranks follow from this alone
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOwnership:
+    """The boxes of all shards of a tensor, and the global rank that holds each."""
+
+    boxes: tuple[Box, ...]
+    owners: tuple[int, ...]
+
+    @staticmethod
+    def of(shards: Sequence[ShardMetadata], group: RankGroup) -> ShardOwnership:
+        """Read boxes and owners off the metadata of shards."""
+        return ShardOwnership(tuple(each.box for each in shards), tuple(group.owners(shards)))
+
+    @staticmethod
+    def whole(size: Sequence[int], rank: int) -> ShardOwnership:
+        """Return the ownership of a tensor that one rank holds whole."""
+        return ShardOwnership((Box((0,) * len(size), tuple(size)),), (rank,))
+
+    @property
+    def empty_box(self) -> Box:
+        """A box without elements (with one element, if the tensor has no dims)."""
+        corner = (0,) * len(self.boxes[0].start)
+        return Box(corner, corner)
+
+    def boxes_of(self, rank: int) -> list[Box]:
+        """Return the boxes that a rank holds, in order."""
+        return [box for box, owner in zip(self.boxes, self.owners, strict=True) if owner == rank]
+
+    def element_counts(self, group: RankGroup) -> list[int]:
+        """Return the number of elements that each rank of a group holds."""
+        counts = dict.fromkeys(group.ranks, 0)
+        for box, owner in zip(self.boxes, self.owners, strict=True):
+            counts[owner] += math.prod(box.shape)
+        return list(counts.values())
+
+
+def local_metadata(
+    metadata: ShardedTensorMetadata, ownership: ShardOwnership, group: RankGroup
+) -> list[ShardMetadata]:
+    """Return the metadata of the shards that this rank holds."""
+    pairs = zip(metadata.shards_metadata, ownership.owners, strict=True)
+    return [each for each, owner in pairs if owner == group.rank]
+
+
 # ---- RPC workers, which placements can name instead of ranks
-
-
-def own_rpc_rank() -> int | None:
-    """Return this rank's number among the RPC workers; None if RPC is not running."""
-    rpc = _running_rpc()
-    return None if rpc is None else rpc.get_worker_info().id
 
 
 def rpc_ranks_by_name(reason: str) -> dict[str, int]:
@@ -132,14 +173,9 @@ def rpc_ranks_by_name(reason: str) -> dict[str, int]:
     Arguments:
         reason: the start of the error message if RPC is not running.
     """
-    if _running_rpc() is None:
+    if running_rpc() is None:
         raise ShardedStateError(f"{reason}, and RPC is not running; {rpc_start_hint()}")
     return {each.name: each.id for each in current_rpc_agent().get_worker_infos()}
-
-
-def rpc_names_by_rank() -> dict[int, str]:
-    """Return the name of each RPC worker, by rank; RPC must be running."""
-    return {rank: name for name, rank in rpc_ranks_by_name("a worker is asked for").items()}
 
 
 def rpc_start_hint() -> str:
@@ -152,7 +188,7 @@ def rpc_start_hint() -> str:
     )
 
 
-def _running_rpc() -> Any:
+def running_rpc() -> Any:
     """Return the module torch.distributed.rpc if it is running for this rank, else None."""
     from torch.distributed import rpc  # only where RPC is used
 

@@ -1,22 +1,25 @@
-"""Torch functions that sharded tensors implement themselves, however they are cut.
+"""Torch functions with an implementation for sharded tensors, however they are cut: the table
+METHODS, and operators that users register.
 
-Copies and comparisons run shard by shard. Functions of memory are refused: it is that of the
-shards.
+Copies and comparisons run shard by shard. Access to memory is refused: only shards have memory.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from shardwise.api import factories
+from shardwise.core.errors import ShardedTensorError
 from shardwise.core.placement import Replicate
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.pointwise.elementwise import names
 from shardwise.sharded import autograd, per_shard_ops
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.sharded.specs import ShardingSpec
 from shardwise.sharded.tensor import ShardedTensor
 
 _Tensor: Any = torch.Tensor
@@ -212,3 +215,72 @@ METHODS: dict[Any, Method] = {
 }  # fmt: skip
 """By torch function. Each is called as the torch function is, if a sharded tensor is its input, or
 a list in its place. NotImplemented leaves the call to the rules."""
+
+
+# ---- operators that users register
+
+Operator = Callable[..., Any]
+Register = Callable[[Operator], Operator]
+
+_for_all: dict[Any, Operator] = {}
+_for_specs: dict[tuple[type, Any], Operator] = {}
+
+
+def custom_sharded_op_impl(func: Any) -> Register:
+    """Register a function to run when a torch function is called with a ShardedTensor.
+
+    It takes precedence over all built-in implementations.
+
+    Arguments:
+        func: the torch function, such as `torch.nn.functional.linear`.
+
+    Example:
+        >>> @custom_sharded_op_impl(torch.nn.functional.linear)
+        ... def my_linear(types, args, kwargs, process_group): ...
+    """
+    return functools.partial(_register, _for_all, func)
+
+
+def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) -> Register:
+    """Register a function to run when a torch function is called with a ShardedTensor of one class
+    of specs.
+
+    Arguments:
+        sharding_spec_class: the class of the spec of the first ShardedTensor of the call.
+        func: the torch function.
+    """
+    if not (
+        isinstance(sharding_spec_class, type) and issubclass(sharding_spec_class, ShardingSpec)
+    ):
+        raise ShardedTensorError(
+            f"sharding_spec_class: expected a class of specs, got {sharding_spec_class!r}"
+        )
+    return functools.partial(_register, _for_specs, (sharding_spec_class, func))
+
+
+def _register(table: dict[Any, Operator], key: Any, operator: Operator) -> Operator:
+    parameters = inspect.signature(operator).parameters
+    if len(parameters) != 4:
+        raise ShardedTensorError(
+            "expected a function of (types, args, kwargs, process_group), "
+            f"got {getattr(operator, '__name__', operator)}({', '.join(parameters)})"
+        )
+    table[key] = operator
+    return operator
+
+
+def has_custom_op(func: Any) -> bool:
+    """Return whether a user has registered an operator for a function, for any spec."""
+    return func in _for_all or any(func == each for _, each in _for_specs)
+
+
+def find_custom_op(func: Any, spec: ShardingSpec) -> Operator | None:
+    """Return the operator that a user has registered for a function of tensors of this spec, or
+    None."""
+    if not _for_all and not _for_specs:
+        return None
+    found = _for_all.get(func)
+    if found is None:
+        kinds = (_for_specs.get((kind, func)) for kind in type(spec).__mro__)
+        found = next(filter(None, kinds), None)
+    return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.core.errors import ShardedTensorError
 from shardwise.sharded.group import (
     GroupLike,
     RankGroup,

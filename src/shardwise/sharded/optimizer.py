@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn, optim
 
+from shardwise.core.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded import optimizer_state
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
+from shardwise.sharded.group import ShardOwnership
 from shardwise.sharded.optimizer_state import NamedParameters
-from shardwise.sharded.ownership import ShardOwnership
 from shardwise.sharded.plan import tensors_of
 from shardwise.sharded.specs import format_spec
 from shardwise.sharded.tensor import ShardedTensor

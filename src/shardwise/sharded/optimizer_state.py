@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import RankGroup, raise_on_all_ranks
-from shardwise.sharded.ownership import ShardOwnership
+from shardwise.core.errors import ShardedStateError, ShardedTensorError
+from shardwise.sharded.group import RankGroup, ShardOwnership, raise_on_all_ranks
 from shardwise.sharded.tensor import ShardedTensor
 
 

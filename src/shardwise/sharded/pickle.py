@@ -16,10 +16,16 @@ import torch
 
 from shardwise.comm.buffers import with_own_storage
 from shardwise.core import world
+from shardwise.core.errors import ShardedStateError
 from shardwise.sharded import remote
 from shardwise.sharded.base import ShardedTensorCore, new_wrapper
-from shardwise.sharded.errors import ShardedStateError
-from shardwise.sharded.group import GroupLike, RankGroup, as_rank_group
+from shardwise.sharded.group import (
+    GroupLike,
+    RankGroup,
+    ShardOwnership,
+    as_rank_group,
+    local_metadata,
+)
 from shardwise.sharded.metadata import (
     Shard,
     ShardedTensorMetadata,
@@ -27,7 +33,6 @@ from shardwise.sharded.metadata import (
     TensorProperties,
     is_on,
 )
-from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shardwise.core.errors import ShardedTensorError
 from shardwise.dtensor.tensor import DTensor
-from shardwise.sharded.errors import ShardedTensorError
 from shardwise.sharded.group import RankGroup
 from shardwise.sharded.metadata import TensorProperties
 from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata
@@ -168,7 +168,7 @@ def _resolve_sharders(
         if name == "":
             raise ShardedTensorError(
                 "plan['']: expected the name of a submodule for a Sharder, got the module itself, "
-                "which nothing can take the place of; call the Sharder's shard(module)"
+                "which cannot be replaced; call the Sharder's shard(module)"
             )
         if name not in modules:
             raise ShardedTensorError(

@@ -16,13 +16,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
+from shardwise.core.errors import ShardedStateError, ShardedTensorError
 from shardwise.sharded.group import (
     RankGroup,
-    own_rpc_rank,
     raise_on_all_ranks,
-    rpc_names_by_rank,
+    rpc_ranks_by_name,
     rpc_start_hint,
+    running_rpc,
 )
 from shardwise.sharded.metadata import Shard
 
@@ -45,7 +45,7 @@ def guard_exchange(group: RankGroup, init_rrefs: bool) -> Iterator[None]:
     if not init_rrefs:
         yield
         return
-    _check_rpc_ranks(group, group.communicator.gather_objects(own_rpc_rank()))
+    _check_rpc_ranks(group, group.communicator.gather_objects(_own_rpc_rank()))
     with raise_on_all_ranks(group):
         yield
 
@@ -54,7 +54,7 @@ def exchange_references(group: RankGroup, shards: Sequence[Shard]) -> References
     """Send references to this rank's shards to all ranks, and return theirs; all ranks call it."""
     references, number = References(), next(_numbers)
     _delivered[number] = references
-    gathered = group.communicator.gather_objects((own_rpc_rank(), number))
+    gathered = group.communicator.gather_objects((_own_rpc_rank(), number))
     _check_rpc_ranks(group, [rpc_rank for rpc_rank, _ in gathered])
     numbers = {rank: theirs for rank, (_, theirs) in zip(group.ranks, gathered, strict=True)}
     del numbers[group.rank]
@@ -79,7 +79,7 @@ def _deliver(shards: Sequence[Shard], own_rank: int, numbers: dict[int, int]) ->
     if not shards:
         return
     references = [rpc.RRef(shard) for shard in shards]
-    names = rpc_names_by_rank()
+    names = _rpc_names_by_rank()
     sent = [
         rpc.rpc_async(names[rank], _receive, (number, own_rank, references))
         for rank, number in numbers.items()
@@ -107,3 +107,14 @@ def _check_rpc_ranks(group: RankGroup, rpc_ranks: list[int | None]) -> None:
                 f"init_rrefs: expected the same rank among the processes and among the RPC "
                 f"workers; rank {rank} of the processes is {rpc_rank} among the workers"
             )
+
+
+def _own_rpc_rank() -> int | None:
+    """Return this rank's number among the RPC workers; None if RPC is not running."""
+    rpc = running_rpc()
+    return None if rpc is None else rpc.get_worker_info().id
+
+
+def _rpc_names_by_rank() -> dict[int, str]:
+    """Return the name of each RPC worker, by rank; RPC must be running."""
+    return {rank: name for name, rank in rpc_ranks_by_name("a worker is asked for").items()}

@@ -12,15 +12,16 @@ import torch
 
 from shardwise.core.box import Box, chunk
 from shardwise.core.checks import as_int, as_ints
-from shardwise.sharded.errors import ShardedTensorError
+from shardwise.core.errors import ShardedTensorError
 from shardwise.sharded.metadata import (
     Placement,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
     as_placement,
+    check_no_overlap,
+    check_tiling,
 )
-from shardwise.sharded.tiling import check_no_overlap, check_tiling
 from shardwise.torch_internals import RemoteDevice
 
 

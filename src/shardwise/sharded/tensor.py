@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.core.box import Box
+from shardwise.core.errors import ShardedStateError, ShardedTensorError
 from shardwise.core.layout_input import short_dtype
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor import dcp
@@ -21,10 +22,8 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.sharded import as_dtensor, pickle, remote, transfer
 from shardwise.sharded.base import check_can_pin
 from shardwise.sharded.copying import CopyMethods
-from shardwise.sharded.errors import ShardedStateError, ShardedTensorError
-from shardwise.sharded.group import GroupLike, as_rank_group
+from shardwise.sharded.group import GroupLike, ShardOwnership, as_rank_group, local_metadata
 from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded.ownership import ShardOwnership, local_metadata
 from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata, format_spec
 from shardwise.sharded.transfer import ShardMove
 from shardwise.torch_internals import PARAMETER_FLAG

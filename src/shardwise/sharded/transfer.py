@@ -18,11 +18,10 @@ import torch
 from shardwise.comm import is_large
 from shardwise.comm.trace import operator_scope
 from shardwise.core.box import Box
+from shardwise.core.errors import ShardedTensorError
 from shardwise.redistribute.transfer import Swap, Transfer
-from shardwise.sharded.errors import ShardedTensorError
-from shardwise.sharded.group import RankGroup
-from shardwise.sharded.ownership import ShardOwnership
-from shardwise.sharded.tiling import BoxIndex
+from shardwise.sharded.group import RankGroup, ShardOwnership
+from shardwise.sharded.metadata import BoxIndex
 
 # ---- routes: plain data, without tensors or process groups
 
@@ -56,8 +55,8 @@ class Route:
     count: int
     """The number of elements of the whole tensor."""
     is_sparse: bool
-    """Whether there are no more messages than ranks. Found out for few boxes only, else False; the
-    same on all ranks."""
+    """Whether there are no more messages than ranks. Always False for many boxes, where counting
+    would take long. The same on all ranks."""
 
 
 def find_route(

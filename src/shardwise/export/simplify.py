@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.export.operators import is_collective, is_random, writes
-from shardwise.export.passes.aliases import Aliases
+from shardwise.export.operators import Aliases, is_collective, is_random, writes
 from shardwise.torch_internals import functional_collectives, pytree
 
 _aten: Any = torch.ops.aten

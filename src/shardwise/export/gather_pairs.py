@@ -1,4 +1,4 @@
-"""Remove pairs of moves in which a value is gathered where it leaves a module, and split again.
+"""Remove pairs of moves in which the output of a module is gathered and then split again.
 
 While a program is recorded, `GatherObserver` observes how operators move their inputs. If no use of
 a gathered value needs more of it than the rank had before, the program is recorded again without
@@ -38,31 +38,31 @@ class GatherObserver:
         """The values that nodes were run on."""
         self._wanted: dict[Edge, list[Layout]] = {}
         """The layouts that operators moved these values to."""
-        self._entered: dict[Edge, tuple[Layout, Layout]] = {}
-        """The layouts before and after a move where a value enters a module."""
-        self._left: dict[fx.Node, tuple[Layout, Layout]] = {}
-        """The layouts before and after a move where a value leaves a module."""
+        self._argument_moves: dict[Edge, tuple[Layout, Layout]] = {}
+        """The layouts of a moved argument, before and after the move."""
+        self._result_moves: dict[fx.Node, tuple[Layout, Layout]] = {}
+        """The layouts of a moved result, before and after the move."""
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
         self._cache: dict[tuple[Layout, Edge], bool] = {}
 
-    def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
-        """Return what a node gets in place of the value of another."""
+    def move_argument(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
+        """Return an argument as the other `ValueMoves` does, and note its layouts."""
         state.move_log = self._input_moves  # the state of this thread
-        result = self._moves.entering(node, source, value)
+        result = self._moves.move_argument(node, source, value)
         if isinstance(value, DTensor):
             self._given[source, node] = result
             if result is not value:
-                self._entered[source, node] = value._layout, result._layout
+                self._argument_moves[source, node] = value._layout, result._layout
         return result
 
-    def leaving(self, node: fx.Node, value: Any) -> Any:
-        """Return what other nodes get in place of a node's result."""
+    def move_result(self, node: fx.Node, value: Any) -> Any:
+        """Return a result as the other `ValueMoves` does, and note its layouts."""
         self._assign_moves(node)
-        result = self._moves.leaving(node, value)
+        result = self._moves.move_result(node, value)
         if isinstance(value, DTensor):
             self._shapes[node] = tuple(value.shape)
             if result is not value:
-                self._left[node] = value._layout, result._layout
+                self._result_moves[node] = value._layout, result._layout
         return result
 
     def _assign_moves(self, node: fx.Node) -> None:
@@ -82,7 +82,7 @@ class GatherObserver:
         self._assign_moves(output)
         not_gathered: set[fx.Node] = set()
         ungathered_uses: set[Edge] = set()
-        for node, (before, after) in self._left.items():
+        for node, (before, after) in self._result_moves.items():
             if not _is_gather(before, after) or any(map(writes, node.users)):
                 continue
             uses = {(node, user) for user in node.users}
@@ -93,7 +93,7 @@ class GatherObserver:
                 ungathered_uses |= found
         not_moved = {
             use
-            for use, (before, after) in self._entered.items()
+            for use, (before, after) in self._argument_moves.items()
             if _is_gather(before, after) and not writes(use[1]) and self._takes_only(before, use)
         }
         if not (not_gathered or ungathered_uses or not_moved):
@@ -104,8 +104,8 @@ class GatherObserver:
         """Check whether a use of a gathered value needs no more of it than layout `own` has."""
         if use[1].target in _READ_NO_DATA:
             return True
-        if use in self._entered:
-            return _is_part(own, self._entered[use][1])
+        if use in self._argument_moves:
+            return _is_part(own, self._argument_moves[use][1])
         return self._takes_only(own, use)
 
     def _takes_only(self, own: Layout, use: Edge) -> bool:
@@ -128,8 +128,8 @@ class GatherObserver:
         shape = self._shapes.get(node)
         if shape is None or shape != self._shapes.get(source):
             return False
-        if node in self._left:
-            return _is_part(own, self._left[node][1])
+        if node in self._result_moves:
+            return _is_part(own, self._result_moves[node][1])
         return all(self._needs_only(own, (node, user)) for user in node.users)
 
 
@@ -137,9 +137,9 @@ class MovesWithoutPairs:
     """Moves values as another `ValueMoves` does, except for some.
 
     Arguments:
-        not_gathered: nodes whose results are not moved where they leave their module.
-        ungathered_uses: uses that get a result as it was before it was moved; other uses do not.
-        not_moved: uses whose value is not moved where it enters a module.
+        not_gathered: nodes whose results are not moved.
+        ungathered_uses: uses that get a result as it was before its move; other uses get it moved.
+        not_moved: uses whose argument is not moved.
     """
 
     def __init__(
@@ -153,19 +153,19 @@ class MovesWithoutPairs:
         self._ungathered_uses, self._not_moved = ungathered_uses, not_moved
         self._before: dict[fx.Node, Any] = {}
 
-    def entering(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
-        """Return what a node gets in place of the value of another."""
+    def move_argument(self, node: fx.Node, source: fx.Node, value: Any) -> Any:
+        """Return an argument as the other `ValueMoves` does, but for the exceptions."""
         use = source, node
         if use in self._ungathered_uses:
             value = self._before[source]
-        return value if use in self._not_moved else self._moves.entering(node, source, value)
+        return value if use in self._not_moved else self._moves.move_argument(node, source, value)
 
-    def leaving(self, node: fx.Node, value: Any) -> Any:
-        """Return what other nodes get in place of a node's result."""
+    def move_result(self, node: fx.Node, value: Any) -> Any:
+        """Return a result as the other `ValueMoves` does, but for the exceptions."""
         if node in self._not_gathered:
             return value
         self._before[node] = value
-        return self._moves.leaving(node, value)
+        return self._moves.move_result(node, value)
 
 
 def _is_gather(before: Layout, after: Layout) -> bool:

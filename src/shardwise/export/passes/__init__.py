@@ -1,1 +1,0 @@
-"""Passes over graphs: fewer gathers, fewer nodes, and which nodes share memory."""
