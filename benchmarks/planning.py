@@ -27,8 +27,10 @@ COUNT = 150
 
 
 def random_layout(mesh: sw.DeviceMesh, shape: tuple[int, ...], draw: random.Random) -> sw.Layout:
-    """Return a random layout: each axis replicates, has a pending sum, or splits some dim; axes that
-    split one dim come in random order."""
+    """Return a random layout: each axis replicates, has a pending sum, or splits some dim.
+
+    Axes that split one dim come in random order.
+    """
     order: dict[int, list[int]] = {dim: [] for dim in range(len(shape))}
     partial: dict[int | str, str] = {}
     for axis in draw.sample(range(mesh.ndim), mesh.ndim):

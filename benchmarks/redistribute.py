@@ -156,8 +156,10 @@ def _print_row(row: dict[str, object]) -> None:
 
 
 def torch_percent(mesh: object, shape: tuple[int, ...], source: str, target: str) -> str:
-    """Return the bytes that a rank receives by torch's plan, in percent of the tensor, if collectives
-    are rings."""
+    """Return the bytes that a rank receives by torch's plan, in percent of the tensor.
+
+    Collectives are assumed to be rings.
+    """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
