@@ -1,4 +1,4 @@
-"""The peak of the memory that a step takes, in bytes of CPU tensors.
+"""Measure the peak memory of a step, in bytes of CPU tensors.
 
 Torch's profiler records every allocation and release of its CPU allocator, in every thread: those
 of gloo's workers, of DDP's buckets in C++, of resized storages. The model is created under the
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 PAUSE = 0.003
-"""Seconds."""
+"""Seconds to wait after each collective."""
 _MEASURED = "the step that is measured"
 
 
@@ -27,9 +27,9 @@ class Peak(NamedTuple):
     """The result of a measurement."""
 
     nbytes: int
-    """The most that lived at any moment of the step."""
+    """The most bytes that were allocated at any moment of the step."""
     lost: int
-    """Bytes whose release was not seen: the peak is too high by so much at most."""
+    """Bytes whose release was not seen: `nbytes` is too high by at most this much."""
 
 
 def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
@@ -98,7 +98,7 @@ def check_measure() -> None:
     kept = torch.empty(1 << 16)
 
     def make() -> Callable[[], None]:
-        lasting = torch.empty(1 << 18)  # 1 MiB that lives all through
+        lasting = torch.empty(1 << 18)  # 1 MiB, allocated during the whole step
         resized = torch.empty(1 << 19)
         resized.untyped_storage().resize_(0)
 
@@ -107,7 +107,7 @@ def check_measure() -> None:
             torch.empty(1 << 20).zero_()  # the peak: 1 + 2 + 4 MiB
             resized.untyped_storage().resize_(0)
             (lasting + 1).sum()
-            kept.add_(1)  # in place, of what was there before: nothing
+            kept.add_(1)  # in place: allocates nothing
 
         return step
 

@@ -17,7 +17,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its data."""
+    """The sizes of a model and of its data."""
 
     name: str
     width: int
@@ -26,7 +26,7 @@ class Size:
     batch: int
     length: int
     layers: int = 4
-    """Of `Model`."""
+    """The number of blocks of `Model`; `OneBlock` has one."""
 
     @property
     def head_width(self) -> int:
@@ -100,13 +100,13 @@ class OneBlock(nn.Module):
 
     @staticmethod
     def data(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets."""
+        """Return inputs and targets."""
         shape = (size.batch, size.length, size.width)
         return torch.randn(shape), torch.randn(shape)
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head, which are small."""
+    """Blocks between an embedding and a head of a small vocabulary."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Model(nn.Module):
 
     @staticmethod
     def data(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, and those that follow."""
+        """Return tokens, and for each the next one."""
         tokens = torch.randint(VOCABULARY, (size.batch, size.length + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -22,21 +22,21 @@ ROUNDS = 9
 
 
 class Kind:
-    """How tensors are made: plain, ours, or torch's."""
+    """Makes tensors of one kind: plain, ours, or torch's."""
 
     name = "plain"
 
     def split(self, tensor: torch.Tensor) -> Any:
-        """The tensor, split along its first dim."""
+        """Return the tensor, split along its first dim."""
         return tensor
 
     def whole(self, tensor: torch.Tensor) -> Any:
-        """The tensor, replicated."""
+        """Return the tensor, replicated."""
         return tensor
 
 
 class Ours(Kind):
-    """shardwise."""
+    """Makes DTensors of shardwise."""
 
     name = "shardwise"
 
@@ -58,7 +58,7 @@ class Ours(Kind):
 
 
 class Theirs(Kind):
-    """torch.distributed.tensor on a fake process group."""
+    """Makes DTensors of torch.distributed.tensor, on a fake process group."""
 
     name = "torch"
 
@@ -92,61 +92,61 @@ def _random(*shape: int, grad: bool = False) -> torch.Tensor:
 
 
 def add(kind: Kind) -> Callable[[], Any]:
-    """S0 + S0."""
+    """Add two tensors that are split along dim 0."""
     x, y = kind.split(_random(8, 8)), kind.split(_random(8, 8))
     return lambda: x + y
 
 
 def scale(kind: Kind) -> Callable[[], Any]:
-    """A Python number."""
+    """Multiply by a Python number."""
     x = kind.split(_random(8, 8))
     return lambda: x * 2.0
 
 
 def mm(kind: Kind) -> Callable[[], Any]:
-    """S0 @ R."""
+    """Multiply a tensor that is split along dim 0 by a replicated one."""
     x, y = kind.split(_random(8, 8)), kind.whole(_random(8, 8))
     return lambda: torch.mm(x, y)
 
 
 def view(kind: Kind) -> Callable[[], Any]:
-    """A view that keeps the split dim."""
+    """Make a view that keeps the split dim."""
     x = kind.split(_random(8, 8))
     return lambda: x.view(8, 2, 4)
 
 
 def add_replicated(kind: Kind) -> Callable[[], Any]:
-    """S0 + R: the second is sliced."""
+    """Add a replicated tensor, which is sliced, to one that is split along dim 0."""
     x, y = kind.split(_random(8, 8)), kind.whole(_random(8, 8))
     return lambda: x + y
 
 
 def linear(kind: Kind) -> Callable[[], Any]:
-    """F.linear of a 3-d input."""
+    """Call F.linear with a 3-d input."""
     x, w, b = kind.split(_random(8, 2, 8)), kind.whole(_random(8, 8)), kind.whole(_random(8))
     return lambda: F.linear(x, w, b)
 
 
 def layer_norm(kind: Kind) -> Callable[[], Any]:
-    """F.layer_norm with weight and bias."""
+    """Call F.layer_norm with weight and bias."""
     x, w, b = kind.split(_random(8, 8)), kind.whole(_random(8)), kind.whole(_random(8))
     return lambda: F.layer_norm(x, (8,), w, b)
 
 
 def softmax(kind: Kind) -> Callable[[], Any]:
-    """Over a whole dim."""
+    """Compute a softmax over a dim that is not split."""
     x = kind.split(_random(8, 8))
     return lambda: torch.softmax(x, -1)
 
 
 def linear_gelu(kind: Kind) -> Callable[[], Any]:
-    """Forward, with gradients recorded."""
+    """Run linear and gelu forward, while gradients are recorded."""
     x, w, b = _trained(kind)
     return lambda: F.gelu(F.linear(x, w, b))
 
 
 def linear_gelu_backward(kind: Kind) -> Callable[[], Any]:
-    """Forward and backward."""
+    """Run linear and gelu forward and backward."""
     x, w, b = _trained(kind)
     seed = kind.split(torch.ones(8, 8))
 
@@ -170,23 +170,23 @@ def _parameters(kind: Kind) -> list[Any]:
 
 
 def adamw_loop(kind: Kind) -> Callable[[], Any]:
-    """A step of 50 parameters, one by one."""
+    """Step 50 parameters, one by one."""
     return torch.optim.AdamW(_parameters(kind), foreach=False).step
 
 
 def adamw_foreach(kind: Kind) -> Callable[[], Any]:
-    """A step of 50 parameters, by the foreach functions."""
+    """Step 50 parameters with the foreach functions."""
     return torch.optim.AdamW(_parameters(kind), foreach=True).step
 
 
 def clip_grad_norm(kind: Kind) -> Callable[[], Any]:
-    """Of 50 parameters."""
+    """Clip the gradients of 50 parameters."""
     parameters = _parameters(kind)
     return lambda: nn.utils.clip_grad_norm_(parameters, 1.0)
 
 
 def new_shape(kind: Kind) -> Callable[[], Any]:
-    """An add of a shape never seen before."""
+    """Add tensors of a new shape each time: each call is planned."""
     fresh = iter([kind.split(torch.randn(8 + at, 8)) for at in range(600)])
 
     def run() -> Any:
@@ -216,7 +216,7 @@ CASES: list[tuple[str, Case, int, bool]] = [
 
 
 def measure(case: Case, kinds: list[Kind], calls: int, grad: bool) -> list[list[float]]:
-    """Microseconds per call of each kind, a list of rounds."""
+    """Return the microseconds per call for each kind of tensor, a list with one item per round."""
     with torch.set_grad_enabled(grad or case in (adamw_loop, adamw_foreach, clip_grad_norm)):
         runs = [case(kind) for kind in kinds]
         for run in runs:
@@ -233,7 +233,7 @@ def measure(case: Case, kinds: list[Kind], calls: int, grad: bool) -> list[list[
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the table."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -35,9 +35,9 @@ from shardwise.export import shard_program
 
 ROUNDS = {"small": 100, "large": 12}
 GOAL = 1.05
-"""Ours, beside by hand."""
+"""Goal: the time of our program, relative to the one written by hand."""
 GOAL_SECONDS = 60
-"""To transform a Llama of 32 layers."""
+"""Goal: seconds to transform a Llama of 32 layers."""
 TOLERANCE = 1e-4
 
 COLUMNS, ROWS = {"tp": sw.Shard(0)}, {"tp": sw.Shard(1)}
@@ -49,7 +49,7 @@ PLAN = {
 }
 MLP_PLAN = {"up.*": COLUMNS, "down.weight": ROWS}
 OURS = ("eager plan", "eager styles")
-"""Those that need shardwise at run time."""
+"""The implementations that need shardwise at run time."""
 
 Call = Callable[[], torch.Tensor]
 
@@ -92,11 +92,11 @@ class _Mlp(Mlp):
 
 BY_HAND = {Attention: _Attention, FeedForward: _FeedForward, Mlp: _Mlp}
 SPLIT_DIMS = {"wo.weight": 1, "w2.weight": 1, "down.weight": 1, "down.bias": None}
-"""Which dim of a parameter is split, if not the first."""
+"""The split dim of each parameter that is not split along its first."""
 
 
 def by_hand(model: nn.Module) -> nn.Module:
-    """Local layers, and collectives after attention and feed-forward."""
+    """Make a model of local layers, with collectives after attention and feed-forward."""
     for part in model.modules():
         if type(part) not in BY_HAND:
             continue
@@ -113,7 +113,7 @@ def by_hand(model: nn.Module) -> nn.Module:
 
 
 def measure_model(size: Size, rounds: int) -> dict[str, Any]:
-    """Times of a call of a whole model."""
+    """Return the times of one call of a whole model."""
     torch.manual_seed(0)
     model = Model(size)
     data = model.data(size)
@@ -126,7 +126,7 @@ def measure_model(size: Size, rounds: int) -> dict[str, Any]:
 
 
 def measure_mlp(width: int, rounds: int) -> dict[str, Any]:
-    """Times of a call of an MLP."""
+    """Return the times of one call of an MLP."""
     torch.manual_seed(0)
     model, data = Mlp(width), (torch.randn(256, width),)
     ways, seconds = _programs(model, data, MLP_PLAN)
@@ -139,7 +139,7 @@ def measure_mlp(width: int, rounds: int) -> dict[str, Any]:
 def _programs(
     model: nn.Module, data: tuple[Any, ...], plan: Mapping[str, Any]
 ) -> tuple[dict[str, Callable[..., Any]], dict[str, float]]:
-    """Programs of this rank, ours and that by hand; and the seconds to make ours."""
+    """Return our program of this rank, the one written by hand, and the seconds to make ours."""
     torch.set_num_threads(1)
     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     whole = export(model, data)
@@ -190,7 +190,7 @@ def _call(way: Callable[..., Any], data: tuple[Any, ...]) -> Call:
 
 
 def llama_seconds() -> dict[str, float]:
-    """Seconds to transform a Llama of 32 layers, by which of its sizes are dynamic."""
+    """Return the seconds to transform a Llama of 32 layers, for each choice of dynamic sizes."""
     batch, length = Dim("batch"), Dim("length", max=256)
     dynamic: dict[str, Any] = {
         "fixed sizes": None,
@@ -214,7 +214,7 @@ def llama_seconds() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     with sw.Workers(2) as workers:
         for size in SIZES:
             found = workers.run(measure_model, size, ROUNDS[size.name])[0]

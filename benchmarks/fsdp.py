@@ -43,16 +43,16 @@ SIZES = (
 )
 ROUNDS = 60
 SECONDS = {"small": 10, "medium": 16, "large": 36}
-"""For the rounds of a size; on a busy machine there are fewer."""
+"""Time limit for all rounds of one size; a busy machine gets through fewer rounds."""
 GOAL_DDP = 1.2
 GOAL_FSDP2 = 0.75
 GOAL_MEMORY = 1.0
 GOAL_REPLICATE = 1.0
 EXACT = 0.01
-"""The part of a peak that may be in doubt, else it is measured again."""
+"""If a larger part of a measured peak is in doubt, the peak is measured again."""
 ATTEMPTS = 3
 SETTLED = 2
-"""Steps before the one whose memory is measured: DDP's second makes its buckets anew."""
+"""Steps before the measured one: DDP rebuilds its buckets in its second step."""
 CHECKED_STEPS = 3
 TOLERANCE = 1e-5
 
@@ -63,7 +63,7 @@ Data = tuple[torch.Tensor, torch.Tensor]
 
 
 def alone(model: Model) -> nn.Module:
-    """No communication."""
+    """Train each rank by itself, without communication."""
     return model
 
 
@@ -107,14 +107,14 @@ WAYS: dict[str, Callable[[Model], nn.Module]] = {
     "replicate": replicated,
 }
 OURS = {"ours": "FSDP2", "ours, True": "FSDP2", "ours, kept": "FSDP2, kept", "replicate": None}
-"""Ours, each with what it is measured by beside DDP."""
+"""Our implementations, each with its goal relative to DDP."""
 
 
 # ---- on every rank
 
 
 class Step:
-    """A training step."""
+    """Return a training step."""
 
     def __init__(self, model: nn.Module, data: Data) -> None:
         self.model, self.data = model, data
@@ -129,7 +129,8 @@ class Step:
 
 
 def measure(size: Size) -> dict[str, Any]:
-    """Of all ways the times, taking turns, and the peak memory, with activations and without."""
+    """Return the times of all implementations, in alternation, and their peak memory, with and
+    without activations."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Model(size)
@@ -148,13 +149,13 @@ def measure(size: Size) -> dict[str, Any]:
 
 
 def _half(data: Data) -> Data:
-    """This rank's."""
+    """Return this rank's part of the data."""
     tokens, targets = (each.chunk(2)[dist.get_rank()].contiguous() for each in data)
     return tokens, targets
 
 
 def _check_losses(one: Step, steps: dict[str, Step]) -> None:
-    """All ways have the losses of one process on the whole batch."""
+    """Check that all implementations have the losses of one process on the whole batch."""
     expected = torch.stack([one() for _ in range(CHECKED_STEPS)])
     for name, step in steps.items():
         with nullcontext() if name in OURS else without_patches():
@@ -171,7 +172,7 @@ def _check_losses(one: Step, steps: dict[str, Step]) -> None:
 
 
 def _peak(name: str, model: Model, token: Data, data: Data) -> int:
-    """The peak memory of a way, on the rank that needs more."""
+    """Return the peak memory of an implementation, on the rank that needs more."""
 
     def make() -> Step:
         step = Step(WAYS[name](deepcopy(model)), token)
@@ -193,7 +194,8 @@ def _peak(name: str, model: Model, token: Data, data: Data) -> int:
 
 
 def _check_memory(found: int, expected: int) -> None:
-    """Without activations and communication there are parameters and gradients, no more."""
+    """Check the measurement: without communication and activations, the peak is that of parameters
+    and gradients."""
     if not expected <= found <= 1.03 * expected:
         raise AssertionError(
             f"the peak is {expected} bytes of parameters and gradients, and {found} were measured"
@@ -204,8 +206,8 @@ def _check_memory(found: int, expected: int) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells of every start and stop
+    """Measure, and print the tables."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs every start and stop
     with sw.Workers(2) as workers:
         workers.run(check_measure)
         for size in SIZES:
@@ -230,7 +232,7 @@ def _megabytes(count: int) -> str:
 
 
 def _verdicts(name: str, found: dict[str, Any]) -> str:
-    """The ratios to others, beside their goals."""
+    """Print the ratios to torch's implementations, with their goals."""
     if name not in OURS:
         return ""
     time = {way: min(times) for way, times in found["times"].items()}

@@ -27,7 +27,10 @@ COUNT = 150
 
 
 def random_layout(mesh: sw.DeviceMesh, shape: tuple[int, ...], draw: random.Random) -> sw.Layout:
-    """Each axis whole, pending a sum, or splitting some dim; nested in random order."""
+    """Return a random layout: each axis replicates, has a pending sum, or splits some dim.
+
+    Axes that split one dim come in random order.
+    """
     order: dict[int, list[int]] = {dim: [] for dim in range(len(shape))}
     partial: dict[int | str, str] = {}
     for axis in draw.sample(range(mesh.ndim), mesh.ndim):
@@ -40,7 +43,7 @@ def random_layout(mesh: sw.DeviceMesh, shape: tuple[int, ...], draw: random.Rand
 
 
 def clear_caches() -> None:
-    """Forget everything the planner remembers."""
+    """Clear all caches of the planner."""
     for name, module in list(sys.modules.items()):
         if name.startswith("shardwise.redistribute") and isinstance(module, ModuleType):
             for value in vars(module).values():
@@ -49,7 +52,7 @@ def clear_caches() -> None:
 
 
 def seconds(source: sw.Layout, target: sw.Layout) -> float:
-    """The best of three cold runs: the machine is noisy."""
+    """Return the best of three runs with empty caches: the machine is noisy."""
     times = []
     for _ in range(3):
         clear_caches()

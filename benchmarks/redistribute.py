@@ -41,12 +41,12 @@ THREE_AXES = [
 
 
 def ours(text: str) -> list[sw.Placement]:
-    """Our placements of `S0 R P`."""
+    """Parse a text such as `S0 R P` into our placements."""
     return [_placement(word, sw.Shard, sw.Replicate, sw.Partial) for word in text.split()]
 
 
 def torchs(text: str) -> list[object]:
-    """torch's placements of `S0 R P`."""
+    """Parse a text such as `S0 R P` into torch's placements."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return [_placement(word, Shard, Replicate, Partial) for word in text.split()]
@@ -60,7 +60,7 @@ def _placement(word: str, shard: Callable, replicate: Callable, partial: Callabl
 
 
 def measure(shape: tuple[int, int], repeats: int) -> list[dict[str, object]]:
-    """On every rank: all pairs, both libraries, alternating."""
+    """Measure all pairs with both libraries, in alternation; every rank runs this."""
     from torch.distributed.tensor import DTensor
 
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def measure(shape: tuple[int, int], repeats: int) -> list[dict[str, object]]:
 
 
 def loopback_bytes() -> int:
-    """What the loopback interface has carried so far (Linux)."""
+    """Return the bytes that the loopback interface has carried so far (Linux)."""
     with open("/proc/net/dev") as counters:
         for line in counters:
             name, _, numbers = line.partition(":")
@@ -156,7 +156,10 @@ def _print_row(row: dict[str, object]) -> None:
 
 
 def torch_percent(mesh: object, shape: tuple[int, ...], source: str, target: str) -> str:
-    """Bytes received per rank by torch's plan, in percent of the tensor, with ring collectives."""
+    """Return the bytes that a rank receives by torch's plan, in percent of the tensor.
+
+    Collectives are assumed to be rings.
+    """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

@@ -33,7 +33,7 @@ def _placements(order: tuple[int, ...]) -> list[str]:
 
 
 def _quarters(rows: int, columns: int) -> sharded.EnumerableShardingSpec:
-    """Two by two boxes, one for each rank."""
+    """Return a grid of two by two boxes, one for each rank."""
     half = rows // 2, columns // 2
     return sharded.EnumerableShardingSpec(
         [
@@ -45,7 +45,7 @@ def _quarters(rows: int, columns: int) -> sharded.EnumerableShardingSpec:
 
 
 def measure(shape: tuple[int, int], rounds: int) -> list[tuple[str, dict[str, Any]]]:
-    """On every rank: all calls, both libraries, taking turns."""
+    """Measure all calls with both libraries, in alternation; every rank runs this."""
     from torch.distributed._shard import sharded_tensor as theirs
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec as TheirChunks
 
@@ -97,8 +97,8 @@ def measure(shape: tuple[int, int], rounds: int) -> list[tuple[str, dict[str, An
         lambda: their_tensor.gather(0, out),
         size * 3 / RANKS,
     )
-    # Each rank looks up rows of its own and gets those, as torch's does: of the large table from
-    # those who have them, each once; the small one is less than what is looked up, and travels.
+    # Each rank looks up its own indices and gets their rows, as with torch. The owners of the large
+    # table send each row once; the small table is smaller than the result, so it is gathered.
     indices = torch.randint(shape[0], (512,), generator=torch.Generator().manual_seed(rank))
     batch = sw.DTensor.from_local(indices, sw.init_device_mesh("cpu", (RANKS,)), [sw.Shard(0)])
 

@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 
 
 class _Enter(torch.autograd.Function):
-    """Before layers that are split by columns. Backward: all-reduce."""
+    """Stands before layers that are split by columns. Forward: nothing. Backward: all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """After a layer that is split by rows: all-reduce. Backward: nothing."""
+    """Stands after a layer that is split by rows. Forward: all-reduce. Backward: nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _all_reduced(x: torch.Tensor) -> torch.Tensor:
-    """In place, as Megatron does: nobody else needs a contribution."""
+    """All-reduce in place, as Megatron does: nobody else needs the contribution."""
     dist.all_reduce(x)
     return x
 
@@ -79,7 +79,7 @@ class _FeedForward(FeedForward):
 
 
 def by_hand(model: nn.Module) -> nn.Module:
-    """Local layers, and collectives around attention and feed-forward."""
+    """Make a model of local layers, with collectives around attention and feed-forward."""
     for layer in model.layers:
         layer.attention.__class__ = _Attention
         layer.feed_forward.__class__ = _FeedForward
@@ -91,7 +91,7 @@ def by_hand(model: nn.Module) -> nn.Module:
 
 
 def _split_dim(linear: str) -> int:
-    """Which dim of a layer's weight is split."""
+    """Return the dim of a layer's weight that is split."""
     return 1 if linear in ("wo", "w2") else 0
 
 
@@ -99,12 +99,12 @@ def _split_dim(linear: str) -> int:
 
 
 def with_styles(model: nn.Module) -> nn.Module:
-    """Our styles."""
+    """Apply our styles."""
     return _styled(model, _mesh(), sw.parallel, sw.Replicate)
 
 
 def with_plan(model: nn.Module) -> nn.Module:
-    """Our plan: placements of parameters, by name."""
+    """Apply our plan: placements of parameters, by name."""
     columns, rows = {"tp": sw.Shard(0)}, {"tp": sw.Shard(1)}
     plan = {
         "layers.*.attention.w[qkv].weight": columns,
@@ -123,7 +123,7 @@ def _mesh() -> sw.DeviceMesh:
 
 
 def with_torch(model: nn.Module) -> nn.Module:
-    """The styles of torch."""
+    """Apply torch's styles."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, parallel
 
@@ -163,7 +163,7 @@ OURS = ("styles", "plan")
 
 
 def measure(kind: str, size: Size, rounds: int) -> dict[str, Any]:
-    """Times of all ways, taking turns, and their collectives per step."""
+    """Return the times of all implementations, in alternation, and their collectives per step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = MODELS[kind](size)
@@ -176,7 +176,7 @@ def measure(kind: str, size: Size, rounds: int) -> dict[str, Any]:
 
 
 class Step:
-    """A training step."""
+    """Return a training step."""
 
     def __init__(self, model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.model, self.data = model, data
@@ -200,7 +200,7 @@ class Step:
 
 
 def _check(model: nn.Module, data: Any, steps: dict[str, Step]) -> None:
-    """All ways give the loss and the gradients of one process."""
+    """Check that all implementations give the loss and the gradients of one process."""
     expected = model(*data)
     expected.backward()
     for name, step in steps.items():
@@ -210,7 +210,7 @@ def _check(model: nn.Module, data: Any, steps: dict[str, Step]) -> None:
             model.named_parameters(), step.model.parameters(), strict=True
         ):
             gradient = _whole(mine.grad)
-            if gradient.shape != plain.shape:  # by hand: a piece
+            if gradient.shape != plain.shape:  # written by hand: a shard
                 pieces = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
                 dist.all_gather(pieces, gradient.contiguous())
                 gradient = torch.cat(pieces, _split_dim(where.split(".")[-2]))
@@ -224,7 +224,7 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts the collectives, whoever makes them and whichever way."""
+    """Counts all collectives, of shardwise, of torch and of code written by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def _collectives(step: Step) -> str:
-    """The collectives of a step."""
+    """Return the collectives of a step."""
     step()
     with _Collectives() as seen:
         step()
@@ -253,7 +253,7 @@ def _collectives(step: Step) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     with sw.Workers(2) as workers:
         for size in SIZES:
             for kind in MODELS:

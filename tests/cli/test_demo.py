@@ -1,4 +1,4 @@
-"""The demo trains on real processes, what it prints is true, and it ends when it should."""
+"""The demo trains on real processes, prints what happened, and ends after errors and signals."""
 
 import dataclasses
 import io

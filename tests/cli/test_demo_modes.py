@@ -1,4 +1,4 @@
-"""The demo's modes, on simulated ranks: each learns as one process does, and says what it sends."""
+"""Each mode of the demo trains as one process does, and lists its collectives; simulated ranks."""
 
 import pytest
 

@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.examples.llama import Config, Llama
-from shardwise.examples.llama_plan import DATA_PARALLEL, SEQUENCE_PARALLEL, TENSOR_PARALLEL
+from shardwise.examples.train_llama import DATA_PARALLEL, SEQUENCE_PARALLEL, TENSOR_PARALLEL
 from shardwise.parallel import shard_module
 
 PLANS = {"tensor parallel": TENSOR_PARALLEL, "sequence parallel": SEQUENCE_PARALLEL}

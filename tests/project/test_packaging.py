@@ -176,7 +176,7 @@ assert folder.is_relative_to(sys.prefix), folder
 assert (folder / "py.typed").is_file()
 for name in ("export", "fsdp", "interop", "parallel", "sharded", "testing"):
     assert getattr(shardwise, name).__name__ == f"shardwise.{name}"
-for name in ("llama", "llama_plan", "text", "train_llama"):
+for name in ("llama", "train_llama"):
     example = importlib.import_module(f"shardwise.examples.{name}")
     assert pathlib.Path(example.__file__).is_relative_to(sys.prefix)
 

@@ -1,4 +1,4 @@
-"""What shardwise changes in torch is listed, made once, and can be taken back."""
+"""Every change that shardwise makes to torch is listed, made once, and can be undone."""
 
 import inspect
 import subprocess

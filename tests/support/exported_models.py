@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import Shard
 from shardwise.examples.llama import Config, Llama
-from shardwise.examples.llama_plan import TENSOR_PARALLEL
+from shardwise.examples.train_llama import TENSOR_PARALLEL
 
 ROWS, COLUMNS = {"tp": Shard(0)}, {"tp": Shard(1)}
 

@@ -20,7 +20,7 @@ from shardwise.demo.display import (
 )
 from shardwise.demo.options import Options
 from shardwise.demo.training import WEIGHTS, Outcome, alone, load_weights, on_each_rank
-from shardwise.examples.text import all_tokens, batches
+from shardwise.examples.train_llama import all_tokens, batches
 from shardwise.run.launch import launch
 
 TOLERANCE = 1e-4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.examples.llama import Config
-from shardwise.examples.text import VOCABULARY
+from shardwise.examples.train_llama import VOCABULARY
 
 
 class UsageError(ShardwiseError, ValueError):

@@ -19,7 +19,7 @@ from shardwise.core import world
 from shardwise.core.box import Box
 from shardwise.demo.options import Mode, Options, Splits
 from shardwise.examples.llama import Config, Llama
-from shardwise.examples.text import all_tokens, batches
+from shardwise.examples.train_llama import all_tokens, batches
 from shardwise.fsdp import fully_shard
 from shardwise.parallel import plans, shard_module
 

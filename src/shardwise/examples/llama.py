@@ -1,7 +1,7 @@
 """A Llama-style decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm.
 
-Ordinary PyTorch for one process: the code does not refer to ranks. `llama_plan.py` lays it out on a
-mesh, `train_llama.py` trains it.
+Ordinary PyTorch for one process: the code does not refer to ranks. `train_llama.py` lays it out on
+a mesh and trains it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Config:
     layers: int = 4
     heads: int = 8
     kv_heads: int = 4
-    """How many heads of keys and values; `heads` is a multiple of it."""
+    """The number of heads of keys and values; `heads` is a multiple of it."""
     hidden: int = 352
     """The width within a feed-forward block."""
     longest: int = 256
-    """The most tokens of a sequence."""
+    """The largest number of tokens of a sequence."""
     tied: bool = False
     """Whether the embedding is the output layer too."""
     rope_base: float = 10000.0
@@ -88,7 +88,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """[batch, length, width] in and out."""
+        """Map [batch, length, width] to the same shape."""
         x = x + self.attention(self.attention_norm(x), cosines, sines)
         return x + self.feed_forward(self.ffn_norm(x))
 

@@ -9,14 +9,77 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Iterator
+from pydoc_data.topics import topics
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import shardwise as sw
+from shardwise import Replicate, Shard
 from shardwise.examples.llama import Config, Llama
-from shardwise.examples.llama_plan import DATA_PARALLEL, SEQUENCE_PARALLEL, TENSOR_PARALLEL
-from shardwise.examples.text import VOCABULARY, all_tokens, batches
-from shardwise.parallel import shard_module
+from shardwise.parallel import Activations, shard_module
+
+# ---- the plans for `shard_module`; a parameter that no plan names is replicated
+
+_WEIGHTS = {
+    "tok_embeddings.weight": {"tp": Shard(0)},  # each rank has some of the vocabulary,
+    "output.weight": {"tp": Shard(0)},
+    "layers.*.attention.w[qkv].weight": {"tp": Shard(0)},  # some of the heads,
+    "layers.*.attention.wo.weight": {"tp": Shard(1)},
+    "layers.*.feed_forward.w[13].weight": {"tp": Shard(0)},  # and some of the hidden features.
+    "layers.*.feed_forward.w2.weight": {"tp": Shard(1)},
+}
+
+# Each rank computes a contribution to a block's result. Tensor parallelism sums them on every rank:
+# one all-reduce at the end of a block, and in the backward one at its start.
+TENSOR_PARALLEL: dict[str, Any] = _WEIGHTS | {
+    "tok_embeddings": Activations(outputs={"tp": Replicate()}),
+    "layers.*.attention": Activations(outputs={"tp": Replicate()}),
+    "layers.*.feed_forward": Activations(outputs={"tp": Replicate()}),
+}
+
+# With sequence parallelism each rank has a part of the sequence between blocks: norms and additions
+# need no more. A block starts with an all-gather and ends with a reduce-scatter.
+SEQUENCE_PARALLEL: dict[str, Any] = _WEIGHTS | {
+    "tok_embeddings": Activations(outputs={"tp": Shard(1)}),
+    "layers.*.attention": Activations(inputs={"tp": Replicate()}, outputs={"tp": Shard(1)}),
+    "layers.*.feed_forward": Activations(inputs={"tp": Replicate()}, outputs={"tp": Shard(1)}),
+    "output": Activations(inputs={"tp": Replicate()}),
+}
+
+# Data parallelism, on a mesh with an axis "dp", alone or with one of the plans above:
+# shard_module(model, mesh, TENSOR_PARALLEL | DATA_PARALLEL).
+DATA_PARALLEL: dict[str, Any] = {
+    "": Activations(inputs={"dp": Shard(0)}),  # each rank takes a part of the batch
+}
+
+# ---- the data: each byte of a text is a token
+
+VOCABULARY = 256
+
+
+def all_tokens() -> Tensor:
+    """Return a text that every Python installation has, the documentation of its keywords."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
+
+
+def batches(tokens: Tensor, size: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random pieces of a text and, for each of their tokens, the next one.
+
+    Both are [size, length]. All ranks must pass the same seed: then they get the same batches.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(length + 1)
+    while True:
+        starts = torch.randint(len(tokens) - length, (size, 1), generator=generator)
+        pieces = tokens[starts + offsets]
+        yield pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+
+
+# ---- the training
 
 
 def train(options: argparse.Namespace) -> list[float]:

@@ -1,15 +1,13 @@
 """Tensor parallelism: torch's module styles, and plans that lay out a whole model."""
 
 from shardwise.parallel.activations import Activations
-from shardwise.parallel.loss import loss_parallel
-from shardwise.parallel.parallelize import parallelize_module
+from shardwise.parallel.parallelize import loss_parallel, parallelize_module, shard_module
 from shardwise.parallel.plan_spec import PlanError
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-from shardwise.parallel.shard_by_plan import shard_module
 from shardwise.parallel.styles import (
     ColwiseParallel,
     ParallelStyle,

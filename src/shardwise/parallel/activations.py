@@ -281,9 +281,9 @@ def check_on_mesh(tensor: DTensor, mesh: DeviceMesh, what: str) -> None:
     """Raise PlanError for a DTensor on another mesh."""
     if tensor._layout.mesh is not mesh:
         raise PlanError(
-            f"{what}: expected a tensor on {mesh!r}, got one that lies as {tensor._layout!r} on "
+            f"{what}: expected a tensor on {mesh!r}, got one with the layout {tensor._layout!r} on "
             f"{tensor._layout.mesh!r}; parallelize all modules on one mesh, or hand over "
-            "x.to_local() where that is what is meant"
+            "x.to_local() if the module should work on local tensors"
         )
 
 
