@@ -368,7 +368,7 @@ def test_a_dtensor_is_not_written_into_a_plain_tensor():
     def run(mesh):
         with pytest.raises(sw.DispatchError, match="plain tensor"):
             full(4).add_(split(full(4), mesh, Shard(0)))
-        with pytest.raises(sw.DispatchError, match="expected a DTensor"):
+        with pytest.raises(sw.DispatchError, match=r"add\(out=\): cannot write.* plain tensor"):
             torch.add(split(full(4), mesh, Shard(0)), 1, out=full(4))
 
     ranks(run)
@@ -386,7 +386,7 @@ def test_out_keeps_its_layout():
         assert torch.add(x, x, out=out) is out and out.placements == (Shard(1),)
         assert torch.equal(out.full_tensor(), 2 * full(4, 4))
         with pytest.raises(
-            sw.DispatchError, match=r"expected a DTensor of shape \(4, 4\), got \(3,\)"
+            sw.DispatchError, match=r"expected a tensor of shape \(4, 4\), got \(3,\)"
         ):
             torch.add(x, x, out=split(torch.zeros(3), mesh, Shard(0)))
 

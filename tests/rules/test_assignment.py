@@ -197,7 +197,7 @@ def test_what_torch_refuses_is_refused() -> None:
         with pytest.raises(TypeError, match="can't assign a list"):
             x[0] = [1.0, 2.0, 3.0]
         with pytest.raises(DispatchError, match="plain tensor"):
-            torch.zeros(3)[0] = x[0, 0]
+            torch.zeros(4)[:] = x[:, 0]
         x.requires_grad_()
         with pytest.raises(RuntimeError, match="leaf"):
             x[0] = 1.0

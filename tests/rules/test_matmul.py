@@ -18,7 +18,7 @@ from shardwise import (
     simulate,
 )
 from shardwise.comm import listen
-from shardwise.rules.linalg.matmul import scaled_mm
+from shardwise.rules.linalg.scaled_matmul import scaled_mm
 from shardwise.testing import Sample, check_rule
 
 check = functools.partial(check_rule, mesh_shapes=((3,), (2, 2)), most=9)

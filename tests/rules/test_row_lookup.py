@@ -48,7 +48,7 @@ def check(
     lookup: Any = F.embedding,
     **options: Any,
 ) -> None:
-    """A lookup asks, its result lies so, and values and gradients are those of one process."""
+    """Check that a lookup fetches rows, the layout of its result, its values and its gradients."""
     table = rows.clone().requires_grad_()
     alone = lookup(indices, table, **options)
     alone.pow(3).sum().backward()

@@ -39,16 +39,17 @@ from shardwise.dtensor.composite import (
     compute_then_copy,
     decompose,
     tensors_for_numbers,
+    write_to_plain,
 )
 from shardwise.dtensor.input_moves import InputMove, plan_input_move
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor
-from shardwise.dtensor.writes import check_inplace_target
 from shardwise.redistribute.cost import when_costs_change
+from shardwise.rules.index.scattering import adopt_layout
 from shardwise.rules.registry import OpInfo, RuleError, name_of
 from shardwise.rules.spec import Spec
 from shardwise.rules.strategy import Strategy, choose
-from shardwise.torch_internals import OpOverload, OpOverloadPacket, as_local, schema_of
+from shardwise.torch_internals import OpOverload, OpOverloadPacket, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,8 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
     order = _match_inputs(name, spec, tensors)
     layouts = [layout_of(tensor, new.mesh) for tensor, _ in spec.inputs]
     is_inplace = outplace is not None
-    if is_inplace:
-        if not isinstance(new.args[0], DTensor) and all(each.is_replicated for each in layouts):
-            return CompositeCall(name, _on_replicas(new.func))
-        check_inplace_target(name, new.args[0])
+    if is_inplace and not isinstance(new.args[0], DTensor):
+        return _write_to_plain(new)
     choice = choose(spec, layouts, new.mesh, keeps=layouts[0] if is_inplace else None)
     known = new.known
     if choice is not None and choice.depends_on_dtype and known is not None and not known.by_dtype:
@@ -152,15 +151,10 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
     return PartialReuseCall(call, partial_inputs, partial(plan, new.func, new.known))
 
 
-def _on_replicas(func: Any) -> Callable[..., Any]:
-    """Return an in-place call on a plain tensor, with replicated DTensors: every rank writes the
-    same values to its own replica."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with as_local():
-            return func(*args, **kwargs)
-
-    return run
+def _write_to_plain(new: _NewCall) -> CachedCall:
+    """Plan an in-place call on a plain tensor."""
+    write = adopt_layout if new.name == "index_copy_" else write_to_plain
+    return CompositeCall(new.name, partial(write, new.name, new.func))
 
 
 def _input_moves(layouts: Sequence[Layout], choice: Strategy) -> Iterator[InputMove | None]:
@@ -275,8 +269,8 @@ def _plan_without_rule(new: _NewCall) -> CachedCall:
     outplace = new.outplace
     if outplace is None:
         outplace = _outplace(new.func)
-        if outplace is not None:
-            check_inplace_target(name, new.args[0])
+        if outplace is not None and not isinstance(new.args[0], DTensor):
+            return _write_to_plain(new)
     if outplace is not None:
         run = compute_then_copy(name, outplace, layout_of(new.args[0], mesh))
         return CompositeCall(name, run)

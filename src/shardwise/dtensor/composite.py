@@ -6,6 +6,7 @@ Results that cannot be computed in place are computed out of place, then copied 
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from shardwise.core.errors import DispatchError
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor
-from shardwise.dtensor.writes import check_writable
+from shardwise.dtensor.writes import check_writable, is_split, refuse_plain_target
 from shardwise.torch_internals import OpOverload
 
 Run = Callable[..., Any]
@@ -68,23 +69,60 @@ def copy_into(name: str, made: Any, target: Any) -> None:
         for one, where in zip(made, target, strict=True):
             copy_into(name, one, where)
         return
-    if not isinstance(target, DTensor):
-        raise DispatchError(
-            f"{name}(out=): expected a DTensor, as the inputs are; got a plain tensor. "
-            "Give out= a DTensor, or use to_local() or full_tensor() of the result"
-        )
     if torch.is_grad_enabled() and (made.requires_grad or target.requires_grad):
         raise DispatchError(
             f"{name}(out=): expected tensors that require no grad, as out= has no gradient in "
             "torch either; use the result, or torch.no_grad()"
         )
+    if not isinstance(target, DTensor):
+        made = as_plain(f"{name}(out=)", made)
+        if not target.numel():
+            target.resize_(made.shape)  # as torch does
     if target.shape != made.shape:
         raise DispatchError(
-            f"{name}(out=): expected a DTensor of shape {tuple(made.shape)}, "
-            f"got {tuple(target.shape)}; a DTensor is not resized in place"
+            f"{name}(out=): expected a tensor of shape {tuple(made.shape)}, "
+            f"got {tuple(target.shape)}; beside DTensors it is not resized in place"
         )
     _check_cast(made, target)
     target.copy_(made)
+
+
+def write_to_plain(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an in-place call on a plain tensor, with DTensors among the other arguments: every rank
+    writes the same values to its own tensor."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(plain, value))
+        return as_plain(name, value) if isinstance(value, DTensor) else value
+
+    return func(*map(plain, args), **{each: plain(value) for each, value in kwargs.items()})
+
+
+def as_plain(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return the value that a call writes to a plain tensor, whole on every rank; differentiable.
+
+    A pending reduction is computed, which is told once. A value that is split is refused: a plain
+    tensor holds the whole on every rank, and gathering it is the user's decision.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    layout = value._layout
+    if is_split(layout):
+        refuse_plain_target(name, layout)
+    if layout.partial and name not in _told:
+        _told.add(name)
+        warnings.warn(
+            f"{name}: a plain tensor is written to with a DTensor that is pending a reduction, "
+            f"{layout!r}: the reduction is computed for it, one collective per call. To say so "
+            "yourself, and to be rid of this warning, write x.full_tensor()",
+            stacklevel=2,
+        )
+    return value.full_tensor()
+
+
+_told: set[str] = set()
+"""The operators that have warned of a reduction."""
 
 
 def _check_cast(made: torch.Tensor, target: torch.Tensor) -> None:

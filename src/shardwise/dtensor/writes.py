@@ -6,11 +6,12 @@ Where torch would return a view of a dim that is split, the result is a copy ("d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from shardwise.core.errors import DispatchError
+from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ensure_state, state_of
-from shardwise.dtensor.tensor import DTensor, find_detaching_operator
+from shardwise.dtensor.tensor import find_detaching_operator
 from shardwise.dtensor.view_copy import format_operator, linked, mark_outdated, note_write
 from shardwise.torch_internals import as_local, base_of
 
@@ -36,14 +37,19 @@ def check_writable(name: str, target: Any) -> None:
         mark_outdated(target, name)
 
 
-def check_inplace_target(name: str, target: Any) -> None:
-    """Refuse a plain tensor as the target of an in-place operator on DTensors."""
-    if not isinstance(target, DTensor):
-        raise DispatchError(
-            f"{name}: cannot write a DTensor's values into a plain tensor in place; "
-            "use full_tensor() or to_local() of the DTensor, or write to a DTensor: "
-            "x.new_empty(...), torch.empty_like(x), sw.empty(..., device_mesh=...)"
-        )
+def is_split(layout: Layout) -> bool:
+    """Tell whether a rank may hold only a part of a tensor with this layout."""
+    sizes = layout.mesh.shape
+    return any(sizes[axis] > 1 for axes in layout.shard_order for axis in axes)
+
+
+def refuse_plain_target(name: str, layout: Layout) -> NoReturn:
+    """Refuse to write a DTensor of this layout to a plain tensor."""
+    raise DispatchError(
+        f"{name}: cannot write a DTensor's values into a plain tensor in place, as each rank has "
+        f"only a part of {layout!r}; use full_tensor() or to_local() of the DTensor, or write to a "
+        "DTensor: x.new_empty(...), torch.empty_like(x), sw.empty(..., device_mesh=...)"
+    )
 
 
 def mark_detached_copy(tensor: Any, name: str, key: Any = None) -> None:

@@ -7,7 +7,7 @@ Importing a module registers its rules.
 
 from shardwise.rules import properties
 from shardwise.rules.index import assignment, gathering, indexing, scattering
-from shardwise.rules.linalg import factorizations, fourier, matmul, solvers
+from shardwise.rules.linalg import factorizations, fourier, matmul, scaled_matmul, solvers
 from shardwise.rules.make import creation, random
 from shardwise.rules.nn import (
     attention,

@@ -240,9 +240,16 @@ def _is_simple(item: Any) -> bool:
     return type(item) in _SIMPLE
 
 
-def parse_key(input: torch.Tensor, key: Any, mesh: DeviceMesh) -> Key:
-    """Split a key into its basic part and its tensors; masks become the indices of their Trues."""
-    items = [_item(each, mesh) for each in _items(key)]
+def parse_key(
+    input: torch.Tensor, key: Any, mesh: DeviceMesh, *, only_tensors: bool = False
+) -> Key:
+    """Split a key into its basic part and its tensors; masks become the indices of their Trues.
+
+    Arguments:
+        only_tensors: as aten takes a key: a 0-d tensor is an index like any other, while in
+            `x[key]` it is a number.
+    """
+    items = [_item(each, mesh, only_tensors) for each in _items(key)]
     items = expand_ellipsis(items, input.dim(), sum(_consumes(each) for each in items))
     basic: list[Any] = []
     indices: list[torch.Tensor | None] = []
@@ -289,10 +296,11 @@ def is_mask(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.dtype in _MASKS
 
 
-def _item(item: Any, mesh: DeviceMesh) -> Any:
+def _item(item: Any, mesh: DeviceMesh, keeps_numbers: bool) -> Any:
     """Return an item of a key in canonical form.
 
-    An int, a bool, a slice of ints, None, Ellipsis, or a tensor of ints or bools.
+    An int, a bool, a slice of ints, None, Ellipsis, or a tensor of ints or bools. A 0-d tensor of
+    an int becomes an int, unless `keeps_numbers` is set.
     """
     if item is None or item is Ellipsis or isinstance(item, bool):
         return item
@@ -313,7 +321,7 @@ def _item(item: Any, mesh: DeviceMesh) -> Any:
         raise IndexError(
             f"tensors used as indices must be long, int, byte or bool tensors, got {item.dtype}"
         )
-    if item.dim() > 0:
+    if item.dim() > 0 or (keeps_numbers and item.dtype not in _MASKS):
         return item
     return bool(_number(item)) if item.dtype in _MASKS else int(_number(item))
 

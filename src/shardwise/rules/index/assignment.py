@@ -18,9 +18,9 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
+from shardwise.dtensor.composite import write_to_plain
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.dtensor.view_copy import is_current_copy
-from shardwise.dtensor.writes import check_inplace_target
 from shardwise.rules.helpers.dims import Inputs, broadcast_dims
 from shardwise.rules.helpers.index_key import (
     ALL,
@@ -54,7 +54,7 @@ def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]
     """Return a decorator that turns a rule into a function that writes to its first argument."""
     function = Function(name, run)
 
-    def aside(target: DTensor, *args: Any) -> DTensor:
+    def write_to_copy(target: DTensor, *args: Any) -> DTensor:
         # For example a pending max: its contributions cannot be written to.
         result = as_replicated(gather_whole(target, name).clone(), target._layout.mesh)
         function.dispatched(result, *args)
@@ -64,7 +64,7 @@ def writer(name: str, run: Callable[..., None]) -> Callable[[Callable[..., Spec]
         def writes(*args: Any, **kwargs: Any) -> Spec:
             return dataclasses.replace(made(*args, **kwargs), writes=True)
 
-        add_op_info(function, OpInfo(name, writes, outplace=aside))
+        add_op_info(function, OpInfo(name, writes, outplace=write_to_copy))
         return function
 
     return register
@@ -249,7 +249,9 @@ def coordinates(target: torch.Tensor, key: Key) -> tuple[torch.Tensor, ...]:
 def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Do `x[key] = value`."""
     target, key, value = args
-    check_inplace_target("__setitem__", target)
+    if not isinstance(target, DTensor):
+        write_to_plain("__setitem__", func, *args)
+        return
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Number):
             raise TypeError(f"can't assign a {type(value).__name__} to a {target.type()}")
@@ -293,9 +295,18 @@ def index_put_(
     input: Any, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
     """Run `index_put_`: indices are tensors, or None for a dim."""
-    check_inplace_target("index_put_", input)
-    key = tuple(ALL if each is None else each for each in indices)
-    parts = parse_key(input, key, input._layout.mesh)
+    if not isinstance(input, DTensor):
+        return write_to_plain(
+            "index_put_", torch.Tensor.index_put_, input, tuple(indices), values, accumulate
+        )
+    masks = [each for each in indices if is_mask(each) and each.dim() == 0]  # select all or nothing
+    if not all(map(bool, masks)):
+        return input
+    rest = [each for each in indices if not (is_mask(each) and each.dim() == 0)]
+    key = tuple(ALL if each is None else each for each in rest)
+    if masks and not key:  # all elements are selected
+        return input.add_(values) if accumulate else input.copy_(values)
+    parts = parse_key(input, key, input._layout.mesh, only_tensors=True)
     PUT.dispatched(input, parts.indices, values, bool(accumulate))
     return input
 
@@ -322,7 +333,8 @@ def masked_index_put(
 @composed("put_")
 def put_(input: Any, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Any:
     """Run `put_`: the indices are of the flattened tensor."""
-    check_inplace_target("put_", input)
+    if not isinstance(input, DTensor):
+        return write_to_plain("put_", torch.Tensor.put_, input, index, source, accumulate)
     mesh = input._layout.mesh
     found = unravel(gather_whole(index, "put_"), input._layout.shape)
     values = gather_whole(source, "put_").reshape(index.shape)

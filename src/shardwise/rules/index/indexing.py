@@ -23,6 +23,7 @@ from shardwise.rules.helpers.collectives import all_reduce_sum
 from shardwise.rules.helpers.dims import Inputs, broadcast_dims, out_of_range
 from shardwise.rules.helpers.index_key import (
     ALL,
+    Key,
     Pick,
     as_replicated,
     gather_whole,
@@ -248,7 +249,10 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, key = args
     if isinstance(input, DTensor) and is_simple(key):
         return BASIC.dispatched(input, key)
-    parts = parse_key(input, key, mesh_of(input, key))
+    return _by_parts(input, parse_key(input, key, mesh_of(input, key)))
+
+
+def _by_parts(input: torch.Tensor, parts: Key) -> Any:
     if parts.basic is not None or not parts.indices:
         basic = () if parts.basic is None else parts.basic
         input = BASIC.dispatched(input, basic) if isinstance(input, DTensor) else input[basic]
@@ -260,8 +264,9 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handler(torch.ops.aten.index, torch.ops.aten.index.Tensor, "_unsafe_index")
 def aten_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `x[key]` as aten takes it: a tensor or None for each dim."""
-    input, indices = args
-    return getitem(func, (input, tuple(ALL if each is None else each for each in indices)), {})
+    input, indices = (*args, *kwargs.values())
+    key = tuple(ALL if each is None else each for each in indices)
+    return _by_parts(input, parse_key(input, key, mesh_of(input, key), only_tensors=True))
 
 
 @composed("_unsafe_masked_index")

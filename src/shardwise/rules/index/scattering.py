@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor.call_args import check_plain_tensors
+from shardwise.dtensor.composite import write_to_plain
+from shardwise.dtensor.tensor import DTensor, wrap
+from shardwise.dtensor.writes import is_split
 from shardwise.rules.helpers.dims import Inputs, replace_dim, unsplit_spec
 from shardwise.rules.helpers.index_key import as_replicated, gather_whole, mesh_of
 from shardwise.rules.helpers.local_tensors import pad
@@ -22,6 +26,7 @@ from shardwise.rules.index.indexing import locate
 from shardwise.rules.pointwise.elementwise import tensors_among
 from shardwise.rules.registry import composed, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim
+from shardwise.torch_internals import base_of
 
 
 @rule("scatter")
@@ -136,6 +141,33 @@ def index_add(
 def index_copy(input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Spec:
     """Write rows at the indices."""
     return _index_write(torch.index_copy, [input, index, source], dim)
+
+
+def adopt_layout(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `index_copy_` on a plain tensor.
+
+    If the rows to write are split along other dims, the plain tensor becomes a DTensor that is
+    split as they are, and each rank keeps its part. So a cache that a library has allocated with
+    the global shape, as the static key-value cache of transformers, costs each rank its share.
+    """
+    target = args[0]
+    dim, _, source = (*args[1:], *kwargs.values())
+    if not isinstance(source, DTensor) or not is_split(source._layout) or not _is_alone(target):
+        return write_to_plain(name, func, *args, **kwargs)
+    given = source._layout
+    at = normalize_dim(dim, target.dim())
+    order = {each: axes for each, axes in enumerate(given.shard_order) if axes and each != at}
+    layout = Layout(given.mesh, tuple(target.shape), order)
+    if not order or not is_split(layout):
+        return write_to_plain(name, func, *args, **kwargs)
+    check_plain_tensors(name, [target], layout.mesh)
+    target.data = layout.piece_of(target, layout.mesh.get_coordinate()).clone()
+    return func(wrap(target, layout), *args[1:], **kwargs)
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor is a whole buffer: no parameter, and no view of another."""
+    return not tensor.requires_grad and tensor.grad_fn is None and base_of(tensor) is None
 
 
 @rule("index_fill")

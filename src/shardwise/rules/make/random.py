@@ -19,7 +19,7 @@ from shardwise.core import world
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
-from shardwise.dtensor.writes import check_inplace_target, check_writable
+from shardwise.dtensor.writes import check_writable
 from shardwise.random import samplers
 from shardwise.random.samplers import Sampler, draw_shard
 from shardwise.redistribute.autograd import redistribute_local
@@ -232,7 +232,6 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Any:
 @composed("bernoulli_")
 def bernoulli_(input: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
     """Draw 0 or 1 into the target, which keeps its layout."""
-    check_inplace_target("bernoulli_", input)
     if isinstance(p, torch.Tensor):
         return input.copy_(compared(input, p, generator))
     _check_probability(p)

@@ -58,7 +58,7 @@ def attention(
     h, hk, hv = ("", "", "") if heads is None else ("h", "h_keys", "h_values")
     spec = contraction(f"... {h} l e, ... {hk} s e, ... {hv} s w -> ... {h} l w", query, key, value)
     inputs = list(spec.inputs)
-    *batch, _, _ = spec.outputs[0].dims
+    batch = [name for name in spec.outputs[0].dims[:-2] if name is not None]
     is_shared = heads is not None and heads.split_alike(query, key)
     if is_shared:
         inputs = [(each, tuple("h" if name and name.startswith("h") else name for name in dims))

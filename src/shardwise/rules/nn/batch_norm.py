@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor.call_args import check_plain_tensors
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
 from shardwise.rules.helpers.dims import present_inputs
+from shardwise.rules.helpers.index_key import as_replicated, mesh_of
 from shardwise.rules.helpers.local_tensors import widen
 from shardwise.rules.nn.normalization import as_channels, channels, moments, scale_and_shift
 from shardwise.rules.registry import composed, dispatched, functions_named, handler, rule
@@ -90,6 +92,7 @@ def _run_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Any:
+    input = _on_mesh(input, weight, bias, running_mean, running_var)
     if not training:
         return dispatched(by_statistics, input, weight, bias, running_mean, running_var, eps)
     tracks = running_mean is not None or running_var is not None
@@ -162,6 +165,7 @@ def _native(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any]:
+    input = _on_mesh(input, weight, bias, running_mean, running_var)
     if not training:
         made = dispatched(by_statistics, input, weight, bias, running_mean, running_var, eps)
         return made, _nothing(made), _nothing(made)
@@ -171,6 +175,16 @@ def _native(
         input if weight is None else weight
     ).dtype  # for half types the statistics are computed in float32
     return result, mean.to(kind), scale.to(kind)
+
+
+def _on_mesh(input: torch.Tensor, *others: Optional) -> torch.Tensor:
+    """Return the input, as a replicated DTensor if only running statistics are DTensors: the update
+    of these is no part of the function that has a rule."""
+    if isinstance(input, DTensor):
+        return input
+    mesh = mesh_of(*others)
+    check_plain_tensors("batch_norm", [input], mesh)
+    return as_replicated(input.view_as(input), mesh)
 
 
 def _nothing(like: DTensor, dtype: torch.dtype | None = None) -> DTensor:

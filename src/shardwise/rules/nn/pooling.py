@@ -18,15 +18,14 @@ from shardwise.rules.registry import Aten, composed, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 
-_MAX: dict[int, Callable[..., Any]]
-_MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
-_MAX_AND_WHERE: dict[int, Callable[..., Any]] = {
+_MAX: dict[int, Any] = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
+_MAX_AND_WHERE: dict[int, Any] = {
     1: torch.max_pool1d_with_indices,
     2: nn_builtins.max_pool2d_with_indices,
     3: nn_builtins.max_pool3d_with_indices,
 }
-_AVERAGE: dict[int, Callable[..., Any]]
-_AVERAGE = {2: nn_builtins.avg_pool2d, 3: nn_builtins.avg_pool3d}
+
+_AVERAGE: dict[int, Any] = {2: nn_builtins.avg_pool2d, 3: nn_builtins.avg_pool3d}
 
 Tensor = torch.Tensor
 Operator = Callable[[Tensor], Any]

@@ -13,9 +13,10 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ensure_state
 from shardwise.dtensor.call_args import check_plain_tensors
+from shardwise.dtensor.composite import write_to_plain
 from shardwise.dtensor.input_moves import move_input, plan_input_move
 from shardwise.dtensor.tensor import DTensor, find_detaching_operator
-from shardwise.dtensor.writes import check_inplace_target, check_writable
+from shardwise.dtensor.writes import check_writable
 from shardwise.rules.helpers.local_tensors import is_summed, keeps_sums
 from shardwise.rules.pointwise.elementwise import broadcast_spec
 from shardwise.rules.registry import Function, composed, dispatched, handler, name_of, rule
@@ -179,7 +180,8 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
     rank.
     """
     target, source, *rest = _bound(args, kwargs)
-    check_inplace_target(name_of(func), target)
+    if not isinstance(target, DTensor):
+        return write_to_plain("copy_", func, *args, **kwargs)
     check_writable("copy_", target)
     check_plain_tensors("copy_", [source], target._layout.mesh)
     if source.shape != target.shape:

@@ -159,6 +159,7 @@ def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
 def fused(func: Any, args: Any, kwargs: Any) -> None:
     """Run in the parameters' layouts; other tensors are moved there, updated, and copied back."""
     keywords = {name: _as_whole(arg) for name, arg in kwargs.items()}
+    args = [_plain_counts(arg, args[0]) for arg in args]
     lists = [arg for arg in args if arg and isinstance(arg[0], DTensor)]
     for parameter in args[0]:
         check_writable(func.__name__, parameter)
@@ -185,6 +186,16 @@ def _as_whole(arg: Any) -> Any:
     if isinstance(arg, DTensor) and not arg._layout.is_replicated:
         return arg.full_tensor()
     return arg
+
+
+def _plain_counts(tensors: Any, parameters: Any) -> Any:
+    """Return a list of steps, one number for each parameter, as plain tensors; others unchanged.
+
+    The kernels only read them.
+    """
+    if all(each.dim() == 0 for each in tensors) and any(each.dim() for each in parameters):
+        return [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+    return tensors
 
 
 def _like_parameter(tensor: Any, parameter: Any, moved: list[Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.rules.helpers.collectives import sum_grads_over
 from shardwise.rules.helpers.dims import as_dims, drop_dims, whole_dims_spec
 from shardwise.rules.helpers.local_tensors import keeps_sums, vector_of, wide_dtype, widen
 from shardwise.rules.reduce.extremes import extreme_value
@@ -49,8 +50,44 @@ def _moments(
     mean = (means * counts).sum(0) / over.count
     away = means - mean
     apart = (spreads + counts * away * away.conj()).sum(0)
-    variance = (apart.real if apart.is_complex() else apart) / max(0.0, over.count - correction)
-    return variance, mean
+    apart = apart.real if apart.is_complex() else apart
+    freedom = over.count - correction
+    if freedom > 0:
+        return apart / freedom, mean
+    return _InfiniteVariance.apply(wide, apart.detach() / 0.0, over, freedom), mean  # type: ignore[no-untyped-call]
+
+
+class _InfiniteVariance(torch.autograd.Function):
+    """A variance without degrees of freedom: infinite, or NaN for equal elements.
+
+    Forward: nothing, the variance is known. Backward: the all-reduce of the mean. torch's gradient
+    is the centered elements times infinity; the gradients of the merged variance would be
+    differences of infinities.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, variance: torch.Tensor, over: ReducedDims, freedom: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(local)
+        ctx.over, ctx.factor = over, 2 / freedom if freedom else math.inf
+        return variance.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (local,), over = ctx.saved_tensors, ctx.over
+        mean = over.total(local.sum(over.dims, keepdim=True)) / over.count
+        centered = local - sum_grads_over(mean, over.mesh, over.axes)
+        gradient = gradients[0] if over.keepdim else _with_dims(gradients[0], over.dims)
+        gradient = sum_grads_over(gradient, over.mesh, over.axes)
+        return gradient * ctx.factor * centered, None, None, None
+
+
+def _with_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return a reduced tensor with its dims of size 1 again."""
+    for dim in dims:
+        tensor = tensor.unsqueeze(dim)
+    return tensor
 
 
 def _square_root(squares: torch.Tensor) -> torch.Tensor:
