@@ -24,7 +24,7 @@ _shape_of: Callable[[torch.Tensor], torch.Size] = TensorBase.shape.__get__
 _numel_of: Callable[[torch.Tensor], int] = TensorBase.numel
 
 
-class TensorProperties(torch.Tensor):
+class GlobalProperties(torch.Tensor):
     """The base of DTensor with its properties.
 
     Sizes are those of the global tensor. Within `as_local()` they are those of the shard: code that

@@ -27,7 +27,7 @@ from shardwise.dtensor.local_shards import (
     check_shard,
     infer_layout,
 )
-from shardwise.dtensor.properties import TensorProperties
+from shardwise.dtensor.properties import GlobalProperties
 from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
 from shardwise.redistribute.plan import gradient_layout, with_placements
 from shardwise.torch_internals import (
@@ -84,7 +84,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.values()))
 
 
-class DTensor(TensorProperties):
+class DTensor(GlobalProperties):
     """A tensor on a device mesh. `from_local`, `distribute_tensor` and the factories make it.
 
     Shapes, sizes and results are those of the global tensor; `to_local()` is this rank's shard.
