@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor.properties import TensorProperties
+from shardwise.dtensor.properties import GlobalProperties
 from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.rules.registry import handler
 from shardwise.torch_internals import TensorBase, as_local
@@ -43,7 +43,7 @@ def dim_order(func: Any, args: Any, kwargs: Any) -> Any:
     return func(unwrap(args[0]), *args[1:], **kwargs)
 
 
-_OWN = {**vars(TensorProperties), **vars(DTensor)}
+_OWN = {**vars(GlobalProperties), **vars(DTensor)}
 """The properties and methods of DTensor that replace torch's."""
 
 
