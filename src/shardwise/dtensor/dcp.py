@@ -76,10 +76,10 @@ def write_items(
         like: a tensor of the same dtype and device.
         strides: the strides to store, in versions of torch that store them (2.15).
     """
-    from torch.distributed.checkpoint.metadata import MetadataIndex, GlobalProperties
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = GlobalProperties.create_from_tensor(like)
+    properties = TensorProperties.create_from_tensor(like)
     if hasattr(properties, "strides"):
         properties.strides = None if strides is None else tuple(strides)
     return [
