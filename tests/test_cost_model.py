@@ -140,3 +140,8 @@ def test_the_estimate_of_a_move_over_one_axis_is_the_time_of_its_plan(dtype, cos
             plan = sw.plan_redistribute(source, target, dtype, costs=costs)
             assert communicates(source, target) == any(step.communicates for step in plan.moves)
             assert guess.before + dtype.itemsize * guess.per_byte == pytest.approx(plan.seconds)
+
+
+def test_a_step_over_several_axes_costs_what_the_dearest_of_them_does() -> None:
+    costs = Costs({"fast": AxisCost(1.0, 8.0), "slow": AxisCost(4.0, 2.0)}, start=0.5)
+    assert costs.seconds(["fast", "slow"], peers=3, bytes=10) == 0.5 + 3 * 4.0 + 10 * 8.0

@@ -153,6 +153,20 @@ def test_distances_between_rows():
     check(torch.cdist, [Sample(leaf(2, 1, 27, 2), leaf(3, 4, 2))], most=6, rtol=1e-6)
 
 
+def test_how_distances_are_computed_depends_on_the_global_number_of_rows():
+    """Far from the origin torch's product for more than 25 rows is off by far more than 1e-6."""
+    rows = 1000 + leaf(28, 2).detach().float()
+
+    def program():
+        mesh = init_device_mesh("cpu", (2,))
+        return torch.cdist(distribute_tensor(rows, mesh, [Shard(0)]), rows[:3]).full_tensor()
+
+    expected = torch.cdist(rows, rows[:3])
+    exact = torch.cdist(rows.double(), rows[:3].double()).float()
+    assert not torch.allclose(expected, exact, atol=1e-3)
+    torch.testing.assert_close(simulate(program, 2)[0], expected, atol=1e-3, rtol=0)
+
+
 def test_the_old_chain_matmul():
     with pytest.warns(UserWarning, match="deprecated"):
         check(torch.chain_matmul, [Sample(leaf(5, 4), leaf(4, 3), leaf(3, 2))])

@@ -5,7 +5,16 @@ import torch
 import torch.nn.functional as F
 from support.rules import leaf
 
-from shardwise import DispatchError, Layout, explicit, init_device_mesh, listen, simulate
+from shardwise import (
+    DispatchError,
+    Layout,
+    Shard,
+    distribute_tensor,
+    explicit,
+    init_device_mesh,
+    listen,
+    simulate,
+)
 from shardwise.core.errors import PolicyError
 from shardwise.testing import Sample, check_rule, distributed
 
@@ -309,3 +318,14 @@ def test_mistakes_give_the_errors_of_torch():
             assert str(ours.value) == str(theirs.value)
 
     on_two(run)
+
+
+def test_an_offset_is_counted_in_the_strides_of_the_shard():
+    """Row 1 starts 4 elements after the start, and 2 in the shard of a rank."""
+    whole = torch.arange(24.0).reshape(2, 3, 4)
+
+    def program():
+        x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(2)])
+        return x.as_strided((2, 4), (12, 1), 4).full_tensor()
+
+    assert torch.equal(simulate(program, 2)[0], whole[:, 1])
