@@ -111,7 +111,7 @@ def test_a_redistribution_follows_the_costs_of_its_mesh():
         found = []
         for costs in (SLOW_START, SLOW_BYTES):
             set_costs(mesh, costs)
-            found.append(sw.plan_redistribute(x.layout, Layout(mesh, (8, 4))).costs)
+            found.append(sw.plan_redistribute(x.mesh_layout, Layout(mesh, (8, 4))).costs)
             assert x.redistribute(placements=[Replicate()]).to_local().shape == (8, 4)
         return found
 

@@ -72,7 +72,7 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(f"tensor: expected a shardwise DTensor, got {type(tensor).__name__}")
-    layout = tensor.layout
+    layout = tensor.mesh_layout
     placements: list[Any] = []
     for axis, placement in enumerate(layout.placements):
         match placement:

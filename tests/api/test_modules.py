@@ -176,7 +176,7 @@ def test_torch_load_takes_a_saved_state_dict_of_dtensors_as_it_is():
         torch.save({"model": model.state_dict(), "step": 3}, file)
         file.seek(0)
         loaded = torch.load(file)["model"]
-        assert loaded["weight"].layout is model.weight.layout
+        assert loaded["weight"].mesh_layout is model.weight.mesh_layout
         assert torch.equal(loaded["weight"].full_tensor(), full(3, 2))
 
     ranks(run)

@@ -77,7 +77,7 @@ def test_optimizers_step_as_in_one_process(kind, settings, options):
             assert torch.allclose(mine.full_tensor(), plain, atol=1e-6)
         state = optimizers[0].state[ours[0]]
         moments = [value for value in state.values() if isinstance(value, DTensor)]
-        assert all(value.layout is ours[0].layout for value in moments if value.dim())
+        assert all(value.mesh_layout is ours[0].mesh_layout for value in moments if value.dim())
 
     ranks(run)
 
@@ -136,7 +136,7 @@ def test_an_optimizers_state_survives_its_state_dict():
         again = torch.optim.AdamW(params, lr=0.1)
         again.load_state_dict(optimizer.state_dict())
         moment = again.state[params[0]]["exp_avg"]
-        assert isinstance(moment, DTensor) and moment.layout is params[0].layout
+        assert isinstance(moment, DTensor) and moment.mesh_layout is params[0].mesh_layout
 
     ranks(run)
 
@@ -156,7 +156,7 @@ def test_an_optimizer_loads_whole_state_and_state_of_another_layout(kind):
         optimizers[0].load_state_dict(saved)
         for mine, plain in zip(ours, theirs, strict=True):
             state = optimizers[0].state[mine]
-            assert state["exp_avg"].layout is mine.layout and float(state["step"]) == 1
+            assert state["exp_avg"].mesh_layout is mine.mesh_layout and float(state["step"]) == 1
             assert state["exp_avg"].untyped_storage().nbytes() == unwrap(mine).nbytes  # no more
             mine.data.copy_(plain.detach())
         for params, optimizer in zip((ours, theirs), optimizers, strict=True):

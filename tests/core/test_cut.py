@@ -335,11 +335,11 @@ def test_fused_grouped_attention_over_uneven_heads_needs_no_communication_but_it
             forward = len(events)
             result.square().sum().backward()
         even = mesh.shape[-1] == 3
-        assert repr(joined.layout) == ("[3, 5, 24@tp]" if even else "[3, 5, (24/8)@tp]")
+        assert repr(joined.mesh_layout) == ("[3, 5, 24@tp]" if even else "[3, 5, (24/8)@tp]")
         assert torch.allclose(result.full_tensor(), expected)
         for one, other in zip(given, plain, strict=True):
             assert torch.allclose(one.grad.full_tensor(), other.grad)
-            assert one.grad.layout is one.layout
+            assert one.grad.mesh_layout is one.mesh_layout
         return forward, [(event.kind, event.axes) for event in events]
 
     for forward, events in run_on(ranks, each):
@@ -363,9 +363,9 @@ def test_the_third_dim_of_a_fused_result_is_one_piece() -> None:
         assert torch.equal(one.full_tensor(), full.view(2, 3, 3, 4)[:, 1])
         assert torch.equal(chunk.full_tensor(), full.chunk(3, -1)[1])
         assert torch.equal(part.full_tensor(), full.chunk(3, -1)[2])
-        assert again.layout is x.layout
+        assert again.mesh_layout is x.mesh_layout
         assert torch.equal(again.full_tensor(), full)
-        return [repr(each.layout) for each in (apart, one, chunk)]
+        return [repr(each.mesh_layout) for each in (apart, one, chunk)]
 
     assert run_on((2,), each)[0] == ["[2, 3, 3@tp, 4]", "[2, 3@tp, 4]", "[2, (12/4)@tp]"]
 
@@ -589,7 +589,7 @@ def test_from_local_finds_the_global_shape_of_pieces_and_refuses_others() -> Non
     def each(mesh: DeviceMesh) -> None:
         x = distributed(full, mesh, QKV)
         again = sw.DTensor.from_local(x.to_local(), mesh, [QKV])
-        assert again.layout is x.layout
+        assert again.mesh_layout is x.mesh_layout
         known = sw.DTensor.from_local(x.to_local(), mesh, [QKV], shape=(48, 2))
         assert torch.equal(known.full_tensor(), full)
         with pytest.raises(LayoutError, match="no legal sharding"):
@@ -603,18 +603,18 @@ def test_a_cut_tensor_is_copied_pickled_and_moved(tmp_path: Any) -> None:
 
     def each(mesh: DeviceMesh) -> None:
         x = distributed(full.requires_grad_(), mesh, QKV)
-        assert copy.deepcopy(x).layout is x.layout
+        assert copy.deepcopy(x).mesh_layout is x.mesh_layout
         assert torch.equal(pickle.loads(pickle.dumps(x)).full_tensor(), full)
         path = tmp_path / f"{mesh.get_rank()}.pt"
         torch.save(x, path)
         loaded = torch.load(path, weights_only=True)
-        assert loaded.layout is x.layout
+        assert loaded.mesh_layout is x.mesh_layout
         ordinary = x.redistribute(placements=[Shard(0)])
-        assert not ordinary.layout.is_cut
+        assert not ordinary.mesh_layout.is_cut
         back = ordinary.redistribute(placements=[QKV])
         assert torch.equal(back.to_local(), x.to_local())
         (back * 2).sum().backward()
-        assert x.grad.layout is x.layout
+        assert x.grad.mesh_layout is x.mesh_layout
         x.data = torch.zeros_like(x)
         assert not bool(x.any())
         other = distributed(full.detach(), mesh, Shard(1))

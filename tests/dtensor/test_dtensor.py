@@ -145,7 +145,7 @@ def test_python_sees_the_global_tensor():
         assert len(x) == 5 and x.stride() == (4, 1) and x.t().stride() == (1, 4)
         assert x.nbytes == 80 and x.dtype is torch.float32 and x.device.type == "cpu"
         assert x.placements == (Shard(0),) and x.device_mesh is mesh
-        assert repr(x.layout) == "[5@0, 4]" and x.box == x.layout.box()
+        assert repr(x.mesh_layout) == "[5@0, 4]" and x.box == x.mesh_layout.box()
 
     ranks(run)
 
@@ -312,7 +312,7 @@ def test_deepcopy_copies_the_piece_the_gradient_and_the_kind():
         q = copy.deepcopy(p)
         with torch.no_grad():
             p.zero_()
-        assert isinstance(q, nn.Parameter) and q.layout is p.layout
+        assert isinstance(q, nn.Parameter) and q.mesh_layout is p.mesh_layout
         assert torch.equal(q.full_tensor(), full(4)) and q.grad is not p.grad
         assert torch.equal(q.grad.full_tensor(), torch.full((4,), 2.0))
         both = copy.deepcopy([p, p])
@@ -325,7 +325,7 @@ def test_pickle_keeps_piece_and_layout():
     def run(mesh):
         p = nn.Parameter(split(full(5), mesh, Shard(0)))
         q = pickle.loads(pickle.dumps(p))
-        assert isinstance(q, nn.Parameter) and q.layout is p.layout and q.requires_grad
+        assert isinstance(q, nn.Parameter) and q.mesh_layout is p.mesh_layout and q.requires_grad
         assert torch.equal(q.full_tensor(), full(5))
         buffer = io.BytesIO()
         torch.save({"p": p}, buffer)
@@ -397,7 +397,7 @@ def test_data_may_get_another_layout_after_a_use():
         (x * weight).sum()
         weight.data = in_layout(full(4), mesh, Shard(0))
         (x * weight).sum().backward()
-        assert weight.grad.layout is weight.layout
+        assert weight.grad.mesh_layout is weight.mesh_layout
         assert torch.equal(weight.grad.full_tensor(), full(6, 4).sum(0))
 
     ranks(run)
@@ -538,3 +538,20 @@ def test_second_derivatives_through_pending_sums_are_right(leaf):
             assert torch.allclose(ours.full_tensor(), theirs)
 
     ranks(run)
+
+
+def test_layout_is_torchs_so_that_comparisons_and_factories_of_torch_take_it() -> None:
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x = sw.distribute_tensor(torch.arange(20.0).view(5, 4), mesh, [Shard(0)])
+        assert x.layout is torch.strided and torch.zeros(2, layout=x.layout).shape == (2,)
+        assert x.mesh_layout == sw.Layout.from_placements(mesh, (5, 4), [Shard(0)])
+        assert x.mesh_layout != torch.strided
+        torch.testing.assert_close(x, x.clone())
+        torch.testing.assert_close(x, x.full_tensor())
+        with pytest.raises(AssertionError, match="Mismatched elements: 20 / 20"):
+            torch.testing.assert_close(x, x + 1)
+        with pytest.raises(AssertionError, match="Mismatched elements: 1 / 20"):
+            torch.testing.assert_close(x, torch.where(x == 9, 0, x))
+
+    sw.simulate(run, 2)

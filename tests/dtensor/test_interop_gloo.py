@@ -19,7 +19,7 @@ def both_ways(placements, shard_order):
     assert theirs.to_local().data_ptr() == ours.data_ptr()
     assert torch.equal(theirs.full_tensor(), WHOLE)
     again = sw.interop.from_torch(theirs)
-    assert again.layout is ours.layout and again.data_ptr() == ours.data_ptr()
+    assert again.mesh_layout is ours.mesh_layout and again.data_ptr() == ours.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def on_ranks(ranks: set[int], act: Callable[[DTensor], Any]) -> Callable[..., An
     """A function that is right, but on some ranks."""
 
     def function(x: torch.Tensor) -> Any:
-        is_one = isinstance(x, DTensor) and x.layout.mesh.get_rank() in ranks
+        is_one = isinstance(x, DTensor) and x.mesh_layout.mesh.get_rank() in ranks
         return act(x) if is_one else x.exp()
 
     return function

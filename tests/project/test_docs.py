@@ -155,9 +155,9 @@ def test_the_guide_to_dtensors_runs():
         assert torch.equal(known["x"].full_tensor(), whole)
         known |= {"mesh": mesh["tp"], "weight": weight, "x": x, "F": nn.functional}
         exec(pieces, known)
-        assert f"qkv.layout  # {known['qkv'].layout}\n" in pieces
+        assert f"qkv.mesh_layout  # {known['qkv'].mesh_layout}\n" in pieces
         torch.testing.assert_close(known["q"].full_tensor(), x @ weight[:24].T)
-        assert str(known["q"].unflatten(-1, (6, 4)).layout).endswith("(6/2)@tp, 4]")
+        assert str(known["q"].unflatten(-1, (6, 4)).mesh_layout).endswith("(6/2)@tp, 4]")
 
     on_ranks(run)
     exec(own, {"sw": sw, "torch": torch})
@@ -207,10 +207,10 @@ def run_the_page(path):
         exec(compile(each, "docs/fsdp.md", "exec"), names)
         if "shown" in names and not losses:
             losses.append(names["shown"])
-    layout = str(names["large"].layers[0].up.weight.layout)
-    assert f"print(large.layers[0].up.weight.layout)  # {layout}" in (DOCS / "fsdp.md").read_text(
-        "utf-8"
-    )
+    layout = str(names["large"].layers[0].up.weight.mesh_layout)
+    assert f"print(large.layers[0].up.weight.mesh_layout)  # {layout}" in (
+        DOCS / "fsdp.md"
+    ).read_text("utf-8")
     inputs, labels = parts(0, 4)[0]
     for name in MODELS:
         model = names[name]

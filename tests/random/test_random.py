@@ -269,7 +269,7 @@ def test_a_new_tensor_is_the_same_on_every_layout(name: str) -> None:
             torch.manual_seed(5)
             made = make(device_mesh=mesh, placements=layout.placements)
             assert made.placements == layout.placements
-            assert made.to_local().shape == made.layout.local_shape()
+            assert made.to_local().shape == made.mesh_layout.local_shape()
             found.append((made.full_tensor(), torch.get_rng_state()))
         return found
 

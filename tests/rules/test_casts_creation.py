@@ -269,7 +269,10 @@ def test_a_parameter_of_a_tensor_cut_in_pieces_is_cut_so_and_nothing_moves():
         events = []
         with listen(events.append):
             parameter = torch.nn.Parameter(fused)
-        assert events == [] and parameter.layout is fused.layout is fused.detach().layout
+        assert (
+            events == []
+            and parameter.mesh_layout is fused.mesh_layout is fused.detach().mesh_layout
+        )
         return parameter.to_local().tolist()
 
     assert on_two_ranks(run) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]

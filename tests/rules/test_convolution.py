@@ -59,7 +59,7 @@ def communication(
         events: list[Event] = []
         with listen(events.append), torch.no_grad():
             made = function(*given)
-        return [event.kind for event in events], repr(made.layout)
+        return [event.kind for event in events], repr(made.mesh_layout)
 
     return sw.simulate(run, 2)[0]
 

@@ -55,7 +55,7 @@ def test_rows_joined_along_a_split_dim_stay_split():
         events = []
         with listen(events.append):
             both = torch.cat([cache, new])
-        return repr(both.layout), both.to_local().tolist(), {event.kind for event in events}
+        return repr(both.mesh_layout), both.to_local().tolist(), {event.kind for event in events}
 
     assert on_two(run) == [
         ("[6@tp]", [0, 1, 2], {"all_to_all"}),
@@ -76,7 +76,7 @@ def test_pending_sums_flow_through_if_all_are():
     def run(mesh):
         pending = Layout(mesh, (3,), partial={"tp": "sum"})
         x, y = (distributed(torch.ones(3), pending) for _ in range(2))
-        return repr(torch.cat([x, y]).layout), repr(torch.stack([x, y]).layout)
+        return repr(torch.cat([x, y]).mesh_layout), repr(torch.stack([x, y]).mesh_layout)
 
     assert on_two(run)[0] == ("[6] +sum@tp", "[2, 3] +sum@tp")
 

@@ -113,7 +113,7 @@ def results(function: Callable[..., Any], mesh_shape: tuple[int, ...]) -> list[A
             y = function(x)
             after = torch.get_rng_state()
             assert isinstance(y, DTensor)
-            assert y.to_local().shape == y.layout.local_shape()
+            assert y.to_local().shape == y.mesh_layout.local_shape()
             whole = y.full_tensor()
             gradient = None
             if whole.requires_grad:

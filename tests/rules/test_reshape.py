@@ -97,7 +97,7 @@ def test_heads_and_batch_are_split_off_and_merged_without_communication():
         )
         heads, kinds = events_of(lambda: x.view(2, 3, 4, 2).transpose(1, 2))
         rows, more = events_of(lambda: x.reshape(6, 8))
-        return repr(heads.layout), repr(rows.layout), kinds + more
+        return repr(heads.mesh_layout), repr(rows.mesh_layout), kinds + more
 
     found = on((2, 2), run)
     assert found[0] == ("[2@dp, 4@tp, 3, 2]", "[6@dp, 8@tp]", [])
@@ -108,7 +108,7 @@ def test_a_dim_that_two_axes_split_is_merged_and_split_in_their_order():
         x = distributed(torch.arange(16.0).reshape(8, 2), Layout(mesh, (8, 2), {0: ["tp", "dp"]}))
         flat, kinds = events_of(lambda: x.view(-1))
         again, more = events_of(lambda: flat.view(4, 2, 2))
-        return repr(flat.layout), repr(again.layout), kinds + more
+        return repr(flat.mesh_layout), repr(again.mesh_layout), kinds + more
 
     assert on((2, 2), run)[0] == ("[16@tp.dp]", "[4@tp.dp, 2, 2]", [])
 
@@ -120,7 +120,7 @@ def test_chunks_that_do_not_fit_are_made_whole():
         rows = x.view(5, 2)
         with pytest.raises(PolicyError, match="redistribute"), explicit():
             x.view(5, 2)
-        return repr(rows.layout), rows.to_local().flatten().tolist()
+        return repr(rows.mesh_layout), rows.to_local().flatten().tolist()
 
     assert on((2,), run)[1] == ("[5, 2]", list(range(10)))
 
@@ -131,7 +131,12 @@ def test_uneven_rows_stay_split_in_units_where_they_are_flattened_and_come_back(
         x = distributed(torch.arange(10.0).reshape(5, 2), Layout(mesh, (5, 2), {0: ["dp"]}))
         flat, kinds = events_of(lambda: x.view(10))
         again, more = events_of(lambda: flat.view(5, 2))
-        return repr(flat.layout), flat.to_local().tolist(), again.layout is x.layout, kinds + more
+        return (
+            repr(flat.mesh_layout),
+            flat.to_local().tolist(),
+            again.mesh_layout is x.mesh_layout,
+            kinds + more,
+        )
 
     assert on((2,), run)[1] == ("[(10/2)@dp]", [6.0, 7.0, 8.0, 9.0], True, [])
 
@@ -142,7 +147,7 @@ def test_a_dim_that_is_split_within_another_stays_split_where_they_are_joined():
         flat, kinds = events_of(lambda: x.view(-1, 2))
         again, more = events_of(lambda: flat.view(3, 4, 2))
         assert torch.equal(flat.full_tensor(), torch.arange(24.0).reshape(12, 2))
-        return repr(flat.layout), again.layout is x.layout, kinds + more
+        return repr(flat.mesh_layout), again.mesh_layout is x.mesh_layout, kinds + more
 
     assert on((2,), run)[1] == ("[(4+4+4)@dp, 2]", True, [])
 
@@ -151,7 +156,7 @@ def test_a_view_shares_memory_and_gradients_flow_through_writes_to_it():
     def run(mesh):
         x = distributed(torch.arange(12.0).reshape(4, 3), Layout(mesh, (4, 3), {0: ["dp"]}))
         x.view(2, 2, 3).zero_()
-        leaf = distributed(torch.ones(4, 3, requires_grad=True), x.layout)
+        leaf = distributed(torch.ones(4, 3, requires_grad=True), x.mesh_layout)
         y = leaf * 1
         y.view(12).mul_(3)
         y.sum().backward()

@@ -124,7 +124,7 @@ def test_equal_and_allclose_give_every_rank_the_same_answer():
 def test_to_sort_a_split_dim_the_axis_goes_to_another_dim_by_one_exchange():
     def run(mesh):
         events, result = heard(mesh, lambda: in_layout(X, mesh, Shard(1)).sort(dim=1).values)
-        return [event.kind for event in events], result.layout, result.full_tensor()
+        return [event.kind for event in events], result.mesh_layout, result.full_tensor()
 
     for kinds, layout, found in ranks(run):
         assert kinds == ["all_to_all"]

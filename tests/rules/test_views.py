@@ -233,7 +233,7 @@ def test_halves_of_a_split_dim_stay_split():
         with listen(events.append):
             gate, up = rows(mesh, 2, 8, split=1).chunk(2, -1)
         kinds = {event.kind for event in events}
-        return repr(gate.layout), up.to_local().tolist(), kinds
+        return repr(gate.mesh_layout), up.to_local().tolist(), kinds
 
     found = on_two(run)
     assert found[0] == ("[2, 4@tp]", [[4, 5], [12, 13]], {"all_to_all"})
@@ -246,7 +246,7 @@ def test_one_row_of_a_split_dim_is_whole_and_only_it_travels():
         events = []
         with listen(events.append):
             row = x.select(0, 70)
-        return repr(row.layout), row.to_local().tolist(), {event.kind for event in events}
+        return repr(row.mesh_layout), row.to_local().tolist(), {event.kind for event in events}
 
     assert on_two(run)[0] == ("[3]", [210, 211, 212], {"all_reduce"})
 
@@ -270,7 +270,7 @@ def test_shapes_change_in_place():
         local = x.to_local().data_ptr()
         x.transpose_(0, 2).squeeze_().unsqueeze_(0).squeeze_(())
         x.squeeze_(0).t_().unsqueeze_(2).squeeze_(dim=2)
-        return repr(x.layout), x.to_local().data_ptr() == local, x.full_tensor().tolist()
+        return repr(x.mesh_layout), x.to_local().data_ptr() == local, x.full_tensor().tolist()
 
     values = torch.arange(12.0).reshape(4, 3).tolist()
     assert on_two(run) == [("[4@tp, 3]", True, values)] * 2
@@ -279,7 +279,11 @@ def test_shapes_change_in_place():
 def test_a_dim_with_one_local_row_is_not_squeezed():
     def run(mesh):
         x = rows(mesh, 2, 1, 3, split=0)
-        return repr(x.squeeze().layout), repr(x.squeeze(0).layout), repr(x.squeeze((0, 1)).layout)
+        return (
+            repr(x.squeeze().mesh_layout),
+            repr(x.squeeze(0).mesh_layout),
+            repr(x.squeeze((0, 1)).mesh_layout),
+        )
 
     assert on_two(run)[0] == ("[2@tp, 3]", "[2@tp, 1, 3]", "[2@tp, 3]")
 

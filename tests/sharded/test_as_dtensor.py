@@ -156,7 +156,7 @@ def test_a_dtensor_that_is_cut_in_pieces_becomes_several_shards() -> None:
         local = torch.cat([part.chunk(2)[mesh.get_rank()] for part in data.detach().split([6, 4])])
         local.requires_grad_()
         made = sw.DTensor.from_local(local, mesh, layout.placements, shape=(10, 2))
-        assert made.layout is layout
+        assert made.mesh_layout is layout
         tensor = sh.from_dtensor(made)
         assert len(tensor.local_shards()) == 2
         torch.testing.assert_close(tensor.full_tensor(), data.detach())

@@ -298,12 +298,6 @@ class Layout:
             self.mesh, self.shape, self.shard_order, self.partial, self.cuts
         )
 
-    def __eq__(self, other: object) -> bool:
-        # Code that asks whether a tensor is dense compares its layout with torch.strided.
-        return self is other or other is torch.strided
-
-    __hash__ = object.__hash__
-
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: a Layout cannot be changed; make another")
 

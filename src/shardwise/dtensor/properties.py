@@ -36,10 +36,14 @@ class GlobalProperties(torch.Tensor):
     # ---- the layout
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """The layout of the global tensor."""
-        # within `as_local()` torch's: some Python functions of torch pass it on
-        return self._layout if is_torch_function_enabled() else torch.strided  # type: ignore[return-value]
+    def mesh_layout(self) -> Layout:
+        """The layout of the global tensor on its mesh."""
+        return self._layout
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        """Torch's memory layout. A DTensor is always dense: `torch.strided`."""
+        return torch.strided
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -63,8 +63,7 @@ for _name in ("size", "stride", "dim", "ndimension", "numel", "nelement"):
 for _name, _property in vars(TensorBase).items():
     if not isinstance(_property, GetSetDescriptorType) or _name in _OPERATORS:
         continue
-    # torch's `layout` (strided, sparse) is another thing than DTensor's.
-    _is_own = _name in _OWN and _name != "layout"
+    _is_own = _name in _OWN
     handler(_property.__get__)(_own(_name) if _is_own else of_piece)
     if not _is_own:
         handler(_property.__set__)(of_piece)

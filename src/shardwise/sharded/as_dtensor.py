@@ -269,7 +269,7 @@ def from_dtensor(cls: type[_Core], tensor: DTensor, process_group: GroupLike = N
     """Make a sharded tensor of class `cls` that shares the memory of a DTensor."""
     if not isinstance(tensor, DTensor):
         raise ShardedTensorError(f"tensor: expected a DTensor, got {type(tensor).__name__}")
-    layout = tensor.layout
+    layout = tensor.mesh_layout
     mesh = layout.mesh
     group = as_rank_group(mesh if process_group is None else process_group)
     if set(group.ranks) != set(mesh.mesh.flatten().tolist()):

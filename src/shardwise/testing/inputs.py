@@ -67,9 +67,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()
-    if tuple(local.shape) != tensor.layout.local_shape():
+    if tuple(local.shape) != tensor.mesh_layout.local_shape():
         raise AssertionError(
-            f"the result says {tensor.layout!r}, but its piece has shape {tuple(local.shape)}"
+            f"the result says {tensor.mesh_layout!r}, but its piece has shape {tuple(local.shape)}"
         )
     return tensor.full_tensor()
 

@@ -389,10 +389,6 @@ checkpoint_metadata: dict[str, Any] = _take(
 default_checkpoint_metadata: Any = _take(
     "torch.utils.checkpoint._default_meta_extractor", "the default of it"
 )
-masked_module: Any = _take("torch.masked._ops", "where `_input_mask` is looked up")
-input_mask: Any = _take(
-    "torch.masked._ops._input_mask", "the mask of torch.masked's functions", "input"
-)
 _take(
     "torch.optim.Optimizer._process_value_according_to_param_policy",
     "gets each tensor of a state dict that an optimizer loads",

@@ -33,9 +33,7 @@ from shardwise.torch_internals import (
     checkpoint_metadata,
     default_checkpoint_metadata,
     foreach_types,
-    input_mask,
     is_torch_function_enabled,
-    masked_module,
     transforms_module,
     vmap_module,
 )
@@ -152,27 +150,6 @@ def _renew_inputs_of_checkpoints() -> Undo:
     return _replace(CheckpointFrame, "save_inputs", save_renewed)
 
 
-# ---- torch.masked
-
-
-def _make_masks_of_dtensors() -> Undo:
-    @functools.wraps(input_mask)
-    def mask_of(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        mask = kwargs.get("mask")
-        if not isinstance(input, DTensor) or not isinstance(mask, torch.Tensor):
-            return input_mask(input, *args, **kwargs)
-        if mask.layout != torch.strided:
-            mask = mask.to_dense()
-        if mask.dim() > input.dim():
-            raise IndexError(
-                f"torch.masked: expected a mask of at most {input.dim()} dims, as the input has; "
-                f"got {mask.dim()}"
-            )
-        return mask.to(torch.bool).broadcast_to(input.shape)
-
-    return _replace(masked_module, "_input_mask", mask_of)
-
-
 # ---- optimizers
 
 
@@ -283,12 +260,6 @@ PATCHES: tuple[Patch, ...] = (
         "torch.utils.checkpoint._CheckpointFrame.save_inputs",
         "Copies that emulate views of split dims must be up to date before a checkpoint runs.",
         _renew_inputs_of_checkpoints,
-    ),
-    Patch(
-        "torch.masked._ops._input_mask",
-        "It looks for x.layout in a set of torch's layouts, and the hash of our Layout is not that "
-        "of torch.strided.",
-        _make_masks_of_dtensors,
     ),
     Patch(
         "register_optimizer_step_pre_hook and _post_hook (public)",

@@ -143,9 +143,9 @@ def _zeros(made: torch.Tensor) -> torch.Tensor:
     if not isinstance(made, DTensor):
         return torch.zeros_like(made.detach())  # as torch's DTensor lies, if it is one
     zeros = torch.zeros(made.shape, dtype=made.dtype)
-    mesh = made.layout.mesh
+    mesh = made.mesh_layout.mesh
     options = ways(zeros, mesh.ndim)
-    how = options[zlib.crc32(repr(made.layout).encode()) % len(options)]
+    how = options[zlib.crc32(repr(made.mesh_layout).encode()) % len(options)]
     return distributed(zeros, Layout.from_placements(mesh, zeros.shape, how))
 
 
