@@ -29,10 +29,10 @@ def check_whole(name: str, tensor: GlobalProperties) -> None:
 def refuse_piece(name: str, layout: Layout) -> NoReturn:
     """Refuse a call that would take this rank's piece for the global tensor."""
     raise DispatchError(
-        f"{name}: would give the memory of this rank's piece, {layout.local_shape()}, for the tensor "
-        f"{layout!r}; take x.to_local() for the piece or x.full_tensor() for the whole, or run code "
-        "that does not know DTensors within sw.local_map. To files: torch.distributed.checkpoint "
-        "(async_save with async_stager=shardwise.CheckpointStager())"
+        f"{name}: would give the memory of this rank's piece, {layout.local_shape()}, for the "
+        f"tensor {layout!r}; take x.to_local() for the piece or x.full_tensor() for the whole, or "
+        "run code that does not know DTensors within sw.local_map. To files: "
+        "torch.distributed.checkpoint (async_save with async_stager=shardwise.CheckpointStager())"
     )
 
 

@@ -293,10 +293,10 @@ class DTensor(GlobalProperties):
         return super().to(*args, **kwargs)
 
     _as_subclass: Any = TensorBase.as_subclass
-    """Torch's method, which does not call `__torch_function__`: this rank's shard in another class."""
+    """Torch's method: this rank's shard in another class. It does not call `__torch_function__`."""
 
     def as_subclass(self, cls: type[_Kind]) -> _Kind:
-        """Return a tensor of another class with the same memory: only where a shard is the whole."""
+        """Return a tensor of another class with the same memory; only if each shard is whole."""
         check_whole("as_subclass", self)
         return self._as_subclass(cls)  # type: ignore[no-any-return]
 

@@ -219,7 +219,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.Tensor.new_full",
-        "The same for new_full of a plain tensor.",
+        "The same for new_full of a plain tensor: it gets the sum.",
         lambda: _replace_functions(torch.Tensor, "new_full", _with_numbers),
     ),
     Patch(

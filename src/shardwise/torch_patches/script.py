@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.memory import check_whole
-from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.dtensor.tensor import DTensor
 from shardwise.torch_internals import ScriptFunction, ScriptModule, script_modules, torch_c
-from shardwise.torch_patches.constructors import watched_with_lists
+from shardwise.torch_patches.constructors import call_on_whole, watched_with_lists
 from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
 
 
@@ -28,10 +28,7 @@ def _dispatch_calls() -> Undo:
 
 def _refuse_examples() -> Undo:
     def checked(trace: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for each in tensors_in((args, kwargs)):
-            if isinstance(each, DTensor):
-                check_whole("torch.jit.trace", each)
-        return trace(*args, **kwargs)
+        return call_on_whole("torch.jit.trace", trace, args, kwargs)
 
     places = [
         (torch_c, "_create_function_from_trace"),
