@@ -24,6 +24,14 @@ def _installed_afterwards() -> Iterator[None]:
     torch_patches.install()
 
 
+CONSTRUCTORS = (
+    *("tensor", "as_tensor", "asarray", "full", "full_like", "arange", "range", "scalar_tensor"),
+    *("sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor"),
+    *("sparse_bsc_tensor", "sparse_compressed_tensor", "to_dlpack"),
+)
+METHODS = ("new_tensor", "new_full", "new", "set_", "__new__", "_make_subclass")
+
+
 def changed_places() -> dict[str, Any]:
     """What the patches change, as it is now."""
     frame = torch_internals.CheckpointFrame
@@ -42,6 +50,18 @@ def changed_places() -> dict[str, Any]:
         "hooks": tuple(_global_optimizer_pre_hooks.values()),
         "after": tuple(_global_optimizer_post_hooks.values()),
         **{kind.__name__: vars(kind).get("step") for kind in optimizers.POINTWISE},
+        **{f"torch.{name}": getattr(torch, name) for name in CONSTRUCTORS},
+        **{name: inspect.getattr_static(torch.Tensor, name) for name in METHODS},
+        "to_dlpack": torch.utils.dlpack.to_dlpack,
+        "nested": (torch.nested.nested_tensor, torch.nested.as_nested_tensor),
+        "script": inspect.getattr_static(torch.jit.ScriptFunction, "__call__"),
+        "trace": (
+            torch._C._create_function_from_trace,
+            torch._C._create_function_from_trace_with_dict,
+            torch._C.ScriptModule._create_method_from_trace,
+            torch._C.ScriptModule._create_method_from_trace_with_dict,
+        ),
+        "create_script_module": torch.jit._recursive.create_script_module,
     }
 
 

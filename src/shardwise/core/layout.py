@@ -291,6 +291,13 @@ class Layout:
         """Whether every rank holds the whole tensor."""
         return not self.partial and not any(self.shard_order)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each shard is the whole tensor: replicated, or spread over axes of one rank."""
+        sizes = self.mesh.shape
+        axes = {axis for axis, _ in self.partial}.union(*self.shard_order)
+        return all(sizes[axis] == 1 for axis in axes)
+
     # ---- as a value
 
     def __repr__(self) -> str:

@@ -228,7 +228,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(torch.Tensor) if type(tensor) is DTensor else tensor
+    return tensor._as_subclass(torch.Tensor) if type(tensor) is DTensor else tensor
 
 
 def _is_among(value: torch.Tensor, operands: Any) -> bool:

@@ -8,7 +8,7 @@ and sizes are properties that read the layout, and every torch function goes thr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from shardwise.dtensor.local_shards import (
     check_shard,
     infer_layout,
 )
+from shardwise.dtensor.memory import NoExchangeApi, check_whole
 from shardwise.dtensor.properties import GlobalProperties
 from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
 from shardwise.redistribute.plan import gradient_layout, with_placements
@@ -41,6 +42,7 @@ from shardwise.torch_internals import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
+_Kind = TypeVar("_Kind", bound=torch.Tensor)
 _grad_of: Any = TensorBase.grad.__get__
 _device_of: Any = TensorBase.device.__get__
 
@@ -57,7 +59,7 @@ def unwrap(tensor: DTensor) -> torch.Tensor:
     if type(tensor) is not DTensor:
         tensor._renew()
     with as_local():
-        return tensor.as_subclass(torch.Tensor)
+        return tensor._as_subclass(torch.Tensor)
 
 
 def find_detaching_operator(tensor: torch.Tensor) -> str | None:
@@ -290,6 +292,14 @@ class DTensor(GlobalProperties):
             return self
         return super().to(*args, **kwargs)
 
+    _as_subclass: Any = TensorBase.as_subclass
+    """Torch's method: this rank's shard in another class. It does not call `__torch_function__`."""
+
+    def as_subclass(self, cls: type[_Kind]) -> _Kind:
+        """Return a tensor of another class with the same memory; only if each shard is whole."""
+        check_whole("as_subclass", self)
+        return self._as_subclass(cls)  # type: ignore[no-any-return]
+
     def set_(self, *args: Any, **kwargs: Any) -> DTensor:
         """Take another DTensor's memory and layout, as `torch.nn.utils.parametrize` does.
 
@@ -305,11 +315,13 @@ class DTensor(GlobalProperties):
             "checkpoint.async_save asked: give it async_stager=shardwise.CheckpointStager()"
         )
 
+    __dlpack_c_exchange_api__ = NoExchangeApi()
+
     # ---- as an object
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with as_local(), torch.no_grad():
-            local = self.as_subclass(torch.Tensor)
+            local = self._as_subclass(torch.Tensor)
             text = repr(local.detach())
         name = "Parameter, " if getattr(self, PARAMETER_FLAG, False) else ""
         history = ", requires_grad=True" if self.requires_grad else ""
@@ -329,7 +341,7 @@ class DTensor(GlobalProperties):
                 "detach() it, or clone() it to keep its history"
             )
         with as_local(), torch.no_grad():
-            result = wrap(self.as_subclass(torch.Tensor).clone(), self._layout)
+            result = wrap(self._as_subclass(torch.Tensor).clone(), self._layout)
         result.requires_grad = self.requires_grad
         memo[id(self)] = result
         for name, value in self.__dict__.items():
@@ -343,7 +355,7 @@ class DTensor(GlobalProperties):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         with as_local(), torch.no_grad():
-            local = self.as_subclass(torch.Tensor).detach()
+            local = self._as_subclass(torch.Tensor).detach()
         is_param = getattr(self, PARAMETER_FLAG, False)
         return rebuilt, (local, self._layout, self.requires_grad, is_param)
 

@@ -41,6 +41,7 @@ from shardwise.export.operators import (
 )
 from shardwise.torch_internals import (
     FakeTensorMode,
+    TensorBase,
     TracingContext,
     as_local,
     current_node,
@@ -306,14 +307,14 @@ def _traceable_aliases() -> Iterator[None]:
     global _recordings
     with _recordings_lock:
         _recordings += 1
-        DTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
+        DTensor._as_subclass = _as_subclass
     try:
         yield
     finally:
         with _recordings_lock:
             _recordings -= 1
             if not _recordings:
-                del DTensor.as_subclass
+                DTensor._as_subclass = TensorBase.as_subclass
 
 
 def _as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:

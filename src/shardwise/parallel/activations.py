@@ -246,7 +246,7 @@ class Redistributor:
                     check_linear(target)
                 moved = apply_move(tensor, pair)
             else:
-                moved = pair.forward.run(tensor.as_subclass(torch.Tensor).detach())
+                moved = pair.forward.run(tensor._as_subclass(torch.Tensor).detach())
         return wrap(moved, target)
 
     def _plan(self, layout: Layout) -> tuple[Layout, MovePair | None]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from shardwise.dtensor.memory import check_whole
 from shardwise.dtensor.properties import GlobalProperties
 from shardwise.dtensor.tensor import DTensor, unwrap
-from shardwise.rules.registry import handler
+from shardwise.rules.registry import handler, name_of
 from shardwise.torch_internals import TensorBase, as_local
 
 _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
@@ -23,11 +24,22 @@ _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
 @handler(
     "is_complex", "is_floating_point", "is_signed", "is_contiguous", "is_inference", "is_conj",
     "is_neg", "is_pinned", "is_shared", "is_coalesced", "is_distributed", "is_set_to", "_is_view",
-    "_is_zerotensor", "element_size", "data_ptr", "storage_offset", "storage", "storage_type",
-    "untyped_storage", "_typed_storage", "get_device", "dense_dim", "sparse_dim", "result_type",
-    "_has_compatible_shallow_copy_type", "__dlpack_device__",
+    "_is_zerotensor", "element_size", "storage_offset", "storage_type", "get_device", "dense_dim",
+    "sparse_dim", "result_type", "_has_compatible_shallow_copy_type", "__dlpack_device__",
+    "share_memory_",
 )  # fmt: skip
 def of_piece(func: Any, args: Any, kwargs: Any) -> Any:
+    # `is_contiguous`, `storage_offset` and `is_set_to` are about the shard's memory, which nobody
+    # gets beside the global shape: see `of_memory`. `share_memory_` moves it and keeps its values.
+    with as_local():
+        return func(*args, **kwargs)
+
+
+@handler(
+    "data_ptr", "const_data_ptr", "storage", "untyped_storage", "_typed_storage",
+)  # fmt: skip
+def of_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    check_whole(name_of(func), args[0])
     with as_local():
         return func(*args, **kwargs)
 

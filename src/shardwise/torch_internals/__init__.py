@@ -394,6 +394,25 @@ _take(
     "gets each tensor of a state dict that an optimizer loads",
     "param value param_id param_groups key",
 )
+device_constructors: Callable[[], Any] = _take(
+    "torch.utils._device._device_constructors",
+    "the functions that `with torch.device(...)` changes; made once, from torch's names",
+)
+register_scripted: Callable[[Any, str], None] = _take(
+    "torch.jit._builtins._register_builtin",
+    "tells torch.jit.script that a function of ours stands for an operator",
+    "fn op",
+)
+ScriptFunction: Any = _take("torch._C.ScriptFunction", "a scripted or traced function")
+ScriptModule: Any = _take("torch._C.ScriptModule", "the C object of a scripted module")
+_take("torch._C.ScriptModule._create_method_from_trace", "traces a method of a module")
+_take("torch._C.ScriptModule._create_method_from_trace_with_dict", "the same, with keywords")
+torch_c: Any = _take("torch._C", "the module that holds what traces functions")
+_take("torch._C._create_function_from_trace", "traces a function")
+_take("torch._C._create_function_from_trace_with_dict", "the same, with keywords")
+script_modules: Any = _take("torch.jit._recursive", "makes scripted modules")
+_take("torch.jit._recursive.create_script_module", "the function that does", "nn_module")
+_take("torch.Tensor._make_subclass", "gives a tensor another class")
 _take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Python")
 
 check_internals()

@@ -37,6 +37,7 @@ from shardwise.torch_internals import (
     transforms_module,
     vmap_module,
 )
+from shardwise.torch_patches import constructors, script
 from shardwise.torch_patches.patch import Patch, Undo
 from shardwise.torch_patches.patch import replace as _replace
 from shardwise.torch_patches.patch import undo_all as _all
@@ -291,5 +292,7 @@ PATCHES: tuple[Patch, ...] = (
         "module's own hooks, which move tensors at its boundary.",
         _name_running_modules,
     ),
+    *constructors.PATCHES,
+    *script.PATCHES,
 )
 """All changes, in the order in which they are made."""

@@ -1,0 +1,26 @@
+"""What other code may do with a DTensor: right, or refused, as docs/other-code.md says."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+from support.other_code import CALLS, GROUPS, failures, table
+
+import shardwise as sw
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "other-code.md"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_call_is_right_or_refused_as_the_list_says(group: str) -> None:
+    calls = [call for call in CALLS if call.group == group]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch for plain tensors, and of fallbacks
+        wrong = sw.simulate(lambda: failures(calls), 4)
+    assert wrong == [[]] * 4, "\n".join(line for lines in wrong for line in lines)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_page_says_what_happens(group: str) -> None:
+    expected = f"## {group}\n\n{table(group)}\n"
+    assert expected in PAGE.read_text("utf-8"), f"docs/other-code.md must contain:\n{expected}"
