@@ -72,7 +72,7 @@ def distribute_tensor(
             if not mesh.is_abstract:
                 local = whole.new_empty(layout.local_shape())
         elif src_data_rank is None:
-            local = _own_shard(whole, layout)
+            return own_shard(tensor, layout)
         else:
             local = _scatter_shard(whole, layout, _as_source(src_data_rank, mesh))
         result = wrap(local, layout)
@@ -80,10 +80,15 @@ def distribute_tensor(
     return result
 
 
-def _own_shard(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    local: torch.Tensor = redistribute_local(whole, Layout(layout.mesh, layout.shape), layout)
-    shares = local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    return local.clone() if shares else local
+def own_shard(tensor: torch.Tensor, layout: Layout) -> DTensor:
+    """Make a DTensor of a tensor that every rank has whole: each takes its shard, as a copy."""
+    with torch.no_grad():
+        whole = tensor.detach()
+        local: torch.Tensor = redistribute_local(whole, Layout(layout.mesh, layout.shape), layout)
+        shares = local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        result = wrap(local.clone() if shares else local, layout)
+    result.requires_grad = tensor.requires_grad
+    return result
 
 
 def _as_source(src_data_rank: int, mesh: DeviceMesh) -> int:

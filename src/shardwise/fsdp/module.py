@@ -24,6 +24,7 @@ from shardwise.fsdp.root import (
     set_manual,
     updated_schedule_of,
 )
+from shardwise.torch_patches import state_dicts
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -400,3 +401,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
     check_modules(modules)
     return [group_of(module, f"modules[{index}]") for index, module in enumerate(modules)]
+
+
+def _put_shards(model: nn.Module) -> None:
+    """Put the shards into all sharded modules of a model, where parameters are gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._fsdp_group.put_shards()
+
+
+state_dicts.before_use.append(_put_shards)

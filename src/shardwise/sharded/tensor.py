@@ -27,6 +27,7 @@ from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetada
 from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata, format_spec
 from shardwise.sharded.transfer import ShardMove
 from shardwise.torch_internals import PARAMETER_FLAG
+from shardwise.torch_patches import state_dicts
 
 
 class ShardedTensor(CopyMethods):
@@ -361,3 +362,5 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 # Let torch.load read pickled sharded tensors with weights_only=True.
 torch.serialization.add_safe_globals([ShardedTensor, *pickle.SAFE_GLOBALS])
+# Torch's helpers for state dicts gather them.
+state_dicts.global_types.append(ShardedTensor)

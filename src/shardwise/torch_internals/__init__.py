@@ -415,4 +415,10 @@ _take("torch.jit._recursive.create_script_module", "the function that does", "nn
 _take("torch.Tensor._make_subclass", "gives a tensor another class")
 _take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Python")
 
+STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
+"""The module that gathers and distributes the values of state dicts. Like the next, it imports
+torch's own DTensor, and so shardwise never imports it: its names are changed when somebody does."""
+STATE_DICT_HELPERS = "torch.distributed.checkpoint.state_dict"
+"""The module of `get_model_state_dict` and its siblings."""
+
 check_internals()

@@ -37,7 +37,7 @@ from shardwise.torch_internals import (
     transforms_module,
     vmap_module,
 )
-from shardwise.torch_patches import constructors, script
+from shardwise.torch_patches import constructors, script, state_dicts
 from shardwise.torch_patches.patch import Patch, Undo
 from shardwise.torch_patches.patch import replace as _replace
 from shardwise.torch_patches.patch import undo_all as _all
@@ -294,5 +294,6 @@ PATCHES: tuple[Patch, ...] = (
     ),
     *constructors.PATCHES,
     *script.PATCHES,
+    *state_dicts.PATCHES,
 )
 """All changes, in the order in which they are made."""
