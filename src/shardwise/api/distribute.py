@@ -4,7 +4,9 @@ and functions of local tensors that run on DTensors."""
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,12 +173,21 @@ def distribute_module(
     for submodule in module.modules():
         _replicate(submodule, mesh, made)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda module, inputs: input_fn(module, inputs, mesh))
+        module.register_forward_pre_hook(functools.partial(_enter, input_fn, mesh))
     if output_fn is not None:
-        module.register_forward_hook(
-            lambda module, inputs, outputs: output_fn(module, outputs, mesh)
-        )
+        module.register_forward_hook(functools.partial(_leave, output_fn, mesh))
     return module
+
+
+# Hooks are no closures, so that modules can be pickled.
+
+
+def _enter(input_fn: Any, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
+    return input_fn(module, inputs, mesh)
+
+
+def _leave(output_fn: Any, mesh: DeviceMesh, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return output_fn(module, outputs, mesh)
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -237,25 +248,60 @@ def local_map(
             spmd_types=spmd_types,
         )
 
-    @functools.wraps(func)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    return _LocalMap(
+        func,
+        out_placements=out_placements,
+        in_placements=in_placements,
+        in_grad_placements=in_grad_placements,
+        device_mesh=device_mesh,
+        redistribute_inputs=redistribute_inputs,
+        spmd_types=spmd_types,
+    )
+
+
+class _LocalMap:
+    """A function of local tensors as a function of DTensors: an object, so that it can be pickled.
+
+    Arguments:
+        options: those of `local_map`.
+    """
+
+    def __init__(self, func: Callable[..., Any], **options: Any) -> None:
+        self._func, self._options = func, options
+        functools.update_wrapper(self, func)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        func, options = self._func, self._options
         flat, structure = pytree.tree_flatten(args)
         found = [arg for arg in flat if isinstance(arg, DTensor)]
         if not found:
             return func(*args, **kwargs)
-        mesh = found[0]._layout.mesh if device_mesh is None else as_mesh(device_mesh)
-        flat = _move_inputs(flat, in_placements, redistribute_inputs)
-        if not spmd_types:
-            local = _local_inputs(flat, in_grad_placements)
+        mesh = options["device_mesh"]
+        mesh = found[0]._layout.mesh if mesh is None else as_mesh(mesh)
+        in_placements, out_placements = options["in_placements"], options["out_placements"]
+        flat = _move_inputs(flat, in_placements, options["redistribute_inputs"])
+        if not options["spmd_types"]:
+            local = _local_inputs(flat, options["in_grad_placements"])
             result = func(*pytree.tree_unflatten(local, structure), **kwargs)
             return _global_outputs(result, out_placements, mesh)
         types = LocalTypes(mesh)
-        local = _typed_inputs(flat, in_placements, in_grad_placements, types)
+        local = _typed_inputs(flat, in_placements, options["in_grad_placements"], types)
         with types.checking():
             result = func(*pytree.tree_unflatten(local, structure), **kwargs)
         return _global_outputs(result, out_placements, mesh, types)
 
-    return mapped
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else MethodType(self, owner)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # `func` has the name of what it decorates: then this object is what the name stands for.
+        name = getattr(self._func, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self._func, "__module__", None) or "")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is self:
+            return name
+        return functools.partial(local_map, **self._options), (self._func,)
 
 
 def _per_argument(given: Any, count: int, argument: str) -> list[Any]:

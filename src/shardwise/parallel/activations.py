@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,28 +116,84 @@ def _check_specs(argument: str, given: Any, keys: tuple[type, ...]) -> None:
     )
 
 
-# ---- hooks
+# ---- hooks: objects rather than closures, so that modules can be pickled
 
 
-def _make_mover(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> Callable[[Any], Any]:
-    """Return a function that makes one value a DTensor with the layout that a spec asks for."""
-    if not strict:
-        spec = drop_unknown_axes(spec, mesh)
-    as_placements(spec, mesh, what)  # a wrong axis is an error now, not in the first forward
-    redistribute = Redistributor(what, lambda layout: apply_spec(layout, spec, what))
+@dataclass(frozen=True, eq=False, slots=True)
+class _Mover:
+    """Makes one value a DTensor with the layout that a spec asks for."""
 
-    def move(value: Any) -> Any:
+    what: str
+    mesh: DeviceMesh
+    redistribute: Redistributor
+
+    def __call__(self, value: Any) -> Any:
         if value is None:
             return None
         if not isinstance(value, torch.Tensor):
-            raise PlanError(f"{what}: expected a tensor, got {type(value).__name__}")
+            raise PlanError(f"{self.what}: expected a tensor, got {type(value).__name__}")
         if isinstance(value, DTensor):
-            check_on_mesh(value, mesh, what)
+            check_on_mesh(value, self.mesh, self.what)
         else:
-            value = wrap_shared(value, Layout(mesh, value.shape), what)
-        return redistribute(value)
+            value = wrap_shared(value, Layout(self.mesh, value.shape), self.what)
+        return self.redistribute(value)
 
-    return move
+
+def _make_mover(spec: Any, what: str, mesh: DeviceMesh, strict: bool) -> _Mover:
+    if not strict:
+        spec = drop_unknown_axes(spec, mesh)
+    as_placements(spec, mesh, what)  # a wrong axis is an error now, not in the first forward
+    return _Mover(what, mesh, Redistributor(what, partial(apply_spec, spec=spec, argument=what)))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MoveFirstArgument:
+    """A forward pre-hook that moves the first tensor argument.
+
+    Arguments:
+        names: the keywords of the module's forward.
+        what: the argument's name in errors.
+    """
+
+    names: list[str]
+    move: Callable[[Any], Any]
+    what: str
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return replace_first_argument(args, kwargs, self.names, self.move, self.what)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _MoveArguments:
+    """A forward pre-hook that moves the arguments that `Activations.inputs` names.
+
+    Arguments:
+        names: the positional arguments of the module's forward.
+        movers: by name or position.
+    """
+
+    names: list[str]
+    movers: dict[int | str, _Mover]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        names = self.names
+        changes: dict[int | str, Any] = {}
+        done: dict[Any, Any] = {}  # self-attention gets one tensor as query, key and value
+
+        def moved_once(move: _Mover, value: Any) -> Any:
+            if (id(value), move) not in done:
+                done[id(value), move] = move(value)
+            return done[id(value), move]
+
+        for key, move in self.movers.items():
+            at = names.index(key) if isinstance(key, str) and key in names else key
+            if isinstance(at, int) and at < len(args):
+                changes[at] = moved_once(move, args[at])
+                continue
+            name = names[at] if isinstance(at, int) and at < len(names) else str(at)
+            if name in kwargs:
+                changes[name] = moved_once(move, kwargs[name])
+        return replace_arguments(args, kwargs, changes)
 
 
 def _make_input_hook(
@@ -145,9 +202,8 @@ def _make_input_hook(
     """Return a forward pre-hook that moves the arguments that `Activations.inputs` names."""
     names, named, takes_any = forward_arguments(module)
     if is_spec(given):
-        only = _make_mover(given, what, mesh, strict)
-        return lambda module, args, kwargs: replace_first_argument(args, kwargs, named, only, what)
-    movers: dict[int | str, Callable[[Any], Any]] = {}
+        return MoveFirstArgument(named, _make_mover(given, what, mesh, strict), what)
+    movers: dict[int | str, _Mover] = {}
     for key, spec in given.items():
         if isinstance(key, str) and not takes_any and key not in {*names, *named}:
             raise PlanError(
@@ -158,58 +214,45 @@ def _make_input_hook(
             movers[other] for other, before in given.items() if before == spec and other in movers
         ]
         movers[key] = alike[0] if alike else _make_mover(spec, f"{what}[{key!r}]", mesh, strict)
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        changes: dict[int | str, Any] = {}
-        done: dict[Any, Any] = {}  # self-attention gets one tensor as query, key and value
-
-        def moved_once(move: Callable[[Any], Any], value: Any) -> Any:
-            if (id(value), move) not in done:
-                done[id(value), move] = move(value)
-            return done[id(value), move]
-
-        for key, move in movers.items():
-            at = names.index(key) if isinstance(key, str) and key in names else key
-            if isinstance(at, int) and at < len(args):
-                changes[at] = moved_once(move, args[at])
-                continue
-            name = names[at] if isinstance(at, int) and at < len(names) else str(at)
-            if name in kwargs:
-                changes[name] = moved_once(move, kwargs[name])
-        return replace_arguments(args, kwargs, changes)
-
-    return enter
+    return _MoveArguments(names, movers)
 
 
 def _make_output_hook(given: Any, what: str, mesh: DeviceMesh, strict: bool) -> Any:
     """Return a forward hook that moves the results that `Activations.outputs` names."""
     if is_spec(given):
-        only = _make_mover(given, what, mesh, strict)
-        return lambda module, args, outputs: replace_first_result(outputs, only, what)
+        return partial(_move_first_result, _make_mover(given, what, mesh, strict), what)
     if isinstance(given, Mapping):
         by_name = {
             name: _make_mover(spec, f"{what}[{name!r}]", mesh, strict)
             for name, spec in given.items()
         }
-
-        def leave_fields(module: nn.Module, args: Any, outputs: Any) -> Any:
-            check_fields(outputs, by_name, what)
-            return replace_fields(outputs, by_name)
-
-        return leave_fields
+        return partial(_move_fields, by_name, what)
     by_position = {
         at: _make_mover(spec, f"{what}[{at}]", mesh, strict)
         for at, spec in enumerate(given)
         if spec is not None
     }
+    return partial(_move_items, by_position, len(given), what)
 
-    def leave_items(module: nn.Module, args: Any, outputs: Any) -> Any:
-        if not isinstance(outputs, tuple | list) or len(outputs) != len(given):
-            found = len(outputs) if isinstance(outputs, tuple | list) else type(outputs).__name__
-            raise PlanError(f"{what}: expected {len(given)} results, as the plan has, got {found}")
-        return replace_items(outputs, by_position)
 
-    return leave_items
+def _move_first_result(move: _Mover, what: str, module: nn.Module, args: Any, outputs: Any) -> Any:
+    return replace_first_result(outputs, move, what)
+
+
+def _move_fields(
+    movers: dict[str, _Mover], what: str, module: nn.Module, args: Any, outputs: Any
+) -> Any:
+    check_fields(outputs, movers, what)
+    return replace_fields(outputs, movers)
+
+
+def _move_items(
+    movers: dict[int, _Mover], count: int, what: str, module: nn.Module, args: Any, outputs: Any
+) -> Any:
+    if not isinstance(outputs, tuple | list) or len(outputs) != count:
+        found = len(outputs) if isinstance(outputs, tuple | list) else type(outputs).__name__
+        raise PlanError(f"{what}: expected {count} results, as the plan has, got {found}")
+    return replace_items(outputs, movers)
 
 
 # ---- moving one tensor; styles use this too
@@ -229,6 +272,9 @@ class Redistributor:
     def __init__(self, what: str, target: Callable[[Layout], Layout]) -> None:
         self._what, self._target = what, target
         self._cache: dict[Layout, tuple[Layout, MovePair | None]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Redistributor, (self._what, self._target)
 
     def __call__(self, tensor: DTensor) -> DTensor:
         """Return the tensor in the target layout: itself if it has it already."""
@@ -299,6 +345,9 @@ class ShardLayouts:
     def __init__(self, mesh: DeviceMesh, placement: Placement, features: int | None = None) -> None:
         self._mesh, self._placement, self._features = mesh, placement, features
         self._cache: dict[torch.Size, Layout] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardLayouts, (self._mesh, self._placement, self._features)
 
     def layout_of(self, local: torch.Tensor) -> Layout:
         """Return the layout of the DTensor whose local shard this is.

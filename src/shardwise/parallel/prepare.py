@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from shardwise.parallel.containers import (
     replace_items,
 )
 from shardwise.parallel.plan_spec import PlanError
-from shardwise.parallel.styles import ModuleStyle, make_output_move
+from shardwise.parallel.styles import ModuleStyle, MoveOutput, make_output_move
 
 PositionalPlacements = Placement | Sequence[Placement | None] | None
 
@@ -88,25 +89,9 @@ class PrepareModuleInput(ModuleStyle):
         # A call may give positional arguments as keywords, and the other way round.
         also_named = {names[at]: move for at, move in by_position.items() if at < len(names)}
         also_placed = {names.index(name): move for name, move in by_name.items() if name in names}
-        count = len(self.input_layouts)
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if count and len(args) > count:
-                raise PlanError(
-                    f"{what}: expected {count} positional arguments, as input_layouts has, got "
-                    f"{len(args)}; give None for those that are left alone"
-                )
-            changes: dict[int | str, Any] = {}
-            for at, value in enumerate(args):
-                move = by_position.get(at) or also_placed.get(at)
-                if move is not None:
-                    changes[at] = move(value)
-            for name, value in kwargs.items():
-                move = by_name.get(name) or also_named.get(name)
-                if move is not None:
-                    changes[name] = move(value)
-            return replace_arguments(args, kwargs, changes)
-
+        enter = _MoveArguments(
+            what, len(self.input_layouts), also_placed | by_position, also_named | by_name
+        )
         module.register_forward_pre_hook(enter, with_kwargs=True)
 
     def __repr__(self) -> str:
@@ -167,22 +152,8 @@ class PrepareModuleOutput(ModuleStyle):
             for key in keys
             if given[key] is not None
         }
-        count = len(given)
-
-        def leave(module: nn.Module, args: Any, outputs: Any) -> Any:
-            if isinstance(given, dict):
-                check_fields(outputs, given, what)
-                return replace_fields(outputs, movers)
-            if is_record(outputs):
-                names = field_names(outputs)
-                _check_count(what, count, len(names))
-                return replace_fields(outputs, {names[at]: move for at, move in movers.items()})
-            if isinstance(outputs, tuple | list):
-                _check_count(what, count, len(outputs))
-                return replace_items(outputs, movers)
-            _check_count(what, count, 1)
-            return movers[0](outputs) if movers else outputs
-
+        is_named = isinstance(given, dict)
+        leave = _MoveResults(what, len(given), list(given) if is_named else None, movers)
         module.register_forward_hook(leave)
 
     def __repr__(self) -> str:
@@ -236,30 +207,103 @@ class PrepareModuleInputOutput(ModuleStyle):
         )
 
 
-def _make_mover(
-    what: str, mesh: DeviceMesh, given: Placement, wanted: Placement | None, use_local: bool
-) -> Callable[[Any], Any]:
-    """Return a function that makes one argument or result a DTensor, moves it and may unwrap it."""
-    shards = ShardLayouts(mesh, given)
-    finish = make_output_move(what, wanted, use_local)
+# ---- hooks: objects rather than closures, so that modules can be pickled
 
-    def move_tensor(value: torch.Tensor) -> Any:
-        if isinstance(value, DTensor):
-            check_on_mesh(value, mesh, what)
-            return finish(value)
-        return finish(wrap_shared(value, shards.layout_of(value), what))
 
-    def move(value: Any) -> Any:
+@dataclass(frozen=True, eq=False, slots=True)
+class _Mover:
+    """Makes one argument or result a DTensor, moves it and may unwrap it."""
+
+    what: str
+    mesh: DeviceMesh
+    shards: ShardLayouts
+    finish: MoveOutput
+
+    def __call__(self, value: Any) -> Any:
         if value is None:
             return None
-        moved = map_tensors(value, move_tensor)
+        moved = map_tensors(value, self._move_tensor)
         if moved is value and not isinstance(value, torch.Tensor):
             raise PlanError(
-                f"{what}: expected a tensor, got {type(value).__name__}; say None for its layout"
+                f"{self.what}: expected a tensor, got {type(value).__name__}; say None for its "
+                "layout"
             )
         return moved
 
-    return move
+    def _move_tensor(self, value: torch.Tensor) -> Any:
+        if isinstance(value, DTensor):
+            check_on_mesh(value, self.mesh, self.what)
+            return self.finish(value)
+        return self.finish(wrap_shared(value, self.shards.layout_of(value), self.what))
+
+
+def _make_mover(
+    what: str, mesh: DeviceMesh, given: Placement, wanted: Placement | None, use_local: bool
+) -> _Mover:
+    finish = make_output_move(what, wanted, use_local)
+    return _Mover(what, mesh, ShardLayouts(mesh, given), finish)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _MoveArguments:
+    """A forward pre-hook that moves arguments by position and by name.
+
+    Arguments:
+        count: the number of positional arguments that the style knows; 0: any.
+    """
+
+    what: str
+    count: int
+    by_position: dict[int, _Mover]
+    by_name: dict[str, _Mover]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.count and len(args) > self.count:
+            raise PlanError(
+                f"{self.what}: expected {self.count} positional arguments, as input_layouts has, "
+                f"got {len(args)}; give None for those that are left alone"
+            )
+        changes: dict[int | str, Any] = {}
+        for at, value in enumerate(args):
+            move = self.by_position.get(at)
+            if move is not None:
+                changes[at] = move(value)
+        for name, value in kwargs.items():
+            move = self.by_name.get(name)
+            if move is not None:
+                changes[name] = move(value)
+        return replace_arguments(args, kwargs, changes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _MoveResults:
+    """A forward hook that moves results.
+
+    Arguments:
+        count: the number of results that the style knows.
+        names: the names of the fields that results must have; None for results in order.
+        movers: by name, or by position.
+    """
+
+    what: str
+    count: int
+    names: list[str] | None
+    movers: dict[Any, _Mover]
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        movers = self.movers
+        if self.names is not None:
+            check_fields(outputs, self.names, self.what)
+            return replace_fields(outputs, movers)
+        if is_record(outputs):
+            names = field_names(outputs)
+            _check_count(self.what, self.count, len(names))
+            return replace_fields(outputs, {names[at]: move for at, move in movers.items()})
+        if isinstance(outputs, tuple | list):
+            _check_count(self.what, self.count, len(outputs))
+            return replace_items(outputs, movers)
+        _check_count(self.what, self.count, 1)
+        return movers[0](outputs) if movers else outputs
 
 
 def _as_tuple(given: PositionalPlacements, argument: str) -> tuple[Placement | None, ...]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,12 +21,13 @@ from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Placement, Replicate, Shard, as_placement
 from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.parallel.activations import (
+    MoveFirstArgument,
     Redistributor,
     ShardLayouts,
     check_on_mesh,
     wrap_shared,
 )
-from shardwise.parallel.containers import forward_arguments, map_tensors, replace_first_argument
+from shardwise.parallel.containers import forward_arguments, map_tensors
 from shardwise.parallel.parameters import (
     TensorSlot,
     check_ties,
@@ -128,8 +130,32 @@ def as_single_placement(given: Any, argument: str) -> Placement | None:
 
 _REPLICATE = Replicate()
 
-_input_hooks: WeakSet[Callable[..., Any]] = WeakSet()
-"""The hooks by which `check_unstyled` knows a styled module; copies of a module have the same."""
+
+class _StyledInput(MoveFirstArgument):
+    """The hook of a styled module, by which `check_unstyled` knows it."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _MoveInput:
+    """Makes an input a DTensor and redistributes it.
+
+    Arguments:
+        shards: the layouts of plain tensors, which are local shards.
+    """
+
+    what: str
+    mesh: DeviceMesh
+    shards: ShardLayouts
+    redistribute: Redistributor
+
+    def __call__(self, value: torch.Tensor) -> DTensor:
+        if isinstance(value, DTensor):
+            check_on_mesh(value, self.mesh, self.what)
+        else:
+            value = wrap_shared(value, self.shards.layout_of(value), self.what)
+        return self.redistribute(value)
 
 
 def make_input_hook(
@@ -148,28 +174,15 @@ def make_input_hook(
         wanted: the placement that the module needs.
         features: the global size of the last dim, if the module knows it.
     """
-    names = forward_arguments(module).named
     shards = ShardLayouts(mesh, given, features)
-    redistribute = _redistribute_to(what, wanted)
-
-    def move(value: torch.Tensor) -> DTensor:
-        if isinstance(value, DTensor):
-            check_on_mesh(value, mesh, what)
-        else:
-            value = wrap_shared(value, shards.layout_of(value), what)
-        return redistribute(value)
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replace_first_argument(args, kwargs, names, move, what)
-
-    _input_hooks.add(enter)
-    return enter
+    move = _MoveInput(what, mesh, shards, _redistribute_to(what, wanted))
+    return _StyledInput(forward_arguments(module).named, move, what)
 
 
 def check_unstyled(path: str, module: nn.Module, style: ModuleStyle) -> None:
     """Raise PlanError for a module that has a style already: two styles would both unwrap its
     result to a local tensor."""
-    is_styled = any(hook in _input_hooks for hook in forward_pre_hooks(module))
+    is_styled = any(isinstance(hook, _StyledInput) for hook in forward_pre_hooks(module))
     if is_styled and style.placements(module):
         raise PlanError(
             f"{path or 'the module'}: a call before this one gave it a style that lays out its "
@@ -179,31 +192,44 @@ def check_unstyled(path: str, module: nn.Module, style: ModuleStyle) -> None:
 
 def _redistribute_to(what: str, placement: Placement) -> Redistributor:
     """Return a function that moves DTensors on a mesh of one axis to a placement."""
-
-    def target(layout: Layout) -> Layout:
-        return Layout.from_placements(layout.mesh, layout.shape, [placement])
-
-    return Redistributor(what, target)
+    return Redistributor(what, partial(_with_placement, placement=placement))
 
 
-def make_output_move(
-    what: str, placement: Placement | None, use_local_output: bool
-) -> Callable[[DTensor], Any]:
-    """Return a function that moves a result to a placement, if one is given, and then unwraps it
-    if `use_local_output`."""
-    redistribute = None if placement is None else _redistribute_to(what, placement)
+def _with_placement(layout: Layout, placement: Placement) -> Layout:
+    return Layout.from_placements(layout.mesh, layout.shape, [placement])
 
-    def leave(output: DTensor) -> Any:
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MoveOutput:
+    """Moves a result to a placement, if one is given, and then unwraps it if `use_local_output`."""
+
+    what: str
+    redistribute: Redistributor | None
+    use_local_output: bool
+
+    def __call__(self, output: DTensor) -> Any:
         if not isinstance(output, DTensor):
             raise PlanError(
-                f"{what}: expected its forward to return a DTensor, got {type(output).__name__}; "
-                "does a hook of its own change the result?"
+                f"{self.what}: expected its forward to return a DTensor, got "
+                f"{type(output).__name__}; does a hook of its own change the result?"
             )
-        if redistribute is not None:
-            output = redistribute(output)
-        return unwrap(output) if use_local_output else output
+        if self.redistribute is not None:
+            output = self.redistribute(output)
+        return unwrap(output) if self.use_local_output else output
 
-    return leave
+
+def make_output_move(what: str, placement: Placement | None, use_local_output: bool) -> MoveOutput:
+    """Return the move of a result to a placement, if one is given."""
+    redistribute = None if placement is None else _redistribute_to(what, placement)
+    return MoveOutput(what, redistribute, use_local_output)
+
+
+def _leave_with_one(move: MoveOutput, module: nn.Module, args: Any, output: Any) -> Any:
+    return move(output)
+
+
+def _leave_with_several(move: MoveOutput, module: nn.Module, args: Any, output: Any) -> Any:
+    return map_tensors(output, lambda each: move(each) if isinstance(each, DTensor) else each)
 
 
 # ---- projections
@@ -279,7 +305,7 @@ class ProjectionStyle(ModuleStyle):
         enter = make_input_hook(f"input of {what}", module, mesh, given, wanted, features)
         leave = make_output_move(f"output of {what}", self.output_layouts[0], self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(lambda module, args, output: leave(output))
+        module.register_forward_hook(partial(_leave_with_one, leave))
 
     def __repr__(self) -> str:
         extra = "".join(f", {name}={each}" for name, each in self._shard_options.items())
@@ -397,11 +423,7 @@ class SequenceParallel(ModuleStyle):
         enter = make_input_hook(f"input of {what}", module, mesh, split, split)
         leave = make_output_move(f"output of {what}", None, self.use_local_output)
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(
-            lambda module, args, output: map_tensors(
-                output, lambda each: leave(each) if isinstance(each, DTensor) else each
-            )
-        )
+        module.register_forward_hook(partial(_leave_with_several, leave))
 
     def __repr__(self) -> str:
         (split,) = self.sequence_sharding
