@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import communicator
+from shardwise.core import world
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
@@ -139,6 +140,32 @@ def check_shard(local: torch.Tensor, layout: Layout) -> None:
             f"local_tensor: expected {expected}, the piece at {place} of {layout!r}; "
             f"got {tuple(local.shape)}"
         )
+
+
+def check_pickled(local: torch.Tensor, layout: Layout, place: tuple[int, ...] | None) -> None:
+    """Refuse a shard that was pickled elsewhere and that this rank does not have.
+
+    Arguments:
+        place: the coordinate of the rank that pickled it; None for a rank outside of the mesh.
+    """
+    mesh = layout.mesh
+    if mesh.is_abstract or layout.is_replicated:
+        return
+    size = world.current().size
+    if int(mesh.mesh.max()) >= size:
+        found = f"this process is rank {mesh.get_rank()} of {size}"
+    else:
+        own = mesh.get_coordinate()
+        is_replica = own is not None and place is not None and not layout.partial
+        if own == place or (is_replica and layout.boxes(own) == layout.boxes(place)):
+            return check_shard(local, layout)
+        found = f"this rank is at {own}"
+    raise LayoutError(
+        f"pickle: expected to be the rank at {place} of {layout!r} on {mesh!r}, whose piece this "
+        f"is; {found}. A rank loads what it has saved itself, on the same mesh. Save "
+        "x.full_tensor() or a state dict of torch's get_model_state_dict with full_state_dict=True "
+        "to load it elsewhere, or use torch.distributed.checkpoint, which loads into any layout"
+    )
 
 
 def check_replicas(local: torch.Tensor, layout: Layout) -> None:

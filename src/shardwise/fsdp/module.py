@@ -61,8 +61,10 @@ class FSDPModule(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FSDPError(
-            f"pickle: {type(self).__name__} holds communicators of this process; save "
-            "module.state_dict(), which is DTensors"
+            f"pickle: {type(self).__name__} holds communicators of this process; save a state "
+            "dict: module.state_dict(), which has this rank's pieces as DTensors, or whole tensors "
+            "by get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
