@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise import DTensor, LayoutError, Partial, Replicate, Shard
 from shardwise.comm import listen
 
 # ---- from_local
@@ -336,14 +336,54 @@ def test_pickle_keeps_piece_and_layout():
     ranks(run)
 
 
-def test_a_pickle_of_another_ranks_piece_is_refused():
-    pieces = ranks(lambda mesh: pickle.dumps(split(full(5), mesh, Shard(0))))
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_file_of_another_ranks_piece_is_refused_though_the_sizes_fit(weights_only):
+    placements = ([Shard(0)], [Partial()], [Shard(0, pieces=2)], [Replicate()])
+
+    def save(mesh):
+        saved = []
+        for each in placements:
+            file = io.BytesIO()
+            torch.save(in_layout(full(4), mesh, *each), file)
+            saved.append(file.getvalue())
+        return saved
+
+    files = ranks(save)
+    of_four = ranks(save, 4)
+
+    def load(data):
+        return torch.load(io.BytesIO(data), weights_only=weights_only)
 
     def run(mesh):
-        pickle.loads(pieces[1 - mesh.get_rank()])
+        own, other = files[mesh.get_rank()], files[1 - mesh.get_rank()]
+        for at in range(3):
+            assert torch.equal(load(own[at]).full_tensor(), full(4))
+            with pytest.raises(LayoutError, match=r"this rank is at \(.,\).*full_tensor\(\)"):
+                load(other[at])
+            with pytest.raises(LayoutError, match=r"this process is rank . of 2"):
+                load(of_four[mesh.get_rank()][at])
+        for whole in (own[3], other[3], of_four[2][3]):  # each rank has all of it
+            assert torch.equal(load(whole).to_local(), full(4))
 
-    with pytest.raises(sw.RankError, match="local_tensor: expected"):
-        ranks(run)
+    ranks(run)
+    with pytest.raises(LayoutError, match="this process is rank 0 of 1"):
+        load(files[0][0])
+    assert torch.equal(load(files[1][3]).to_local(), full(4))
+
+
+def test_a_replica_may_load_what_another_replica_saved():
+    def save(mesh):
+        return pickle.dumps(split(full(4), mesh, Replicate(), Shard(0)))
+
+    files = ranks(save, 4, (2, 2))
+
+    def run(mesh):
+        loaded = pickle.loads(files[(mesh.get_rank() + 2) % 4])
+        assert torch.equal(loaded.full_tensor(), full(4))
+        with pytest.raises(LayoutError, match="this rank is at"):
+            pickle.loads(files[(mesh.get_rank() + 1) % 4])
+
+    ranks(run, 4, (2, 2))
 
 
 def test_the_gradient_may_be_set_whole_or_as_a_piece_or_as_a_dtensor():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
@@ -18,7 +19,15 @@ from shardwise.parallel import Activations, plans, shard_module
 pytestmark = pytest.mark.needs("transformers")
 
 if importlib.util.find_spec("transformers"):
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        StaticCache,
+    )
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -51,19 +60,19 @@ GPT2 = {
 }
 
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
 def llama(**options):
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=56,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            **options,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))
 
 
 def gpt2(**options):
@@ -315,6 +324,87 @@ def test_sampling_is_that_of_one_rank():
     one = on_ranks((1,), lambda: run((1,)))
     assert not torch.equal(one, generate(made("llama")))
     assert torch.equal(on_ranks((2, 2), lambda: run((2, 2))), one)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@meshes
+@models
+def test_generation_with_a_static_cache_is_that_of_one_process(name, shape, options):
+    options = {"cache_implementation": "static", **options}
+    plain = generate(made(name), **options)
+    assert torch.equal(on_ranks(shape, lambda: generate(made(name, shape), **options)), plain)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_a_static_cache_is_split_by_heads_and_costs_what_the_default_one_costs(kv_heads):
+    sizes = {"num_attention_heads": 6, "hidden_size": 48, "num_key_value_heads": kv_heads}
+
+    def model(shape=None):
+        return made("llama", shape, **sizes)
+
+    def static(model):
+        return StaticCache(config=model.config, max_cache_len=16)
+
+    plain = generate(model(), past_key_values=static(model()))
+
+    def run():
+        ours = model((2,))
+        cache = static(ours)
+        assert torch.equal(generate(ours, past_key_values=cache), plain)
+        keys = cache.layers[0].keys
+        if kv_heads == 2:  # one head, and three, do not divide evenly, and are whole
+            assert isinstance(keys, DTensor) and keys.placements == (Shard(1),)
+            assert keys.shape == (4, kv_heads, 16, 8)
+        bytes_moved = [
+            sum(size for _, size in collectives(lambda how=how: generate(ours, **how)))
+            for how in ({}, {"cache_implementation": "static"})
+        ]
+        assert bytes_moved[1] <= bytes_moved[0]
+
+    sw.simulate(run, 2)
+
+
+def test_a_static_cache_of_a_sliding_window_is_right_or_refused():
+    def mistral(shape=None):
+        torch.manual_seed(0)
+        config = MistralConfig(**SIZES, sliding_window=4, initializer_range=0.3)
+        model = MistralForCausalLM(config)
+        if shape is not None:
+            mesh = sw.init_device_mesh("cpu", shape, ("tp",))
+            shard_module(model, mesh, LLAMA, strict=False)
+        return model
+
+    plain = generate(mistral())
+    assert torch.equal(generate(mistral(), cache_implementation="static"), plain)
+
+    def run():
+        assert torch.equal(generate(mistral((2,))), plain)  # the default cache has the window too
+        with pytest.raises(sw.DispatchError, match="cannot write a DTensor's values into a plain"):
+            generate(mistral((2,)), cache_implementation="static")
+
+    sw.simulate(run, 2)
+
+
+# ---- files
+
+
+def test_the_state_dict_of_a_sharded_model_is_saved_as_one_process_saves_it(tmp_path):
+    plain = made("llama", tie_word_embeddings=True)
+    tokens = data()[0]
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+    def run():
+        model = made("llama", (2,), tie_word_embeddings=True)
+        state = get_model_state_dict(model, options=full)
+        main = model.lm_head.weight.device_mesh.get_rank() == 0
+        if main:
+            model.save_pretrained(tmp_path, state_dict=state)
+
+    sw.simulate(run, 2)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, plain(tokens).logits)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 # ---- communication

@@ -89,7 +89,7 @@ class PrepareModuleInput(ModuleStyle):
         # A call may give positional arguments as keywords, and the other way round.
         also_named = {names[at]: move for at, move in by_position.items() if at < len(names)}
         also_placed = {names.index(name): move for name, move in by_name.items() if name in names}
-        enter = _MoveArguments(
+        enter = _PrepareArguments(
             what, len(self.input_layouts), also_placed | by_position, also_named | by_name
         )
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -153,7 +153,7 @@ class PrepareModuleOutput(ModuleStyle):
             if given[key] is not None
         }
         is_named = isinstance(given, dict)
-        leave = _MoveResults(what, len(given), list(given) if is_named else None, movers)
+        leave = _PrepareResults(what, len(given), list(given) if is_named else None, movers)
         module.register_forward_hook(leave)
 
     def __repr__(self) -> str:
@@ -211,7 +211,7 @@ class PrepareModuleInputOutput(ModuleStyle):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Mover:
+class _PrepareTensor:
     """Makes one argument or result a DTensor, moves it and may unwrap it."""
 
     what: str
@@ -239,13 +239,13 @@ class _Mover:
 
 def _make_mover(
     what: str, mesh: DeviceMesh, given: Placement, wanted: Placement | None, use_local: bool
-) -> _Mover:
+) -> _PrepareTensor:
     finish = make_output_move(what, wanted, use_local)
-    return _Mover(what, mesh, ShardLayouts(mesh, given), finish)
+    return _PrepareTensor(what, mesh, ShardLayouts(mesh, given), finish)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _MoveArguments:
+class _PrepareArguments:
     """A forward pre-hook that moves arguments by position and by name.
 
     Arguments:
@@ -254,8 +254,8 @@ class _MoveArguments:
 
     what: str
     count: int
-    by_position: dict[int, _Mover]
-    by_name: dict[str, _Mover]
+    by_position: dict[int, _PrepareTensor]
+    by_name: dict[str, _PrepareTensor]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.count and len(args) > self.count:
@@ -276,7 +276,7 @@ class _MoveArguments:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _MoveResults:
+class _PrepareResults:
     """A forward hook that moves results.
 
     Arguments:
@@ -288,7 +288,7 @@ class _MoveResults:
     what: str
     count: int
     names: list[str] | None
-    movers: dict[Any, _Mover]
+    movers: dict[Any, _PrepareTensor]
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         movers = self.movers
