@@ -26,6 +26,7 @@ from shardwise import (
     RankError,
     Replicate,
     Shard,
+    _StridedShard,
     init_device_mesh,
     simulate,
 )
@@ -241,7 +242,8 @@ def test_placements_and_shard_order_say_all(layout: Layout) -> None:
 
 @given(layouts())
 def test_the_default_order_is_that_of_the_mesh(layout: Layout) -> None:
-    plain = Layout.from_placements(layout.mesh, layout.shape, layout.placements)
+    shards = [Shard(p.dim) if isinstance(p, Shard) else p for p in layout.placements]
+    plain = Layout.from_placements(layout.mesh, layout.shape, shards)
     assert plain.shard_order == tuple(tuple(sorted(axes)) for axes in layout.shard_order)
 
 
@@ -272,7 +274,8 @@ def test_a_layout_cannot_be_changed(field: str) -> None:
 
 def test_placements_are_the_view_per_axis() -> None:
     layout = Layout(DeviceMesh.abstract((2, 2, 2, 2)), (8, 8), {1: [3, 0]}, {2: "min"})
-    assert layout.placements == (Shard(1), Replicate(), Partial("min"), Shard(1))
+    first = _StridedShard(1, split_factor=2)
+    assert layout.placements == (first, Replicate(), Partial("min"), Shard(1))
     assert layout.shard_order == ((), (3, 0))
     assert layout.partial == ((2, "min"),)
 
@@ -419,9 +422,25 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "a placement that only torch has": (
         lambda: Layout.from_placements(
-            MESH, (8,), [Replicate(), theirs._StridedShard(0, split_factor=2)]
+            MESH,
+            (8,),
+            [Replicate(), theirs._MaskPartial(offset_shape=torch.Size([2]), offset_dim=0)],
         ),
-        ["placements[1]: expected Shard, Replicate or Partial", "_StridedShard"],
+        ["placements[1]: expected Shard, Replicate or Partial", "_MaskPartial"],
+    ),
+    "a split factor of no order": (
+        lambda: Layout.from_placements(MESH, (8,), [_StridedShard(0, sf=2), Shard(0)]),
+        ["dim 0", "dp=2, tp=3", "_StridedShard(dim=0, sf=2)", "shard_order=", "pieces=n"],
+    ),
+    "a split factor against the order": (
+        lambda: Layout.from_placements(
+            MESH, (8,), [_StridedShard(0, sf=3), Shard(0)], {0: ["dp", "tp"]}
+        ),
+        ["shard_order[0]", "(tp, dp); got (dp, tp)"],
+    ),
+    "a split factor and pieces of one axis": (
+        lambda: Layout.from_placements(MESH, (8,), [_StridedShard(0, sf=2, pieces=2), Replicate()]),
+        ["placements[0]", "expected pieces or a split factor", "got both"],
     ),
     "torch's Shard(5) of a 2-d tensor": (
         lambda: Layout.from_placements(MESH, (8, 8), [Replicate(), theirs.Shard(5)]),

@@ -17,6 +17,7 @@ from shardwise.core.checks import as_int, as_ints
 from shardwise.core.cut import Cut
 from shardwise.core.errors import LayoutError
 from shardwise.core.mesh import Axis, DeviceMesh
+from shardwise.core.placement import Shard, _StridedShard, order_by_factors
 
 
 def as_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -83,6 +84,60 @@ def as_cuts(
             )
         result[position] = tuple((int(length), int(unit)) for length, unit in cut)
     return tuple(result.get(dim) for dim in range(len(shape)))
+
+
+# ---- placements that split one dim, by axis
+
+
+def placed_order(mesh: DeviceMesh, dim: int, shards: Mapping[int, Shard]) -> tuple[int, ...]:
+    """Return the axes that split a dim, outer to inner, as their placements say."""
+    if len(shards) == 1:
+        return tuple(shards)
+    factors = {axis: _split_factor(shard) for axis, shard in shards.items()}
+    order = order_by_factors(factors, mesh.shape)
+    if order is None:
+        sizes = ", ".join(f"{mesh.axis_name(axis)}={mesh.shape[axis]}" for axis in shards)
+        raise LayoutError(
+            f"placements: expected split factors that are products of the sizes of later axes of "
+            f"dim {dim}, outermost first ({sizes}); got {dict(shards)}. To give the order of axes, "
+            "use Shard(dim) and shard_order=; for a dim made of pieces, Shard(dim, pieces=n)"
+        )
+    return tuple(order)
+
+
+def placed_cut(size: int, dim: int, shards: Mapping[int, Shard]) -> Cut | None:
+    """Return the pieces of a dim, as the placements of the axes that split it say."""
+    found: Cut | None = None
+    for axis, shard in shards.items():
+        where = f"placements[{axis}] = {shard}"
+        cut = shard.cut(size, where)
+        if len(shards) == 1 and _split_factor(shard) > 1:  # torch's way to say pieces
+            if cut is not None:
+                raise LayoutError(
+                    f"{where}: expected pieces or a split factor, as no other axis splits dim "
+                    f"{dim}; got both"
+                )
+            return _even_cut(size, _split_factor(shard))
+        if cut is not None and found is not None and cut != found:
+            raise LayoutError(
+                f"{where}: expected the pieces of dim {dim} that another axis has, "
+                f"{cuts_of.format_cut(found)}; got {cuts_of.format_cut(cut)}"
+            )
+        found = found if cut is None else cut
+    return found
+
+
+def _even_cut(size: int, count: int) -> Cut | None:
+    """Return the pieces that `torch.chunk` makes of a dim."""
+    if not size:
+        return None
+    length = -(-size // count)
+    rest = size % length
+    return ((length, 1),) * (size // length) + (((rest, 1),) if rest else ())
+
+
+def _split_factor(shard: Shard) -> int:
+    return shard.split_factor if isinstance(shard, _StridedShard) else 1
 
 
 # ---- layouts as text

@@ -27,6 +27,7 @@ from shardwise.core import world
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Shard
 from shardwise.redistribute.step import (
     axes_size,
     busiest,
@@ -236,7 +237,9 @@ def estimate(source: Layout, target: Layout, price: Sequence[Price]) -> Price:
         size = sizes[axis]
         if before == after or before.is_replicate() or size == 1:
             continue
-        if before.is_shard():
+        if isinstance(before, Shard):
+            if isinstance(after, Shard) and before.without_order() == after.without_order():
+                continue  # only the order of axes may differ; see below
             # To a pending sum nothing is sent now, but as much as to make it whole is later. A
             # cut dim is made whole before it is split otherwise.
             is_exchange = after.is_shard() and not (source.is_cut or target.is_cut)

@@ -13,7 +13,7 @@ import torch
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError, ShardwiseError
 from shardwise.core.layout import Layout
-from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, _StridedShard
 from shardwise.redistribute import step as steps
 from shardwise.redistribute.candidates import (
     as_steps,
@@ -206,7 +206,7 @@ def with_placements(source: Layout, placements: Sequence[Placement]) -> Layout:
     return Layout.from_placements(source.mesh, source.shape, placements)
 
 
-_PLACEMENTS = frozenset({Shard, Replicate, Partial})
+_PLACEMENTS = frozenset({Shard, _StridedShard, Replicate, Partial})
 
 
 @lru_cache(maxsize=4096)
