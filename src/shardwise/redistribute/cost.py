@@ -104,7 +104,7 @@ class Costs:
             beta = max(cost.beta for cost in costs)
         return collectives * self.start + peers * alpha + bytes * beta
 
-    def least_seconds(self, bytes: int) -> float:
+    def least_seconds(self, bytes: float) -> float:
         """Return the least time of any plan in which some rank receives this many bytes."""
         if not bytes:
             return 0.0
@@ -309,7 +309,7 @@ def is_mean_bound(source: Layout, target: Layout) -> bool:
     return bool(_ending(source, target) or _new(source, target))
 
 
-def lower_bound(source: Layout, target: Layout) -> int:
+def lower_bound(source: Layout, target: Layout) -> float:
     """Return the fewest elements received: by the busiest rank or, with pending reductions, on
     average."""
     ending, new = _ending(source, target), _new(source, target)
@@ -323,11 +323,15 @@ def lower_bound(source: Layout, target: Layout) -> int:
     together = (split_axes(source) - split_axes(target)) if ending else frozenset(new)
     missing = need - overlap(source, target, together)
     if not ending:
-        return _up(mean(missing) / group)
+        return mean(missing) / group * _BELOW
     copies = axes_size(mesh, replicated_axes(target))
     contributions = axes_size(mesh, ending)
     messages = need * (contributions - 1 + copies - 1) + missing
-    return _up(mean(messages) / copies / group)
+    return mean(messages) / copies / group * _BELOW
+
+
+_BELOW = 1 - 1e-12
+"""A mean may be rounded up by less than this, and a bound must not be."""
 
 
 def _ending(source: Layout, target: Layout) -> list[int]:
@@ -337,11 +341,9 @@ def _ending(source: Layout, target: Layout) -> list[int]:
 
 def _new(source: Layout, target: Layout) -> list[int]:
     already = {axis for axis, _ in source.partial} if source.mesh is target.mesh else set()
-    return [axis for axis, _ in target.partial if axis not in already]
-
-
-def _up(count: float) -> int:
-    return math.ceil(count - 1e-6)
+    return [
+        axis for axis, _ in target.partial if axis not in already and target.mesh.shape[axis] > 1
+    ]
 
 
 # ---- measure the costs
