@@ -327,6 +327,61 @@ def test_parse_is_the_inverse_of_repr(layout: Layout) -> None:
     assert Layout.parse("bf16" + repr(layout), layout.mesh) is layout
 
 
+NAMES = [
+    "0_shard",
+    "0",
+    "12",
+    "a b",
+    "t.p",
+    "a,b",
+    "[x]",
+    "(",
+    "'",
+    '"',
+    "\\",
+    "größe",
+    "+sum@x",
+    "\n",
+    "@",
+    " ",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_an_axis_can_be_written_and_read(name: str) -> None:
+    mesh = DeviceMesh.abstract((2, 2, 3), ("dp", name, "tp"))
+    for layout in (
+        Layout(mesh, (8, 6), {0: [name, "dp"], 1: ["tp"]}),
+        Layout(mesh, (8, 6), {1: ["tp", name]}, {"dp": "max"}),
+        Layout(mesh, (8,), {0: ["tp"]}, {"dp": "sum", name: "sum"}),
+        Layout(mesh, (8,), {0: [name]}, cuts={0: ((6, 2), (2, 1))}),
+    ):
+        assert Layout.parse(repr(layout), mesh) is layout
+        assert Layout.parse(f"f32{layout!r}", mesh) is layout
+    assert eval(repr(mesh), {"DeviceMesh": DeviceMesh}) is mesh
+    assert mesh.axis(name) == 1 and mesh[name].size() == 2
+    assert pickle.loads(pickle.dumps(layout)) is layout
+
+
+def test_names_that_are_identifiers_are_not_quoted() -> None:
+    mesh = DeviceMesh.abstract((2, 2, 2), ("dp", "0_shard", "7"))
+    assert repr(Layout(mesh, (8,), {0: ["dp", "0_shard", "7"]})) == "[8@dp.'0_shard'.'7']"
+    # A position is not a name: 1 is the axis "0_shard", and only '7' is the last one.
+    assert Layout.parse("[8@1]", mesh) is Layout.parse("[8@'0_shard']", mesh)
+    assert Layout.parse("[8@0_shard]", mesh) is Layout.parse("[8@1]", mesh)
+    assert Layout.parse("[8@2]", mesh) is Layout.parse('[8@"7"]', mesh)
+    with refused("axis: expected one of", "got 7"):
+        Layout.parse("[8@7]", mesh)
+
+
+@given(st.lists(st.text(min_size=1), min_size=2, max_size=3, unique=True), st.data())
+def test_texts_of_any_characters_are_names(names: list[str], data: st.DataObject) -> None:
+    mesh = DeviceMesh.abstract((2,) * len(names), names)
+    order = data.draw(st.permutations(names))
+    layout = Layout(mesh, (8, 4), {0: order[:1]}, dict.fromkeys(order[1:], "sum"))
+    assert Layout.parse(repr(layout), mesh) is layout
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "8", "[8@]", "[8@dp.]", "[8@.dp]", "[8@dp", "8@dp]", "[-1]", "[8.5]", "[8 8]", "[,]",

@@ -23,7 +23,7 @@ from shardwise.core import cut as cuts_of
 from shardwise.core import layout_input
 from shardwise.core.box import Box, Range, chunk
 from shardwise.core.cut import Cut
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, format_value
 from shardwise.core.layout_input import (
     as_cuts,
     as_dim,
@@ -116,9 +116,12 @@ class Layout:
         mesh, shape = as_mesh(mesh), as_shape(shape)
         order = _canonical_order(mesh, as_order(mesh, shape, shard_order))
         if partial is not None and not isinstance(partial, Mapping):
-            raise LayoutError(f"partial: expected such as {{'pp': 'sum'}}, got {partial!r}")
+            raise LayoutError(
+                f"partial: expected such as {{'pp': 'sum'}}, got {format_value(partial)}"
+            )
         pending = _as_pending((mesh.axis(axis), op) for axis, op in (partial or {}).items())
-        return _intern(mesh, shape, order, pending, as_cuts(shape, cuts) if cuts else None)
+        has_cuts = cuts is not None and not (isinstance(cuts, tuple) and not cuts)
+        return _intern(mesh, shape, order, pending, as_cuts(shape, cuts) if has_cuts else None)
 
     @staticmethod
     def from_placements(
@@ -139,7 +142,7 @@ class Layout:
         if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
             raise LayoutError(
                 f"placements: expected a list of {mesh.ndim}, one per axis of {mesh!r}; "
-                f"got {placements!r}"
+                f"got {format_value(placements)}"
             )
         placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
         split: dict[int, dict[int, Shard]] = {}
@@ -328,7 +331,7 @@ class Layout:
             return place
         if not self.mesh.has(coordinate):
             raise LayoutError(
-                f"coordinate: expected one within {self.mesh.shape}, got {coordinate!r}"
+                f"coordinate: expected one within {self.mesh.shape}, got {format_value(coordinate)}"
             )
         return tuple(map(int, coordinate))
 

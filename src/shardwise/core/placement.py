@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.core.checks import as_int, as_ints
 from shardwise.core.cut import Cut
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, format_value
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp as TorchReduceOp
@@ -82,7 +82,7 @@ class Shard(Placement):
         if dim is None:
             raise LayoutError(f"Shard(dim): expected an int, got {_describe(self.dim)}")
         object.__setattr__(self, "dim", dim)
-        if self.pieces is not None or self.unit != 1:
+        if self.pieces is not None or type(self.unit) is not int or self.unit != 1:
             self._check_pieces()
 
     def _check_pieces(self) -> None:
@@ -136,7 +136,7 @@ class Shard(Placement):
         return tuple(zip(lengths, units, strict=True))
 
     def is_shard(self, dim: int | None = None) -> bool:
-        return dim is None or dim == self.dim
+        return dim is None or as_int(dim) == self.dim
 
     def without_order(self) -> Shard:
         """Return the placement without its place among the axes that split the same dim."""
@@ -349,4 +349,4 @@ def as_reduce_op(op: object, argument: str) -> str:
 
 
 def _describe(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    return f"{format_value(value)} ({type(value).__name__})"
