@@ -37,7 +37,7 @@ from shardwise.core.errors import (
 )
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, _StridedShard  # noqa: F401
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dtensor.dcp import CheckpointStager
 from shardwise.dtensor.local_shards import piece_sizes

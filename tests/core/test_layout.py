@@ -26,6 +26,7 @@ from shardwise import (
     RankError,
     Replicate,
     Shard,
+    _StridedShard,
     init_device_mesh,
     simulate,
 )
@@ -241,7 +242,8 @@ def test_placements_and_shard_order_say_all(layout: Layout) -> None:
 
 @given(layouts())
 def test_the_default_order_is_that_of_the_mesh(layout: Layout) -> None:
-    plain = Layout.from_placements(layout.mesh, layout.shape, layout.placements)
+    shards = [Shard(p.dim) if isinstance(p, Shard) else p for p in layout.placements]
+    plain = Layout.from_placements(layout.mesh, layout.shape, shards)
     assert plain.shard_order == tuple(tuple(sorted(axes)) for axes in layout.shard_order)
 
 
@@ -272,7 +274,8 @@ def test_a_layout_cannot_be_changed(field: str) -> None:
 
 def test_placements_are_the_view_per_axis() -> None:
     layout = Layout(DeviceMesh.abstract((2, 2, 2, 2)), (8, 8), {1: [3, 0]}, {2: "min"})
-    assert layout.placements == (Shard(1), Replicate(), Partial("min"), Shard(1))
+    first = _StridedShard(1, split_factor=2)
+    assert layout.placements == (first, Replicate(), Partial("min"), Shard(1))
     assert layout.shard_order == ((), (3, 0))
     assert layout.partial == ((2, "min"),)
 
@@ -322,6 +325,61 @@ def test_parse_forgives_spaces_and_a_trailing_comma() -> None:
 def test_parse_is_the_inverse_of_repr(layout: Layout) -> None:
     assert Layout.parse(repr(layout), layout.mesh) is layout
     assert Layout.parse("bf16" + repr(layout), layout.mesh) is layout
+
+
+NAMES = [
+    "0_shard",
+    "0",
+    "12",
+    "a b",
+    "t.p",
+    "a,b",
+    "[x]",
+    "(",
+    "'",
+    '"',
+    "\\",
+    "größe",
+    "+sum@x",
+    "\n",
+    "@",
+    " ",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_an_axis_can_be_written_and_read(name: str) -> None:
+    mesh = DeviceMesh.abstract((2, 2, 3), ("dp", name, "tp"))
+    for layout in (
+        Layout(mesh, (8, 6), {0: [name, "dp"], 1: ["tp"]}),
+        Layout(mesh, (8, 6), {1: ["tp", name]}, {"dp": "max"}),
+        Layout(mesh, (8,), {0: ["tp"]}, {"dp": "sum", name: "sum"}),
+        Layout(mesh, (8,), {0: [name]}, cuts={0: ((6, 2), (2, 1))}),
+    ):
+        assert Layout.parse(repr(layout), mesh) is layout
+        assert Layout.parse(f"f32{layout!r}", mesh) is layout
+    assert eval(repr(mesh), {"DeviceMesh": DeviceMesh}) is mesh
+    assert mesh.axis(name) == 1 and mesh[name].size() == 2
+    assert pickle.loads(pickle.dumps(layout)) is layout
+
+
+def test_names_that_are_identifiers_are_not_quoted() -> None:
+    mesh = DeviceMesh.abstract((2, 2, 2), ("dp", "0_shard", "7"))
+    assert repr(Layout(mesh, (8,), {0: ["dp", "0_shard", "7"]})) == "[8@dp.'0_shard'.'7']"
+    # A position is not a name: 1 is the axis "0_shard", and only '7' is the last one.
+    assert Layout.parse("[8@1]", mesh) is Layout.parse("[8@'0_shard']", mesh)
+    assert Layout.parse("[8@0_shard]", mesh) is Layout.parse("[8@1]", mesh)
+    assert Layout.parse("[8@2]", mesh) is Layout.parse('[8@"7"]', mesh)
+    with refused("axis: expected one of", "got 7"):
+        Layout.parse("[8@7]", mesh)
+
+
+@given(st.lists(st.text(min_size=1), min_size=2, max_size=3, unique=True), st.data())
+def test_texts_of_any_characters_are_names(names: list[str], data: st.DataObject) -> None:
+    mesh = DeviceMesh.abstract((2,) * len(names), names)
+    order = data.draw(st.permutations(names))
+    layout = Layout(mesh, (8, 4), {0: order[:1]}, dict.fromkeys(order[1:], "sum"))
+    assert Layout.parse(repr(layout), mesh) is layout
 
 
 @pytest.mark.parametrize(
@@ -419,9 +477,25 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "a placement that only torch has": (
         lambda: Layout.from_placements(
-            MESH, (8,), [Replicate(), theirs._StridedShard(0, split_factor=2)]
+            MESH,
+            (8,),
+            [Replicate(), theirs._MaskPartial(offset_shape=torch.Size([2]), offset_dim=0)],
         ),
-        ["placements[1]: expected Shard, Replicate or Partial", "_StridedShard"],
+        ["placements[1]: expected Shard, Replicate or Partial", "_MaskPartial"],
+    ),
+    "a split factor of no order": (
+        lambda: Layout.from_placements(MESH, (8,), [_StridedShard(0, sf=2), Shard(0)]),
+        ["dim 0", "dp=2, tp=3", "_StridedShard(dim=0, sf=2)", "shard_order=", "pieces=n"],
+    ),
+    "a split factor against the order": (
+        lambda: Layout.from_placements(
+            MESH, (8,), [_StridedShard(0, sf=3), Shard(0)], {0: ["dp", "tp"]}
+        ),
+        ["shard_order[0]", "(tp, dp); got (dp, tp)"],
+    ),
+    "a split factor and pieces of one axis": (
+        lambda: Layout.from_placements(MESH, (8,), [_StridedShard(0, sf=2, pieces=2), Replicate()]),
+        ["placements[0]", "expected pieces or a split factor", "got both"],
     ),
     "torch's Shard(5) of a 2-d tensor": (
         lambda: Layout.from_placements(MESH, (8, 8), [Replicate(), theirs.Shard(5)]),

@@ -21,6 +21,7 @@ from shardwise import (
     Replicate,
     Shard,
     ShardwiseError,
+    _StridedShard,
 )
 from shardwise.core.placement import as_placement
 
@@ -160,11 +161,67 @@ def test_a_placement_is_taken_as_it_is(placement: Placement) -> None:
         (theirs.Replicate(), Replicate()),
         (theirs.Partial(), Partial()),
         (theirs.Partial("max"), Partial("max")),
+        (theirs._StridedShard(1, split_factor=4), _StridedShard(1, split_factor=4)),
     ],
     ids=repr,
 )
-def test_torchs_placements_are_taken_for_ours(placement: Any, ours: Placement) -> None:
+def test_torchs_placements_are_taken_for_ours_and_equal_them(
+    placement: Any, ours: Placement
+) -> None:
     assert as_placement(placement, "x") == ours
+    assert ours == placement and hash(ours) == hash(placement)
+    # torch's _StridedShard asks for its own class, and does not let the other side answer.
+    assert placement == ours or isinstance(placement, theirs._StridedShard)
+
+
+def test_placements_of_other_meaning_differ_from_torchs() -> None:
+    assert Shard(0) != theirs.Shard(1)
+    assert Shard(0, pieces=2) != theirs.Shard(0)
+    assert Shard(0) != theirs._StridedShard(0, split_factor=1)
+    assert _StridedShard(0, sf=2) != theirs._StridedShard(0, split_factor=3)
+    assert _StridedShard(0, sf=2) != theirs.Shard(0)
+    assert Partial("max") != theirs.Partial()
+    assert Replicate() != theirs.Shard(0)
+
+
+# ---- _StridedShard
+
+
+def test_a_strided_shard_is_a_shard_with_a_place_in_the_order() -> None:
+    placement = _StridedShard(0, split_factor=2)
+    assert isinstance(placement, Shard) and placement.is_shard() and placement.is_shard(0)
+    assert not placement.is_shard(1) and not placement.is_replicate()
+    assert placement == _StridedShard(0, sf=2) and hash(placement) == hash(_StridedShard(0, sf=2))
+    assert placement not in (Shard(0), _StridedShard(0), _StridedShard(1, sf=2))
+    assert Shard(0) not in (placement, _StridedShard(0))
+    assert placement.without_order() == Shard(0)
+    assert _StridedShard(0, sf=2, pieces=3, unit=4).without_order() == Shard(0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [_StridedShard(0, sf=2), _StridedShard(-1), _StridedShard(1, sf=6, pieces=(4, 8), unit=2)],
+    ids=repr,
+)
+def test_a_strided_shard_is_copied_pickled_and_read_from_its_text(placement: Shard) -> None:
+    assert copy.deepcopy(placement) == placement
+    assert pickle.loads(pickle.dumps(placement)) == placement
+    assert eval(repr(placement), {"_StridedShard": _StridedShard}) == placement
+
+
+def test_the_text_of_a_strided_shard_is_torchs() -> None:
+    assert repr(_StridedShard(0, sf=2)) == repr(theirs._StridedShard(0, split_factor=2))
+
+
+@pytest.mark.parametrize("factor", [0, -2, 1.5, "2", None, True, [2]], ids=repr)
+def test_a_split_factor_that_is_no_positive_int_is_refused(factor: Any) -> None:
+    with pytest.raises(LayoutError, match=r"_StridedShard\(split_factor\): expected one positive"):
+        _StridedShard(0, split_factor=factor)
+
+
+def test_two_different_split_factors_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"split_factor"):
+        _StridedShard(0, split_factor=2, sf=3)
 
 
 class Impostor:
@@ -179,7 +236,6 @@ Impostor.__name__ = "Shard"
 @pytest.mark.parametrize(
     "placement",
     [
-        theirs._StridedShard(0, split_factor=2),
         theirs._MaskPartial(offset_shape=torch.Size([2]), offset_dim=0),
         Placement(),
         Impostor(),

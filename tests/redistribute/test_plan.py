@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.redistributions import (
     BYTES_ONLY,
@@ -67,7 +67,7 @@ def indices(layout: Layout, place: tuple[int, ...]) -> set[int]:
     return set(piece(numbered(layout.shape), layout, place).int().flatten().tolist())
 
 
-def least_messages(src: Layout, dst: Layout) -> int:
+def least_messages(src: Layout, dst: Layout) -> float:
     """The bound of the design, element by element.
 
     Contributions along an axis that stays pending are tensors of their own. Ranks along an axis
@@ -98,7 +98,7 @@ def least_messages(src: Layout, dst: Layout) -> int:
                 messages += contributions - 1 + len(takers) - 1 + (not any(holding))
             else:
                 messages += holding.count(False)
-    return math.ceil(messages / mesh.size() - 1e-9)
+    return messages / mesh.size()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,8 @@ def test_the_lower_bound_is_that_of_counting_elements(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
     for src, dst in pairs(abstract(mesh_shape), shape, 300):
-        assert cost.lower_bound(src, dst) == least_messages(src, dst), f"{src} -> {dst}"
+        least = cost.lower_bound(src, dst)
+        assert least == pytest.approx(least_messages(src, dst), rel=1e-9), f"{src} -> {dst}"
 
 
 # ---- bytes: moves with pending reductions
@@ -328,6 +329,64 @@ def test_small_tensors_take_few_messages_and_large_ones_few_bytes() -> None:
     assert large.bytes_received == large.lower_bound
     assert sum(each.peers for each in small.steps) < sum(each.peers for each in large.steps)
     assert small.bytes_received > small.lower_bound
+
+
+# ---- the lower bound
+
+
+def check_bound(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
+    """Check that neither the plan nor any other candidate receives less than the bound."""
+    made = plan(src, dst, costs=None, dtype=dtype)
+    is_mean = cost.is_mean_bound(src, dst)
+    assert made.lower_bound <= made.bytes_received
+    assert made.lower_bound <= (made.mean_bytes if is_mean else made.bytes_received)
+    if src.is_cut or dst.is_cut:
+        return
+    found = list(paths(src, dst))
+    for seed in range(3):
+        found += planning._chains(src, dst, dtype.itemsize, random_costs(seed), math.inf, 0.0)
+    for path in found:
+        moved = sum(each.mean_received if is_mean else each.received for each in path)
+        assert made.lower_bound <= moved * dtype.itemsize, (made, path)
+        assert sum(each.mean_received for each in path) <= sum(each.received for each in path)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from([torch.int8, torch.float32, torch.float64]))
+def test_no_candidate_receives_less_than_the_lower_bound(
+    data: st.DataObject, dtype: torch.dtype
+) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    mesh, shape = abstract(sizes), data.draw(global_shapes)
+    ends = [data.draw(layouts_on(mesh, shape, may_pend=True)) for _ in range(2)]
+    if shape and data.draw(st.booleans()):
+        end = data.draw(st.integers(0, 1))
+        cut = {0: ((shape[0] // 2, 1), (shape[0] - shape[0] // 2, 1))}
+        one = ends[end]
+        ends[end] = Layout(mesh, shape, one.shard_order, dict(one.partial), cut)
+    check_bound(*ends, dtype)
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, source, target, least",
+    [
+        ((2, 3), "[] +sum@x.y", "[] +sum@x", 16 / 3),
+        ((3,), "[] +sum@x", "[]", 16 / 3),
+        ((4,), "[6] +sum@x", "[6]", 36),
+        ((4,), "[8] +sum@x", "[8]", 48),
+        ((3, 2), "[1] +sum@y", "[1@x]", 4 / 3),
+        ((4,), "[5] +sum@x", "[5@x]", 15),
+    ],
+)
+def test_the_bound_of_pending_sums_counts_parts_of_elements(
+    mesh_shape: tuple[int, ...], source: str, target: str, least: float
+) -> None:
+    """The mean over ranks need not be whole: an all-reduce of one number over three ranks takes
+    four messages."""
+    made = plan(*parsed(abstract(mesh_shape), source, target))
+    assert made.lower_bound == pytest.approx(least)
+    assert made.lower_bound <= made.mean_bytes == pytest.approx(least)
+    assert "which the plan meets" in made.explain()
 
 
 # ---- every rank makes the same plan, and every send has its receive

@@ -81,12 +81,13 @@ def canonical_cut(size: int, counts: tuple[int, ...], cut: Cut | None) -> Cut | 
     cut = tuple(_smallest_unit(piece, counts) for piece in cut if piece[0])
     whole = all_shares(((size, 1),), counts)
     same = zip(all_shares(cut, counts), whole, strict=True)
-    if all(_held(mine) == _held(ordinary) for mine, ordinary in same):
+    if all(nonempty_ranges(mine) == nonempty_ranges(ordinary) for mine, ordinary in same):
         return None
     return cut
 
 
-def _held(ranges: list[Range]) -> list[Range]:
+def nonempty_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """Merge ranges that touch and drop empty ones: two lists of the same indices are then equal."""
     return [each for each in merge_ranges(ranges) if each[0] < each[1]]
 
 

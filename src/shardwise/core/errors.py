@@ -13,6 +13,19 @@ whereabouts: Callable[[], str] = str
 """Return which rank this is as text, or "" outside a distributed program. `world` sets it."""
 
 
+_MOST_SHOWN = 2000
+"""The most characters of a value that a message quotes."""
+
+
+def format_value(value: object) -> str:
+    """Return the text of a value for a message: its repr, if it has one that can be read."""
+    try:
+        text = repr(value)
+    except Exception:  # such as an int of 5,000 digits, also inside of a list
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
+
+
 class ShardwiseError(Exception):
     """Base of every error that shardwise raises on purpose."""
 

@@ -23,8 +23,15 @@ from shardwise.core import cut as cuts_of
 from shardwise.core import layout_input
 from shardwise.core.box import Box, Range, chunk
 from shardwise.core.cut import Cut
-from shardwise.core.errors import LayoutError
-from shardwise.core.layout_input import as_cuts, as_dim, as_order, as_shape
+from shardwise.core.errors import LayoutError, format_value
+from shardwise.core.layout_input import (
+    as_cuts,
+    as_dim,
+    as_order,
+    as_shape,
+    placed_cut,
+    placed_order,
+)
 from shardwise.core.mesh import Axis, DeviceMesh, as_mesh
 from shardwise.core.placement import (
     Partial,
@@ -32,9 +39,12 @@ from shardwise.core.placement import (
     ReduceOp,
     Replicate,
     Shard,
+    _StridedShard,
     as_placement,
     as_reduce_op,
+    order_by_factors,
     shard_of_cut,
+    split_factors,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +97,7 @@ class Layout:
     cuts: tuple[Cut | None, ...]
     """For each dim its pieces, as (length, unit); None for a dim that is not cut."""
     placements: tuple[Placement, ...]
-    """The placement of each axis, as in torch. The order of axes that split one dim is lost."""
+    """The placement of each axis, as in torch; `Layout.from_placements` gives the layout again."""
     size: torch.Size
     """The global shape, as torch's own type."""
     numel: int
@@ -104,11 +114,14 @@ class Layout:
         cuts: Sequence[Cut | None] | Mapping[int, Cut | None] = (),
     ) -> Layout:
         mesh, shape = as_mesh(mesh), as_shape(shape)
-        order = as_order(mesh, shape, shard_order)
+        order = _canonical_order(mesh, as_order(mesh, shape, shard_order))
         if partial is not None and not isinstance(partial, Mapping):
-            raise LayoutError(f"partial: expected such as {{'pp': 'sum'}}, got {partial!r}")
+            raise LayoutError(
+                f"partial: expected such as {{'pp': 'sum'}}, got {format_value(partial)}"
+            )
         pending = _as_pending((mesh.axis(axis), op) for axis, op in (partial or {}).items())
-        return _intern(mesh, shape, order, pending, as_cuts(shape, cuts) if cuts else None)
+        has_cuts = cuts is not None and not (isinstance(cuts, tuple) and not cuts)
+        return _intern(mesh, shape, order, pending, as_cuts(shape, cuts) if has_cuts else None)
 
     @staticmethod
     def from_placements(
@@ -121,46 +134,42 @@ class Layout:
 
         Arguments:
             placements: of shardwise or of torch.
-            shard_order: for each dim that several axes split, those axes outer to inner.
-                By default in the order of the mesh, as in torch.
+            shard_order: for each dim that several axes split, those axes outer to inner. By
+                default in the order of the mesh, as in torch, unless a placement says otherwise
+                (`_StridedShard`).
         """
         mesh, shape = as_mesh(mesh), as_shape(shape)
         if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
             raise LayoutError(
                 f"placements: expected a list of {mesh.ndim}, one per axis of {mesh!r}; "
-                f"got {placements!r}"
+                f"got {format_value(placements)}"
             )
         placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
-        split: dict[int, list[int]] = {}
+        split: dict[int, dict[int, Shard]] = {}
         partial: dict[Axis, str] = {}
-        cuts: dict[int, Cut | None] = {}
         for axis, placement in enumerate(placements):
             match placement:
                 case Shard(dim):
-                    where = f"placements[{axis}] = {placement}"
-                    dim = as_dim(dim, len(shape), where)
-                    split.setdefault(dim, []).append(axis)
-                    cut = placement.cut(shape[dim], where)
-                    if cut is not None and cuts.setdefault(dim, cut) != cut:
-                        raise LayoutError(
-                            f"{where}: expected the pieces of dim {dim} that another axis has, "
-                            f"{cuts_of.format_cut(cuts[dim] or ())}; got {cuts_of.format_cut(cut)}"
-                        )
+                    dim = as_dim(dim, len(shape), f"placements[{axis}] = {placement}")
+                    split.setdefault(dim, {})[axis] = placement
                 case Partial(reduce_op):
                     partial[axis] = reduce_op
+        cuts = {dim: placed_cut(shape[dim], dim, shards) for dim, shards in split.items()}
+        order = {dim: placed_order(mesh, dim, shards) for dim, shards in split.items()}
         if shard_order is None:
-            return Layout(mesh, shape, split, partial, cuts)
-        ordered = as_order(mesh, shape, shard_order)
-        for dim, axes in enumerate(ordered):
-            wanted = split.get(dim, [])
-            if axes and sorted(axes) != wanted:
+            return Layout(mesh, shape, order, partial, cuts)
+        asked = _canonical_order(mesh, as_order(mesh, shape, shard_order))
+        for dim, axes in enumerate(asked):
+            found = order.get(dim, ())
+            is_told = any(isinstance(each, _StridedShard) for each in split.get(dim, {}).values())
+            if axes and (sorted(axes) != sorted(found) or (is_told and axes != found)):
                 raise LayoutError(
                     f"shard_order[{dim}]: expected the axes that placements {tuple(placements)} "
-                    f"split dim {dim} over, {_format_axes(mesh, wanted)}; "
+                    f"split dim {dim} over, {_format_axes(mesh, found)}; "
                     f"got {_format_axes(mesh, axes)}"
                 )
-            split[dim] = list(axes or wanted)
-        return Layout(mesh, shape, split, partial, cuts)
+            order[dim] = axes or found
+        return Layout(mesh, shape, order, partial, cuts)
 
     @staticmethod
     def parse(text: str, mesh: DeviceMesh | TorchMesh) -> Layout:
@@ -188,7 +197,9 @@ class Layout:
             cuts: for each dim its pieces; by default unchanged for dims whose axes stay the same,
                 and None for the others.
         """
-        order = self.shard_order if shard_order is None else tuple(map(tuple, shard_order))
+        order = self.shard_order
+        if shard_order is not None:
+            order = _canonical_order(self.mesh, tuple(map(tuple, shard_order)))
         pending = self.partial if partial is None else _as_pending(partial.items())
         if cuts is None and self.is_cut:
             each = zip(self.cuts, self.shard_order, order, strict=True)
@@ -327,7 +338,7 @@ class Layout:
             return place
         if not self.mesh.has(coordinate):
             raise LayoutError(
-                f"coordinate: expected one within {self.mesh.shape}, got {coordinate!r}"
+                f"coordinate: expected one within {self.mesh.shape}, got {format_value(coordinate)}"
             )
         return tuple(map(int, coordinate))
 
@@ -368,6 +379,21 @@ def _whole_cuts(ndim: int) -> tuple[None, ...]:
     return (None,) * ndim
 
 
+def _canonical_order(
+    mesh: DeviceMesh, order: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Give axes of size 1 their place in the order: no shard depends on it, but placements do."""
+    if 1 not in mesh.shape or all(len(axes) < 2 for axes in order):
+        return order
+    sizes = mesh.shape
+    return tuple(
+        tuple(order_by_factors(split_factors(axes, sizes), sizes) or axes)
+        if len(set(axes)) == len(axes)  # an axis that is used twice is refused later
+        else axes
+        for axes in order
+    )
+
+
 def _canonical(
     mesh: DeviceMesh,
     shape: tuple[int, ...],
@@ -390,8 +416,8 @@ def _placements(
     result: list[Placement | None] = [None] * mesh.ndim
     uses: list[tuple[int, Placement]] = []
     for dim, (axes, cut) in enumerate(zip(order, cuts, strict=True)):
-        shard = Shard(dim) if cut is None else shard_of_cut(dim, cut)
-        uses += [(axis, shard) for axis in axes]
+        factors = split_factors(axes, mesh.shape)
+        uses += [(axis, shard_of_cut(dim, cut, factors[axis])) for axis in axes]
     uses += [(axis, Partial(op)) for axis, op in partial]
     for axis, placement in uses:
         if result[axis] is not None:

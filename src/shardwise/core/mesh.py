@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from shardwise.core import world
-from shardwise.core.checks import as_device_type, as_mesh_shape, as_ranks, check_names
-from shardwise.core.errors import MeshError
+from shardwise.core.checks import as_device_type, as_mesh_shape, as_names, as_ranks
+from shardwise.core.errors import MeshError, format_value
 from shardwise.core.rank_grid import Axis as Axis
 from shardwise.core.rank_grid import RankGrid
 
@@ -168,6 +168,10 @@ class DeviceMesh(RankGrid):
         Names that `flatten` gave to merged axes work too.
         """
         wanted = tuple(names) if isinstance(names, tuple | list) else (names,)
+        if not all(isinstance(name, str) for name in wanted):
+            raise MeshError(
+                f"axis: expected one of {self.axes_shown()}, by name; got {format_value(names)}"
+            )
         if self.mesh_dim_names is None:
             raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
         if wanted == self.mesh_dim_names:
@@ -198,7 +202,7 @@ class DeviceMesh(RankGrid):
         """
         merged = [self.axis(axis) for axis in axes] or list(range(self.ndim))
         if any(after != before + 1 for before, after in pairwise(merged)):
-            shown = ", ".join(map(repr, axes))
+            shown = ", ".join(map(format_value, axes))
             raise MeshError(
                 f"flatten({shown}): expected adjacent axes in mesh order, of {self.axes_shown()};"
                 " bring them together first, with mesh[names]"
@@ -208,9 +212,10 @@ class DeviceMesh(RankGrid):
         names = self.mesh_dim_names
         if names is None:
             if name is not None:
-                raise MeshError(f"flatten(name={name!r}): this mesh has no mesh_dim_names")
+                shown = format_value(name)
+                raise MeshError(f"flatten(name={shown}): this mesh has no mesh_dim_names")
             return self._derive(self._ranks.reshape(shape), None)
-        name = name or "_".join(names[first:end])
+        name = "_".join(names[first:end]) if name is None else name
         flat = self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
         world.record_flattened(self, name, names[first:end], flat)
         return flat
@@ -376,7 +381,9 @@ def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
         return mesh
     if type(mesh).__name__ == "DeviceMesh" and type(mesh).__module__.startswith("torch."):
         return DeviceMesh.from_torch(mesh)
-    raise MeshError(f"mesh: expected a DeviceMesh, got {mesh!r} ({type(mesh).__name__})")
+    raise MeshError(
+        f"mesh: expected a DeviceMesh, got {format_value(mesh)} ({type(mesh).__name__})"
+    )
 
 
 def _mark_made(mesh: DeviceMesh) -> DeviceMesh:
@@ -389,7 +396,12 @@ def unpickled(
     device_type: str, ranks: Any, names: tuple[str, ...] | None, is_abstract: bool
 ) -> DeviceMesh:
     """Return a mesh from its pickled fields."""
-    return _intern(device_type, np.array(ranks, dtype=np.int64), names, is_abstract)
+    if not isinstance(is_abstract, bool):
+        raise MeshError(f"is_abstract: expected a bool, got {format_value(is_abstract)}")
+    grid = as_ranks(ranks)
+    if grid.min() < 0:
+        raise MeshError(f"mesh: expected ranks from 0, got {grid.tolist()}")
+    return _intern(device_type, grid, names, is_abstract)
 
 
 def _intern(
@@ -399,14 +411,11 @@ def _intern(
     is_abstract: bool = False,
 ) -> DeviceMesh:
     """Return the interned mesh with these properties; check what does not depend on the world."""
-    if isinstance(names, str):
-        raise MeshError(f"mesh_dim_names: expected a tuple such as ('dp', 'tp'), got {names!r}")
-    named = None if names is None else tuple(names)
+    named = as_names(names, ranks.ndim)
     key = (as_device_type(device_type), ranks.shape, ranks.tobytes(), named, is_abstract)
     with _interning:
         found = _interned.get(key)
         if found is None:
-            check_names(named, ranks.ndim)
             found = object.__new__(DeviceMesh)
             counts = bool((np.diff(ranks.reshape(-1)) == 1).all())
             fields: dict[str, Any] = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.core.checks import as_int, as_ints
 from shardwise.core.cut import Cut
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, format_value
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp as TorchReduceOp
@@ -21,9 +22,26 @@ ReduceOp: TypeAlias = "str | TorchReduceOp | TorchReduceOp.RedOpType"
 
 
 class Placement:
-    """Base of `Shard`, `Replicate` and `Partial`. Immutable and hashable."""
+    """Base of `Shard`, `Replicate` and `Partial`. Immutable and hashable.
+
+    A placement equals torch's placement of the same meaning, and has its hash.
+    """
 
     __slots__ = ()
+
+    def _values(self) -> tuple[Any, ...]:
+        """Return the values that two equal placements of one type share."""
+        return ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            other = _from_torch(other)
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return whether this placement splits a tensor (along `dim`, if given)."""
@@ -38,7 +56,7 @@ class Placement:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shard(Placement):
     """The tensor is split along `dim` over the axis, by the rules of `torch.chunk`.
 
@@ -64,7 +82,7 @@ class Shard(Placement):
         if dim is None:
             raise LayoutError(f"Shard(dim): expected an int, got {_describe(self.dim)}")
         object.__setattr__(self, "dim", dim)
-        if self.pieces is not None or self.unit != 1:
+        if self.pieces is not None or type(self.unit) is not int or self.unit != 1:
             self._check_pieces()
 
     def _check_pieces(self) -> None:
@@ -118,30 +136,132 @@ class Shard(Placement):
         return tuple(zip(lengths, units, strict=True))
 
     def is_shard(self, dim: int | None = None) -> bool:
-        return dim is None or dim == self.dim
+        return dim is None or as_int(dim) == self.dim
+
+    def without_order(self) -> Shard:
+        """Return the placement without its place among the axes that split the same dim."""
+        return self
+
+    def _values(self) -> tuple[Any, ...]:
+        return self.dim, self.pieces, self.unit
+
+    def __hash__(self) -> int:
+        return hash(self.dim)
+
+    def _shown_pieces(self) -> str:
+        pieces = "" if self.pieces is None else f", pieces={self.pieces}"
+        return pieces + ("" if self.unit == 1 else f", unit={self.unit}")
 
     def __repr__(self) -> str:
-        pieces = "" if self.pieces is None else f", pieces={self.pieces}"
-        unit = "" if self.unit == 1 else f", unit={self.unit}"
-        return f"Shard({self.dim}{pieces}{unit})"
+        return f"Shard({self.dim}{self._shown_pieces()})"
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False, repr=False)
+class _StridedShard(Shard):
+    """A `Shard` whose axis is not in the order of the mesh among the axes that split `dim`.
+
+    Axes that split one dim do so in the order of the mesh, the first one outermost. This placement
+    says that later axes come before its own axis: as many as have `split_factor` chunks together.
+    With tensor parallelism inside of data parallelism, `tp` splits the rows and `dp` splits each
+    rank's rows further; on a mesh `(dp=4, tp=2)` the placements are
+    `[_StridedShard(0, split_factor=2), Shard(0)]`.
+
+    It has torch's name, arguments and text. The pieces are always those of nested chunks; torch's
+    are others for some sizes that the axes do not divide.
+
+    Arguments:
+        dim: the dim of the tensor that is split.
+        split_factor: the product of the sizes of the later axes that come first; or, if no other
+            axis splits `dim`, the number of its pieces, as `Shard(dim, pieces=)`.
+        sf: the same; torch's short name.
+        pieces, unit: as for `Shard`.
+    """
+
+    split_factor: int = 1
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        split_factor: int = 1,
+        sf: int | None = None,
+        pieces: int | Sequence[int] | None = None,
+        unit: int | Sequence[int] = 1,
+    ) -> None:
+        Shard.__init__(self, dim, pieces, unit)
+        factor = as_int(split_factor if sf is None else sf)
+        if factor is None or factor < 1 or (sf is not None and split_factor not in (1, sf)):
+            given = split_factor if sf is None or split_factor != 1 else sf
+            raise LayoutError(
+                f"_StridedShard(split_factor): expected one positive number, got {_describe(given)}"
+            )
+        object.__setattr__(self, "split_factor", factor)
+
+    def without_order(self) -> Shard:
+        return Shard(self.dim, self.pieces, self.unit)
+
+    def _values(self) -> tuple[Any, ...]:
+        return self.dim, self.pieces, self.unit, self.split_factor
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.split_factor))
+
+    def __repr__(self) -> str:
+        return f"_StridedShard(dim={self.dim}, sf={self.split_factor}{self._shown_pieces()})"
 
 
 def _least(values: int | Sequence[int]) -> int:
     return values if isinstance(values, int) else min(values)
 
 
-def shard_of_cut(dim: int, cut: Cut) -> Shard:
-    """Return the shortest placement that gives this cut of a dim."""
-    lengths, units = zip(*cut, strict=True)
-    pieces: int | tuple[int, ...] | None = lengths
-    if len(set(lengths)) == 1:
-        pieces = len(cut)
-    return Shard(dim, pieces, units[0] if len(set(units)) == 1 else units)
+def shard_of_cut(dim: int, cut: Cut | None, split_factor: int = 1) -> Shard:
+    """Return the shortest placement that gives this cut of a dim, and this place in the order."""
+    pieces: int | tuple[int, ...] | None = None
+    unit: int | tuple[int, ...] = 1
+    if cut is not None:
+        pieces, units = zip(*cut, strict=True)
+        pieces = len(cut) if len(set(pieces)) == 1 else pieces
+        unit = units[0] if len(set(units)) == 1 else units
+    if split_factor == 1:
+        return Shard(dim, pieces, unit)
+    return _StridedShard(dim, split_factor=split_factor, pieces=pieces, unit=unit)
 
 
-@dataclass(frozen=True, slots=True)
+# ---- the order of several axes that split one dim
+
+
+def split_factors(order: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
+    """Return torch's view of an order of axes, outer to inner.
+
+    For each axis: the product of the sizes of the axes that come before it, but later in the mesh.
+    """
+    return {
+        axis: math.prod(sizes[each] for each in order[:at] if each > axis)
+        for at, axis in enumerate(order)
+    }
+
+
+def order_by_factors(factors: Mapping[int, int], sizes: Sequence[int]) -> list[int] | None:
+    """Return the order of axes that has these split factors; None if there is none.
+
+    Axes of size 1 fit in several places, which give the same shards; they come as early as they
+    can.
+    """
+    order: list[int] = []
+    for axis in sorted(factors, reverse=True):
+        outer = [math.prod(sizes[each] for each in order[:at]) for at in range(len(order) + 1)]
+        if factors[axis] not in outer:
+            return None
+        order.insert(outer.index(factors[axis]), axis)
+    return order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Replicate(Placement):
     """Every rank of the axis holds the same values."""
+
+    def __hash__(self) -> int:
+        return hash(-1)
 
     def is_replicate(self) -> bool:
         return True
@@ -150,7 +270,7 @@ class Replicate(Placement):
         return "Replicate()"
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class Partial(Placement):
     """Each rank of the axis holds a contribution; the value is their reduction by `reduce_op`.
 
@@ -164,6 +284,12 @@ class Partial(Placement):
     def __init__(self, reduce_op: ReduceOp = "sum") -> None:
         object.__setattr__(self, "reduce_op", as_reduce_op(reduce_op, "Partial(reduce_op)"))
 
+    def _values(self) -> tuple[Any, ...]:
+        return (self.reduce_op,)
+
+    def __hash__(self) -> int:
+        return 1 + hash(self.reduce_op)
+
     def is_partial(self, reduce_op: ReduceOp | None = None) -> bool:
         return reduce_op is None or name_of_reduce_op(reduce_op) == self.reduce_op
 
@@ -173,25 +299,32 @@ class Partial(Placement):
 
 _FROM_TORCH: dict[str, Callable[[Any], Placement]] = {
     "Shard": lambda theirs: Shard(theirs.dim),
+    "_StridedShard": lambda theirs: _StridedShard(theirs.dim, split_factor=theirs.split_factor),
     "Replicate": lambda theirs: Replicate(),
     "Partial": lambda theirs: Partial(theirs.reduce_op),
 }
 
 
-def as_placement(placement: Any, argument: str) -> Placement:
-    """Return a placement of shardwise for one of shardwise or torch.
-
-    Anything else is refused, torch's `_StridedShard` included; the error names the argument.
-    """
-    if isinstance(placement, Shard | Replicate | Partial):
-        return placement
+def _from_torch(placement: object) -> Placement | None:
+    """Return the placement of shardwise for one of torch; None for anything else."""
     kind = type(placement)
     ours = _FROM_TORCH.get(kind.__name__)
-    if ours is not None and kind.__module__.startswith("torch.distributed.tensor"):
-        return ours(placement)
-    raise LayoutError(
-        f"{argument}: expected Shard, Replicate or Partial, got {_describe(placement)}"
-    )
+    if ours is None or not kind.__module__.startswith("torch.distributed.tensor"):
+        return None
+    return ours(placement)
+
+
+def as_placement(placement: Any, argument: str) -> Placement:
+    """Return a placement of shardwise for one of shardwise or torch; the error for anything else
+    names the argument."""
+    if isinstance(placement, Shard | Replicate | Partial):
+        return placement
+    found = _from_torch(placement)
+    if found is None:
+        raise LayoutError(
+            f"{argument}: expected Shard, Replicate or Partial, got {_describe(placement)}"
+        )
+    return found
 
 
 def name_of_reduce_op(op: object) -> str | None:
@@ -216,4 +349,4 @@ def as_reduce_op(op: object, argument: str) -> str:
 
 
 def _describe(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    return f"{format_value(value)} ({type(value).__name__})"

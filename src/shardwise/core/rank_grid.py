@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.core.checks import as_int
-from shardwise.core.errors import MeshError
+from shardwise.core.errors import MeshError, format_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +48,7 @@ class RankGrid:
                 return self.mesh_dim_names.index(axis)
         elif (position := as_int(axis)) is not None and -self.ndim <= position < self.ndim:
             return position % self.ndim
-        raise MeshError(f"axis: expected one of {self.axes_shown()}, got {axis!r}")
+        raise MeshError(f"axis: expected one of {self.axes_shown()}, got {format_value(axis)}")
 
     def axis_name(self, axis: int) -> str:
         """Return the name of an axis; its position as digits if the axes have no names."""
@@ -67,11 +67,14 @@ class RankGrid:
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """Return the coordinate of a global rank, or None if the rank is not in the grid."""
+        number = as_int(rank)
+        if number is None:
+            return None
         if self._counts_from is not None:
-            index = rank - self._counts_from
+            index = number - self._counts_from
             inside = 0 <= index < self._ranks.size
             return tuple(map(int, np.unravel_index(index, self.shape))) if inside else None
-        found = np.argwhere(self._ranks == rank)
+        found = np.argwhere(self._ranks == number)
         return tuple(map(int, found[0])) if len(found) else None
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
@@ -84,6 +87,8 @@ class RankGrid:
 
         The position along the first of `axes` varies slowest.
         """
+        if isinstance(axes, str) or not isinstance(axes, Sequence):
+            raise MeshError(f"axes: expected a list of axes, got {format_value(axes)}")
         positions = [self.axis(axis) for axis in axes]
         if len(set(positions)) != len(positions):
             raise MeshError(f"axes: expected each axis once, got {tuple(axes)}")
@@ -105,4 +110,6 @@ class RankGrid:
     def _check_coordinate(self, coordinate: Sequence[int]) -> None:
         """Refuse a coordinate that is not in the grid."""
         if not self.has(coordinate):
-            raise MeshError(f"coordinate: expected one within {self.shape}, got {coordinate!r}")
+            raise MeshError(
+                f"coordinate: expected one within {self.shape}, got {format_value(coordinate)}"
+            )

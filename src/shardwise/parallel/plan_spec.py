@@ -16,7 +16,13 @@ from torch import nn
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Axis, DeviceMesh
-from shardwise.core.placement import Placement, Replicate, as_placement
+from shardwise.core.placement import (
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+    as_placement,
+)
 from shardwise.torch_internals import own_modules
 
 _MAX_SUGGESTIONS = 5
@@ -206,6 +212,9 @@ def apply_spec(layout: Layout, spec: Any, argument: str) -> Layout:
         return Layout.from_placements(mesh, layout.shape, as_placements(spec, mesh, argument))
     changes = _placements_by_axis(spec, mesh, argument)
     placements = [changes.get(axis, each) for axis, each in enumerate(layout.placements)]
+    if any(isinstance(each, _StridedShard) for each in changes.values()):
+        return Layout.from_placements(mesh, layout.shape, placements)
+    placements = [each.without_order() if isinstance(each, Shard) else each for each in placements]
     plain = Layout.from_placements(mesh, layout.shape, placements)
     # Axes that stay keep their order; those that are new on a dim come after them.
     order = []

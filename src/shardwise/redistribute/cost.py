@@ -27,6 +27,7 @@ from shardwise.core import world
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Shard
 from shardwise.redistribute.step import (
     axes_size,
     busiest,
@@ -103,7 +104,7 @@ class Costs:
             beta = max(cost.beta for cost in costs)
         return collectives * self.start + peers * alpha + bytes * beta
 
-    def least_seconds(self, bytes: int) -> float:
+    def least_seconds(self, bytes: float) -> float:
         """Return the least time of any plan in which some rank receives this many bytes."""
         if not bytes:
             return 0.0
@@ -236,7 +237,9 @@ def estimate(source: Layout, target: Layout, price: Sequence[Price]) -> Price:
         size = sizes[axis]
         if before == after or before.is_replicate() or size == 1:
             continue
-        if before.is_shard():
+        if isinstance(before, Shard):
+            if isinstance(after, Shard) and before.without_order() == after.without_order():
+                continue  # only the order of axes may differ; see below
             # To a pending sum nothing is sent now, but as much as to make it whole is later. A
             # cut dim is made whole before it is split otherwise.
             is_exchange = after.is_shard() and not (source.is_cut or target.is_cut)
@@ -306,7 +309,7 @@ def is_mean_bound(source: Layout, target: Layout) -> bool:
     return bool(_ending(source, target) or _new(source, target))
 
 
-def lower_bound(source: Layout, target: Layout) -> int:
+def lower_bound(source: Layout, target: Layout) -> float:
     """Return the fewest elements received: by the busiest rank or, with pending reductions, on
     average."""
     ending, new = _ending(source, target), _new(source, target)
@@ -320,11 +323,15 @@ def lower_bound(source: Layout, target: Layout) -> int:
     together = (split_axes(source) - split_axes(target)) if ending else frozenset(new)
     missing = need - overlap(source, target, together)
     if not ending:
-        return _up(mean(missing) / group)
+        return mean(missing) / group * _BELOW
     copies = axes_size(mesh, replicated_axes(target))
     contributions = axes_size(mesh, ending)
     messages = need * (contributions - 1 + copies - 1) + missing
-    return _up(mean(messages) / copies / group)
+    return mean(messages) / copies / group * _BELOW
+
+
+_BELOW = 1 - 1e-12
+"""A mean may be rounded up by less than this, and a bound must not be."""
 
 
 def _ending(source: Layout, target: Layout) -> list[int]:
@@ -334,11 +341,9 @@ def _ending(source: Layout, target: Layout) -> list[int]:
 
 def _new(source: Layout, target: Layout) -> list[int]:
     already = {axis for axis, _ in source.partial} if source.mesh is target.mesh else set()
-    return [axis for axis, _ in target.partial if axis not in already]
-
-
-def _up(count: float) -> int:
-    return math.ceil(count - 1e-6)
+    return [
+        axis for axis, _ in target.partial if axis not in already and target.mesh.shape[axis] > 1
+    ]
 
 
 # ---- measure the costs

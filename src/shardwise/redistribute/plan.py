@@ -13,7 +13,7 @@ import torch
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError, ShardwiseError
 from shardwise.core.layout import Layout
-from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, _StridedShard
 from shardwise.redistribute import step as steps
 from shardwise.redistribute.candidates import (
     as_steps,
@@ -73,7 +73,7 @@ class Plan:
     """The steps that are executed."""
     steps: tuple[PlanStep, ...]
     """The same steps, in bytes and seconds."""
-    lower_bound: int
+    lower_bound: float
     """Bytes that any plan receives: on the busiest rank or, with pending sums, on average."""
     costs: Costs
 
@@ -132,7 +132,7 @@ class Plan:
             total += f", a rank on average {_amount(received)}"
         if received and not self.lower_bound:
             return f"{total}. No lower bound is known."
-        ratio = received / self.lower_bound if received else 1.0
+        ratio = round(received / self.lower_bound, 9) if received else 1.0
         compared = (
             "which the plan meets" if ratio < 1.005 else f"the plan takes {ratio:.2f} times that"
         )
@@ -206,7 +206,7 @@ def with_placements(source: Layout, placements: Sequence[Placement]) -> Layout:
     return Layout.from_placements(source.mesh, source.shape, placements)
 
 
-_PLACEMENTS = frozenset({Shard, Replicate, Partial})
+_PLACEMENTS = frozenset({Shard, _StridedShard, Replicate, Partial})
 
 
 @lru_cache(maxsize=4096)
@@ -276,7 +276,7 @@ def _plan_cut(
     _check(src, dst)
     moves: list[Step] = []
     in_bytes: list[PlanStep] = []
-    least = 0
+    least = 0.0
     parts = stages(src, dst, place)
     for stage in parts:
         step = stage.step
@@ -317,7 +317,7 @@ def _candidates(
     dst: Layout,
     seconds: Callable[[Step], float],
     costs: Costs,
-    least: int,
+    least: float,
     size: int,
     first_good: bool,
 ) -> Timed:

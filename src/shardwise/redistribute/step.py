@@ -120,7 +120,7 @@ def all_reduce(source: Layout, axes: tuple[int, ...], op: str) -> Step:
     """Return the step that reduces over axes; every rank gets the result."""
     target = source.relaid(partial=without(source, axes))
     size = axes_size(source.mesh, axes)
-    moved = 2 * volume(source) * (size - 1) // size
+    moved = 2 * volume(source) * (size - 1) / size  # on average: chunks may be uneven
     return _collective("all_reduce", source, target, axes, moved, op=op)
 
 
@@ -333,8 +333,8 @@ def _common_length(one: tuple[Sizes, Sizes], other: tuple[Sizes, Sizes]) -> Size
 
 
 def busiest(sizes: Sizes) -> int:
-    """Return the largest of the ranks' figures."""
-    return int(np.max(sizes))
+    """Return the largest of the ranks' figures, rounded up."""
+    return int(np.ceil(np.max(sizes)))
 
 
 def mean(sizes: Sizes) -> float:

@@ -262,7 +262,10 @@ def _as_sharded(result: DTensor, model: ShardedTensor, layout: Layout) -> torch.
         # The longest dim is split further, over the axes that do not split the tensor yet.
         dim = max(range(layout.ndim), key=lambda dim: layout.shape[dim])
         result = result.redistribute(
-            placements=[each if each.is_shard() else Shard(dim) for each in layout.placements]
+            placements=[
+                each.without_order() if isinstance(each, Shard) else Shard(dim)
+                for each in layout.placements
+            ]
         )
     return as_dtensor.from_dtensor(type(model), result, model._group)
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from shardwise.comm import carries_values
 from shardwise.core.errors import ShardedTensorError
-from shardwise.core.layout import Layout
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.row_exchange import RowRange, RowTable, rows_of
@@ -74,9 +73,7 @@ def _has_own_indices(indices: Any) -> bool:
     """Return whether each rank has its own part of the indices, and no part is on two ranks."""
     if not isinstance(indices, DTensor) or not carries_values(indices.device_mesh):
         return False
-    layout, placements = indices._layout, indices.placements
-    is_split = all(each.is_shard() for each in placements)
-    return is_split and Layout.from_placements(layout.mesh, layout.shape, placements) is layout
+    return all(each.is_shard() for each in indices.placements)
 
 
 def _fetch_rows(indices: DTensor, weight: ShardedTensor, padding: int) -> DTensor:
