@@ -16,9 +16,9 @@ from torch import nn
 from shardwise import __version__, torch_internals
 from shardwise.api.distribute import distribute_tensor
 from shardwise.core import torch_version
+from shardwise.core.mesh import init_device_mesh
 from shardwise.core.placement import Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.random.seed_check import init_device_mesh
 from shardwise.run.launch import launch
 from shardwise.run.simulate import simulate
 from shardwise.run.worker import usable_cores

@@ -143,6 +143,8 @@ class RankScheduler:
         self._counts: dict[tuple[int, MeetingKey], int] = {}
         self._generations: Counter[tuple[int, Link]] = Counter()
         """How often a rank has left a group of ranks."""
+        self._values: dict[Any, tuple[tuple[int, int], int]] = {}
+        """Values that all ranks bring, by key: who was first, its value, how many have come."""
         self._first_crossing = ""
         """The first meeting that ranks joined from different lines: legal, but seldom meant."""
         _running.add(self)
@@ -229,6 +231,14 @@ class RankScheduler:
                         del self._meetings[place, turn]
                         meeting.error = self._abortion(rank, *meeting.calls.values())
                         self._wake_members(meeting)
+
+    def first_value(self, key: Any, size: int, rank: int, value: int) -> tuple[int, int]:
+        """Return the first of `size` ranks that brought a value for this key, and its value."""
+        with self.lock:
+            first, taken = self._values.pop(key, ((rank, value), 0))
+            if taken + 1 < size:
+                self._values[key] = first, taken + 1
+            return first
 
     def unmet(self) -> str:
         """Describe the collectives that were started and never completed; empty if there are
