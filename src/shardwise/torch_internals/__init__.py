@@ -394,6 +394,10 @@ _take(
     "gets each tensor of a state dict that an optimizer loads",
     "param value param_id param_groups key",
 )
+Profiler: Any = _take("torch.autograd.profiler.profile", "torch.profiler uses it, too")
+prepare_profiler: Any = _take(
+    "torch.autograd.profiler.profile._prepare_trace", "called before a profiler starts"
+)
 _take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Python")
 
 check_internals()
