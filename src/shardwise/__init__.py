@@ -36,7 +36,7 @@ from shardwise.core.errors import (
     TorchVersionWarning,
 )
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, _StridedShard  # noqa: F401
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dtensor.dcp import CheckpointStager
@@ -51,7 +51,7 @@ from shardwise.dtensor.state import (
     plain_tensors,
 )
 from shardwise.dtensor.tensor import DTensor
-from shardwise.random.seed_check import RandomStateError, check_random_state, init_device_mesh
+from shardwise.random.seed_check import RandomStateError, check_random_state, seed
 from shardwise.redistribute import (
     AxisCost,
     Costs,
@@ -142,6 +142,7 @@ __all__ = [
     "randperm",
     "redistribute_local",
     "register_rule",
+    "seed",
     "sharded",
     "simulate",
     "testing",

@@ -47,6 +47,8 @@ def changed_places() -> dict[str, Any]:
             optim.Optimizer, "_process_value_according_to_param_policy"
         ),
         "foreach": tuple(map(tuple, torch_internals.foreach_types)),
+        "profiler": torch.autograd.profiler.profile._prepare_trace,
+        "profiler's end": torch.autograd.profiler.profile.__exit__,
         "hooks": tuple(_global_optimizer_pre_hooks.values()),
         "after": tuple(_global_optimizer_post_hooks.values()),
         **{kind.__name__: vars(kind).get("step") for kind in optimizers.POINTWISE},

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.api import factories
 from shardwise.random import philox, samplers
-from shardwise.random.seed_check import RandomStateError, check_random_state, watch
 from shardwise.testing import layouts_of
 
 MESHES = [(1,), (2,), (3,), (2, 2)]
@@ -429,81 +428,3 @@ def test_activation_checkpointing_repeats_the_dropout(use_reentrant: bool) -> No
         assert torch.equal(y, again) and torch.allclose(gradient, same) and gradient.any()
 
     on_ranks(run, (2,))
-
-
-# ---- generators that differ
-
-
-def test_equal_generators_are_found_equal() -> None:
-    def run(mesh: sw.DeviceMesh) -> None:
-        torch.manual_seed(4)
-        torch.rand(mesh.size())
-        check_random_state(mesh)
-        assert watch(mesh) is mesh
-
-    for mesh_shape in MESHES:
-        on_ranks(run, mesh_shape)
-    check_random_state(sw.DeviceMesh.abstract((4,)))
-
-
-def test_the_ranks_that_differ_are_named() -> None:
-    def run(mesh: sw.DeviceMesh) -> None:
-        if mesh.get_rank() in (1, 3):
-            torch.rand(())
-        expected = (
-            r"generator on ranks \[1, 3\] of .* state than on ranks \[0, 2, 4\].*"
-            r"torch.manual_seed with the same seed on every rank"
-        )
-        with pytest.raises(RandomStateError, match=expected):
-            check_random_state(mesh)
-
-    on_ranks(run, (5,))
-
-
-def test_a_mesh_of_ranks_that_differ_refuses_to_draw_until_they_agree() -> None:
-    def run(mesh: sw.DeviceMesh, seed_again: bool) -> None:
-        torch.manual_seed(mesh.get_rank())
-        watch(mesh)
-        if not seed_again:
-            for _ in range(2):
-                with pytest.raises(RandomStateError, match=r"ranks \[1\]"):
-                    factories.rand(4, device_mesh=mesh)
-            return
-        torch.manual_seed(7)
-        factories.rand(4, device_mesh=mesh)
-        events: list[sw.Event] = []
-        with sw.listen(events.append):
-            factories.rand(4, device_mesh=mesh)  # not compared again
-        assert not events
-
-    for seed_again in (False, True):
-        sw.simulate(lambda again=seed_again: run(sw.init_device_mesh("cpu", (2,)), again), 2)
-
-
-def test_a_mesh_cut_from_one_that_differed_is_compared_for_itself() -> None:
-    def run() -> None:
-        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
-        torch.manual_seed(mesh.get_local_rank("dp"))
-        watch(mesh)
-        factories.rand(4, device_mesh=mesh["tp"])
-        with pytest.raises(RandomStateError, match="in another state"):
-            factories.rand(4, device_mesh=mesh["dp"])
-
-    sw.simulate(run, 4)
-
-
-def test_a_suspect_mesh_of_one_world_is_none_in_another() -> None:
-    def differ() -> None:
-        mesh = sw.init_device_mesh("cpu", (2,))
-        torch.manual_seed(mesh.get_rank())
-        watch(mesh)
-
-    def draw() -> int:
-        mesh = sw.init_device_mesh("cpu", (2,))  # which compares the random states
-        events: list[sw.Event] = []
-        with sw.listen(events.append):
-            factories.rand(4, device_mesh=mesh)
-        return len(events)
-
-    sw.simulate(differ, 2)
-    assert sw.simulate(draw, 2) == [0, 0]

@@ -417,10 +417,40 @@ def test_a_bad_world_size_is_refused(world_size: Any) -> None:
         sw.launch(rank, world_size)
 
 
+@pytest.mark.parametrize("name", ["timeout", "start_timeout", "end_timeout"])
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon"])
-def test_a_bad_timeout_is_refused(timeout: Any) -> None:
-    with pytest.raises(sw.LaunchError, match=f"timeout: expected a positive .* got {timeout!r}"):
-        sw.launch(rank, 2, timeout=timeout)
+def test_a_bad_timeout_is_refused(name: str, timeout: Any) -> None:
+    with pytest.raises(sw.LaunchError, match=f"^{name}: expected a positive .* got {timeout!r}"):
+        sw.launch(rank, 2, **{name: timeout})
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])
+def test_a_bad_timeout_of_the_environment_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SHARDWISE_START_TIMEOUT", "SHARDWISE_END_TIMEOUT"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(sw.LaunchError, match=f"^{name}: expected a .*number of seconds, got"):
+            sw.launch(rank, 2)
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_ranks_that_start_too_slowly_are_told_what_to_raise(
+    is_argument: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_START_TIMEOUT", "100" if is_argument else "0.01")
+    start_timeout = 0.01 if is_argument else None
+    expected = (
+        r"start_timeout: the ranks did not start within 0.01 s; .* raise start_timeout, or the "
+        r"environment variable SHARDWISE_START_TIMEOUT \(timeout limits the run"
+    )
+    for start in (
+        lambda: sw.launch(rank, 1, timeout=50, start_timeout=start_timeout),
+        lambda: sw.Workers(1, timeout=50, start_timeout=start_timeout),
+    ):
+        with pytest.raises(sw.LaunchError, match=expected):
+            start()
 
 
 @pytest.mark.slow
@@ -536,6 +566,22 @@ def test_a_slow_start_is_no_timeout_of_the_run(tmp_path: Path) -> None:
     )
     done = run_python(str(script))
     assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+@pytest.mark.slow
+def test_ranks_that_exit_slowly_may_be_given_more_time(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys, time, shardwise as sw\n"
+        "def finish():\n"
+        "    time.sleep(3)\n"
+        "    open(sys.argv[1], 'w').close()\n"
+        "def register(): atexit.register(finish)\n"
+        "if __name__ == '__main__': sw.launch(register, 1, end_timeout=60)\n"
+    )
+    done = run_python(str(script), str(tmp_path / "finished"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "finished").exists()
 
 
 @pytest.mark.slow

@@ -16,14 +16,16 @@ from torch import nn
 from shardwise import __version__, torch_internals
 from shardwise.api.distribute import distribute_tensor
 from shardwise.core import torch_version
+from shardwise.core.mesh import init_device_mesh
 from shardwise.core.placement import Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.random.seed_check import init_device_mesh
 from shardwise.run.launch import launch
 from shardwise.run.simulate import simulate
 from shardwise.run.worker import usable_cores
 
 REQUIRED = ("numpy",)
+_LAUNCH_SECONDS = 60.0
+"""How long the ranks of the self-test may run; `SHARDWISE_START_TIMEOUT` limits their start."""
 OPTIONAL = {
     "cloudpickle": "launch of lambdas, closures and functions of notebooks",
     "matplotlib": "the plot of the demo",
@@ -188,7 +190,7 @@ def _check_fsdp() -> None:
 
 
 def _check_processes() -> None:
-    for total in launch(_sum_of_ranks, 2, timeout=60.0):
+    for total in launch(_sum_of_ranks, 2, timeout=_LAUNCH_SECONDS):
         if total != 1.0:
             raise AssertionError(f"expected the sum of ranks 0 and 1, got {total}")
 

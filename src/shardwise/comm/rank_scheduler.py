@@ -2,8 +2,8 @@
 
 One rank runs at a time, until it has to wait in a collective; then the lowest rank that can go on
 runs. So a run is deterministic, prints come in rank order, and a debugger stops in one rank. Each
-rank has its own default random state of torch, which is swapped with the turn. With `parallel` all
-ranks run at once, and share one random state.
+rank has its own state of what is global to a process, such as torch's random state: it is swapped
+with the turn. With `parallel` all ranks run at once, and share that state.
 
 One lock guards everything; each rank sleeps on a condition of its own.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.buffers import format_list
+from shardwise.comm.process_state import ProcessState, current_state, own_copy, set_state
 from shardwise.comm.trace import Cause, current_cause
 from shardwise.core.errors import CollectiveError, MismatchError
 from shardwise.core.world import Link
@@ -108,7 +109,7 @@ class Meeting:
 @dataclass(slots=True)
 class _Rank:
     wake: threading.Condition
-    random_state: torch.Tensor
+    state: ProcessState
     thread: threading.Thread | None = None
     waits_in: Meeting | None = None
     """The meeting that it waits for; None while it can run."""
@@ -134,15 +135,18 @@ class RankScheduler:
         self.failure: BaseException | None = None
         self.over = threading.Event()
         """Set when all ranks have finished, or one has failed."""
-        start = torch.get_rng_state()
-        self._ranks = [_Rank(threading.Condition(self.lock), start) for _ in range(size)]
+        self._ranks = [
+            _Rank(threading.Condition(self.lock), own_copy(current_state())) for _ in range(size)
+        ]
         self._turn = 0
-        self._drawing = 0
-        """The rank whose random state torch has now."""
+        self._present: int | None = None
+        """The rank whose state the process has now."""
         self._meetings: dict[tuple[MeetingKey, int], Meeting] = {}
         self._counts: dict[tuple[int, MeetingKey], int] = {}
         self._generations: Counter[tuple[int, Link]] = Counter()
         """How often a rank has left a group of ranks."""
+        self._values: dict[Any, tuple[tuple[int, int], int]] = {}
+        """Values that all ranks bring, by key: who was first, its value, how many have come."""
         self._first_crossing = ""
         """The first meeting that ranks joined from different lines: legal, but seldom meant."""
         _running.add(self)
@@ -230,6 +234,14 @@ class RankScheduler:
                         meeting.error = self._abortion(rank, *meeting.calls.values())
                         self._wake_members(meeting)
 
+    def first_value(self, key: Any, size: int, rank: int, value: int) -> tuple[int, int]:
+        """Return the first of `size` ranks that brought a value for this key, and its value."""
+        with self.lock:
+            first, taken = self._values.pop(key, ((rank, value), 0))
+            if taken + 1 < size:
+                self._values[key] = first, taken + 1
+            return first
+
     def unmet(self) -> str:
         """Describe the collectives that were started and never completed; empty if there are
         none."""
@@ -296,7 +308,7 @@ class RankScheduler:
                 self._fail(MismatchError(self._describe_stall()))
             return
         if not self.parallel and able[0] != rank:
-            self._ranks[rank].random_state = torch.get_rng_state()
+            self._ranks[rank].state = current_state()
             self._turn = able[0]
             self._ranks[able[0]].wake.notify()
 
@@ -308,9 +320,9 @@ class RankScheduler:
         ):
             state.wake.wait()
         self._check_running()
-        if not self.parallel and self._drawing != rank:
-            self._drawing = rank
-            torch.set_rng_state(state.random_state)
+        if not self.parallel and self._present != rank:
+            self._present = rank
+            set_state(state.state)
 
     def _check_running(self) -> None:
         self._check_stopped()

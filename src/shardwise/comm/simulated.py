@@ -214,6 +214,7 @@ class SimulatedWorld(World):
     def __init__(self, scheduler: RankScheduler, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._scheduler = scheduler
+        self.shares_random_state = scheduler.parallel
 
     def describe(self) -> str:
         """Say what kind of ranks these are."""
@@ -227,6 +228,13 @@ class SimulatedWorld(World):
             return AloneCommunicator(ranks, 0, axes)
         index = ranks.index(self.rank)
         return SimulatedCommunicator(self._scheduler, ranks, index, axes, channel)
+
+    def first_value(
+        self, ranks: tuple[int, ...], name: Any, number: int, value: int
+    ) -> tuple[int, int]:
+        """Return the first of the ranks that came, and its value, without waiting."""
+        key = name, number, self._scheduler.generation(self.rank, (ranks, ""))
+        return self._scheduler.first_value(key, len(ranks), self.rank, value)
 
     def _end(self, links: Set[Link], along_one_axis: Set[Link]) -> None:
         """Fail all meetings of these ranks, now and later."""

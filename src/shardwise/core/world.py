@@ -33,6 +33,8 @@ class World(ABC):
     """Whether the ranks are threads of one process."""
     carries_values = True
     """Whether tensors have values and collectives are run."""
+    shares_random_state = False
+    """Whether all ranks draw from one default generator."""
     draws_whole = False
     """Whether ranks draw whole random tensors by torch's operators and keep their shards."""
 
@@ -64,6 +66,16 @@ class World(ABC):
         self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
     ) -> Communicator:
         """Return the communicator of these ranks; `axes` names the mesh axes they lie along."""
+
+    def first_value(
+        self, ranks: tuple[int, ...], name: Any, number: int, value: int
+    ) -> tuple[int, int] | None:
+        """Return which of these ranks was the first to bring a value, and that value.
+
+        Each of them brings one for this name and number. None where the answer would need
+        communication.
+        """
+        return None
 
     def process_group(self, ranks: tuple[int, ...]) -> Any:
         """Return the torch process group of exactly these ranks; its members make it on demand."""

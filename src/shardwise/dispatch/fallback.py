@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm import carries_values
 from shardwise.core.errors import PolicyError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
@@ -21,6 +22,7 @@ from shardwise.dtensor.input_moves import InputMove
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import tensors_in
 from shardwise.dtensor.writes import mark_detached_copy
+from shardwise.random.seed_check import check_plain_draws
 
 
 class FallbackWarning(UserWarning):
@@ -47,7 +49,13 @@ class FallbackCall(CachedCall):
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         if self.moves:
             _report_fallback(self.name, [move.source for _, move in self.moves])
-        return super().__call__(args, kwargs)
+        if not carries_values(self.mesh):
+            return super().__call__(args, kwargs)
+        before = _random_state()
+        result = super().__call__(args, kwargs)
+        if _random_state() != before:
+            check_plain_draws(self.mesh)
+        return result
 
     def retyped(self, result: Any, operands: tuple[Any, ...] = ()) -> Any:
         results = list(tensors_in(result))
@@ -60,6 +68,10 @@ class FallbackCall(CachedCall):
                 if _address(each) in inputs:
                     mark_detached_copy(each, self.name)
         return made
+
+
+def _random_state() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _address(tensor: torch.Tensor) -> int:

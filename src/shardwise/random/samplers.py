@@ -25,7 +25,7 @@ from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.random.philox import NONE, Runs, Words, blocks, boxes_of
-from shardwise.random.seed_check import check_if_suspect
+from shardwise.random.seed_check import compare_draw
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,15 +42,13 @@ def draw_key(mesh: DeviceMesh | None = None, generator: torch.Generator | None =
     """Draw the key of one random operator: 64 bits of torch's default generator, or another.
 
     Arguments:
-        mesh: the mesh of the operator. If the generators of its ranks differed when it was made,
-            all ranks compare them again before the first draw.
+        mesh: the mesh of the operator, whose ranks compare what they draw now and then.
         generator: draw from this one instead. It must be in the same state on every rank.
     """
-    if generator is None and mesh is not None:
-        check_if_suspect(mesh)
     device = "cpu" if generator is None else generator.device
     drawn = torch.empty((), dtype=torch.int64, device=device)
-    return int(drawn.random_(-(2**63), None, generator=generator)) % 2**64
+    key = int(drawn.random_(-(2**63), None, generator=generator)) % 2**64
+    return key if mesh is None else compare_draw(mesh, key)
 
 
 # ---- words to numbers

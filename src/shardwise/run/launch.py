@@ -33,12 +33,16 @@ from shardwise.run.worker import dumps, main_file
 
 T = TypeVar("T")
 
+START_TIMEOUT = "SHARDWISE_START_TIMEOUT"
+"""The environment variable that sets the default of `start_timeout`."""
+END_TIMEOUT = "SHARDWISE_END_TIMEOUT"
+"""The same for `end_timeout`."""
 _START_SECONDS = 120.0
-"""How long the ranks may take to start."""
+_END_SECONDS = 2.0
 _SETTLE_SECONDS = 0.5
 """How long to wait for more reports after a failure: the next one may be its cause."""
-_END_SECONDS = 2.0
-"""How long to wait for a process to end or to answer."""
+_ANSWER_SECONDS = 2.0
+"""How long to wait for a rank to say where it is, or for the exit code of one that has died."""
 _POLL_SECONDS = 1.0
 """How often to look for ranks that have died, but whose pipe another process holds open."""
 
@@ -49,6 +53,8 @@ def launch(
     *args: Any,
     backend: str = "gloo",
     timeout: float | None = None,
+    start_timeout: float | None = None,
+    end_timeout: float | None = None,
     **kwargs: Any,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on `world_size` local processes; return their results in order.
@@ -63,6 +69,10 @@ def launch(
         backend: the argument of `torch.distributed.init_process_group`.
         timeout: seconds that the run may take. After that every rank is ended, and the error says
             where each of them was. None: no limit.
+        start_timeout: seconds that the processes may take to start: to import the script and to
+            join each other. None: the environment variable `SHARDWISE_START_TIMEOUT`, or 120.
+        end_timeout: seconds that they may take to exit afterwards; then they are terminated. None:
+            the environment variable `SHARDWISE_END_TIMEOUT`, or 2.
 
     Raises:
         RankError: a rank raised an exception, exited or was killed; the error names the rank.
@@ -72,7 +82,13 @@ def launch(
         >>> launch(train, 4, steps=100)
     """
     task = _as_task(fn, args, kwargs)  # before any process starts, as it may fail
-    with Workers(world_size, backend=backend, timeout=timeout) as workers:
+    with Workers(
+        world_size,
+        backend=backend,
+        timeout=timeout,
+        start_timeout=start_timeout,
+        end_timeout=end_timeout,
+    ) as workers:
         return workers._run(task)
 
 
@@ -99,7 +115,8 @@ class Workers:
     """Local processes that wait for functions to run: `launch`, for several runs.
 
     Starting a process takes seconds: in a notebook or a test suite, use this to start them once.
-    After a failure the processes are ended, because they may wait in a collective.
+    After a failure the processes are ended, because they may wait in a collective. The arguments
+    are those of `launch`; `timeout` limits each run.
 
     Example:
         >>> with Workers(4) as workers:
@@ -108,12 +125,17 @@ class Workers:
     """
 
     def __init__(
-        self, world_size: int, *, backend: str = "gloo", timeout: float | None = None
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        timeout: float | None = None,
+        start_timeout: float | None = None,
+        end_timeout: float | None = None,
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise LaunchError(f"world_size: expected a positive int, got {world_size!r}")
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-            raise LaunchError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+        _check_seconds("timeout", timeout)
         if torch.distributed.is_torchelastic_launched():
             raise LaunchError(
                 f"torchrun started this process as rank {os.environ['RANK']} of "
@@ -126,21 +148,27 @@ class Workers:
             )
         self.world_size = world_size
         self.timeout = timeout
+        self.start_timeout = _limit("start_timeout", start_timeout, START_TIMEOUT, _START_SECONDS)
+        self.end_timeout = _limit("end_timeout", end_timeout, END_TIMEOUT, _END_SECONDS)
         self._ended_because = ""
         self._store = _loopback_store()
         self._ranks: list[_RankProcess] = []
         # At exit multiprocessing waits for its processes, which only end when told to. This runs
         # before that; weakref.finalize may run after.
-        self._end = multiprocessing.util.Finalize(self, _end, (self._ranks,), exitpriority=0)
+        self._end = multiprocessing.util.Finalize(
+            self, _end, (self._ranks, self.end_timeout), exitpriority=0
+        )
         self._one_run = threading.Lock()
         # The parent's time limit must come first: only the parent can say where all ranks are.
-        patience = None if timeout is None else max(timeout, _START_SECONDS)
+        patience = None if timeout is None else max(timeout, self.start_timeout)
         try:
             with _importable_main(), _without_interrupts():
                 for rank in range(world_size):
-                    setup = worker.RankSetup(rank, world_size, self._store.port, backend, patience)
+                    setup = worker.RankSetup(
+                        rank, world_size, self._store.port, backend, self.start_timeout, patience
+                    )
                     self._ranks.append(_start(setup))
-            self._collect(time.monotonic() + _START_SECONDS, starting=True)
+            self._collect(time.monotonic() + self.start_timeout, starting=True)
         except BaseException:
             self.close()
             raise
@@ -268,9 +296,15 @@ class Workers:
 
     def _overdue(self, run: _Run, starting: bool) -> LaunchError:
         """Return the error for ranks that did not answer in time."""
-        limit = _START_SECONDS if starting else self.timeout
-        problem = "the ranks did not start" if starting else "the ranks did not end"
-        return LaunchError(f"timeout: {problem} within {limit:g} s\n{self._whereabouts(run)}")
+        if starting:
+            problem = (
+                f"start_timeout: the ranks did not start within {self.start_timeout:g} s; if their "
+                "imports are slow, raise start_timeout, or the environment variable "
+                f"{START_TIMEOUT} (timeout limits the run, not the start)"
+            )
+        else:
+            problem = f"timeout: the ranks did not end within {self.timeout:g} s"
+        return LaunchError(f"{problem}\n{self._whereabouts(run)}")
 
     def _whereabouts(self, run: _Run) -> str:
         """Return the stacks of all ranks that have not answered."""
@@ -279,6 +313,25 @@ class Workers:
         ]
         returned = [f"returned: ranks {sorted(run.results)}"] if run.results else []
         return "\n".join(stacks + returned)
+
+
+def _check_seconds(argument: str, seconds: float | None) -> None:
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise LaunchError(f"{argument}: expected a positive number of seconds, got {seconds!r}")
+
+
+def _limit(argument: str, given: float | None, variable: str, default: float) -> float:
+    """Return a time limit: the argument, else the environment variable, else the default."""
+    _check_seconds(argument, given)
+    if given is not None:
+        return given
+    text = os.environ.get(variable, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        raise LaunchError(f"{variable}: expected a number of seconds, got {text!r}") from None
+    _check_seconds(variable, seconds)
+    return seconds
 
 
 def _as_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -301,34 +354,34 @@ def _start(setup: worker.RankSetup) -> _RankProcess:
     return _RankProcess(process, tasks, control)
 
 
-def _end(ranks: list[_RankProcess]) -> None:
+def _end(ranks: list[_RankProcess], timeout: float) -> None:
     """End the processes: tell them to exit, terminate those that did not, then kill the rest."""
     try:
         for rank in ranks:
             with suppress(OSError):
                 rank.tasks.send_bytes(worker.GOODBYE)
-        _join(ranks)
+        _join(ranks, timeout)
         for rank in ranks:
             rank.process.terminate()
-        _join(ranks)
+        _join(ranks, timeout)
     finally:  # also if another Ctrl-C interrupts the wait
         for rank in ranks:
             rank.process.kill()
-        _join(ranks)
+        _join(ranks, timeout)
         for rank in ranks:
             rank.tasks.close()
             rank.control.close()
 
 
-def _join(ranks: list[_RankProcess]) -> None:
-    deadline = time.monotonic() + _END_SECONDS
+def _join(ranks: list[_RankProcess], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
     for rank in ranks:
         if rank.process.is_alive():
             rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _how_it_died(process: SpawnProcess) -> str:
-    process.join(_END_SECONDS)
+    process.join(_ANSWER_SECONDS)
     code = process.exitcode
     who = f"(process {process.pid})"
     if code is None:
@@ -347,7 +400,7 @@ def _also(run: _Run, rank: int) -> str:
 def _stack_of(rank: _RankProcess) -> str:
     with suppress(EOFError, OSError):
         rank.control.send_bytes(worker.WHERE)
-        if rank.control.poll(_END_SECONDS):
+        if rank.control.poll(_ANSWER_SECONDS):
             return rank.control.recv_bytes().decode()
     return "  (no answer)"
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import torch
-
+from shardwise.comm.process_state import current_state, set_state
 from shardwise.comm.rank_scheduler import RankScheduler, Stopped
 from shardwise.comm.simulated import SimulatedWorld
 from shardwise.core import world
@@ -30,15 +29,16 @@ def simulate(
 
     The ranks are threads that take turns: one runs until it waits in a collective, then the lowest
     rank that can go on runs. A run is deterministic, and a debugger stops in one rank. Each rank
-    starts with the caller's state of torch's default generator and then draws as a process of its
-    own would; the caller's state is untouched. Other state that torch keeps for each thread (grad
-    mode, autocast) starts as in a new process. The arguments are shared by all ranks, not copied.
+    starts with the caller's state of torch's default generator, default dtype, deterministic
+    algorithms, anomaly detection and filters of warnings, and then has its own, as a process would;
+    the caller's state is untouched. State that torch keeps for each thread (grad mode, autocast)
+    starts as in a new process. The arguments are shared by all ranks, not copied.
 
     Arguments:
         fn: the function that each rank runs.
         world_size: the number of ranks.
         parallel: let the ranks run at the same time. This is faster where they compute much, but
-            they share one random state, and their order is not deterministic.
+            they share that state, and their order is not deterministic.
 
     Raises:
         RankError: a rank raised an exception; the error names the rank, and the exception is its
@@ -75,7 +75,7 @@ def simulate(
         with suppress(Stopped):  # raised even while the rank reports an error of its own
             run(rank)
 
-    random_state = torch.get_rng_state()
+    callers_state = current_state()
     threads = [
         threading.Thread(target=run_until_stopped, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
@@ -94,7 +94,7 @@ def simulate(
         for thread in threads:
             with suppress(RuntimeError):  # the interrupt came before this thread was started
                 thread.join(max(0.0, deadline - time.monotonic()))
-        torch.set_rng_state(random_state)
+        set_state(callers_state)
     if place.failure is not None:
         _note_left_running(place.failure, threads)
         raise place.failure

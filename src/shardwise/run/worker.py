@@ -27,6 +27,8 @@ from shardwise.core.errors import LaunchError
 from shardwise.torch_internals import dtypes_without_typed_storage
 
 LOOPBACK = "127.0.0.1"
+_STORE_SECONDS = 300.0
+"""How long a rank waits, at least, for others that join a process group: torch's default."""
 GOODBYE = b"goodbye"
 WHERE = b"where"
 """The messages of the parent: end the process, send the stack of the main thread."""
@@ -40,7 +42,10 @@ class RankSetup:
     size: int
     port: int
     backend: str
+    start_timeout: float
+    """Seconds to wait for the other ranks to join."""
     timeout: float | None
+    """Seconds to wait in a collective; None for the default of the backend."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,12 @@ def _join(setup: RankSetup) -> None:
         torch.cuda.set_device(setup.rank % torch.cuda.device_count())
     dist.init_process_group(
         setup.backend,
-        store=TCPStore(LOOPBACK, setup.port, is_master=False),
+        store=TCPStore(
+            LOOPBACK,
+            setup.port,
+            is_master=False,
+            timeout=timedelta(seconds=max(setup.start_timeout, _STORE_SECONDS)),
+        ),
         rank=setup.rank,
         world_size=setup.size,
         timeout=None if setup.timeout is None else timedelta(seconds=setup.timeout),

@@ -413,6 +413,10 @@ _take("torch._C._create_function_from_trace_with_dict", "the same, with keywords
 script_modules: Any = _take("torch.jit._recursive", "makes scripted modules")
 _take("torch.jit._recursive.create_script_module", "the function that does", "nn_module")
 _take("torch.Tensor._make_subclass", "gives a tensor another class")
+Profiler: Any = _take("torch.autograd.profiler.profile", "torch.profiler uses it, too")
+prepare_profiler: Any = _take(
+    "torch.autograd.profiler.profile._prepare_trace", "called before a profiler starts"
+)
 _take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Python")
 
 STATE_DICT_UTILS = "torch.distributed._state_dict_utils"

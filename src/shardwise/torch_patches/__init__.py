@@ -41,6 +41,7 @@ from shardwise.torch_patches import constructors, script, state_dicts
 from shardwise.torch_patches.patch import Patch, Undo
 from shardwise.torch_patches.patch import replace as _replace
 from shardwise.torch_patches.patch import undo_all as _all
+from shardwise.torch_patches.profilers import profile_once_in_a_process
 
 _undos: list[Undo] = []
 _changing = threading.Lock()
@@ -295,5 +296,11 @@ PATCHES: tuple[Patch, ...] = (
     *constructors.PATCHES,
     *script.PATCHES,
     *state_dicts.PATCHES,
+    Patch(
+        "torch.autograd.profiler.profile._prepare_trace and .__exit__ (torch.profiler uses them)",
+        "Torch has one profiler in a process; a second one, on another thread, crashes or hangs "
+        "it. Simulated ranks are threads: the second rank gets an error.",
+        profile_once_in_a_process,
+    ),
 )
 """All changes, in the order in which they are made."""

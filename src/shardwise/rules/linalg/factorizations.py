@@ -13,7 +13,7 @@ import torch
 from shardwise.dtensor.composite import decompose
 from shardwise.dtensor.state import plain_tensors
 from shardwise.dtensor.tensor import DTensor, tensors_in
-from shardwise.random.seed_check import check_if_suspect
+from shardwise.random.seed_check import check_plain_draws
 from shardwise.rules.helpers.dims import as_dims, replace_dim, unsplit_spec
 from shardwise.rules.helpers.local_tensors import lower_with_padding
 from shardwise.rules.pattern import matrices
@@ -190,7 +190,7 @@ def tensorsolve(input: Tensor, other: Tensor, dims: Any = None) -> Spec:
 def low_rank(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run torch's Python code; the random matrix that it draws is the same on every rank."""
     given = next(each for each in tensors_in((args, kwargs)) if isinstance(each, DTensor))
-    check_if_suspect(given._layout.mesh)
+    check_plain_draws(given._layout.mesh)
     run = decompose(function)
     assert run is not None, "it is written in Python"
     with plain_tensors("assume"):

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.box import Range
+from shardwise.dtensor.composite import decompose
+from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.random.seed_check import check_plain_draws
 from shardwise.rules.helpers.halo_exchange import Window, WindowExchange, per_dim, plan_exchange
 from shardwise.rules.helpers.local_tensors import crop, is_empty, keeps_sums, pad, pad_empty_dims
 from shardwise.rules.pointwise.elementwise import tensors_among
-from shardwise.rules.registry import Aten, composed, rule
+from shardwise.rules.registry import Aten, composed, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of
 from shardwise.torch_internals import nn_builtins
 
@@ -324,9 +327,20 @@ def _fractional_rule(space: int, operator: Callable[..., Any]) -> Callable[..., 
     return fractional_max_pool
 
 
+@handler(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices)
+def fractional_max_pool_with_indices(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run torch's Python code; all ranks draw the same windows, unless these are given."""
+    if kwargs.get("_random_samples") is None:
+        given = next(each for each in tensors_in((args, kwargs)) if isinstance(each, DTensor))
+        check_plain_draws(given._layout.mesh)
+    run = decompose(func)
+    assert run is not None, "it is written in Python"
+    return run(*args, **kwargs)
+
+
 @composed(F.fractional_max_pool2d)
 def fractional_max_pool2d(*args: Any, **kwargs: Any) -> Any:
-    """Run it; all ranks draw the same windows, as their generators have the same state."""
+    """Run it without its second result."""
     return F.fractional_max_pool2d_with_indices(*args, **kwargs)[0]
 
 
