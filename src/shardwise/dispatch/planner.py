@@ -39,6 +39,7 @@ from shardwise.dtensor.composite import (
     compute_then_copy,
     decompose,
     tensors_for_numbers,
+    write_lowered,
     write_to_plain,
 )
 from shardwise.dtensor.input_moves import InputMove, plan_input_move
@@ -112,7 +113,7 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
     lowered = None if spec.lower is None else spec.lower(choice.context)
     if lowered is not None and outplace is not None and not spec.writes:
-        return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
+        lowered = write_lowered(lowered)
     run = new.func if lowered is None else lowered
     run = check_dtype_on_empty_shards(new.func, run, choice.context)
     if spec.may_fail:

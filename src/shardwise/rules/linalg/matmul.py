@@ -232,7 +232,15 @@ def addmm(input: Any, mat1: Tensor, mat2: Any = None, **numbers: Any) -> Spec | 
 def addmv(input: Any, mat: Tensor, vec: Any = None, **numbers: Any) -> Spec | None:
     if not are_tensors(input, mat, vec):
         return None
-    return contraction("m k, k -> m", mat, vec, first=input)
+    return contraction("m k, k -> m", mat, vec, first=input, lower=_expand_for_no_matrix, positions=())
+
+
+def _expand_for_no_matrix(context: SplitContext) -> Any:
+    """Return the lowering of `addmv` for an empty matrix: torch does not expand the input then."""
+    (rows,) = context.outputs[0].local_shape()
+    if rows and 0 not in context.inputs[1].local_shape():
+        return None
+    return lambda input, *args, **kwargs: torch.addmv(input.expand(rows), *args, **kwargs)
 
 
 @rule("addr", ignores_numbers=True)
