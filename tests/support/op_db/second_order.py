@@ -21,7 +21,7 @@ from shardwise.dtensor.tensor import tensors_in
 from shardwise.run.simulate import simulate
 from shardwise.testing import distributed, loss_of, whole_of
 from support.op_db.cases import Case, cases, shown
-from support.op_db.entries import Call, Entry
+from support.op_db.entries import Call, Entry, entries
 from support.op_db.expected import REFUSED
 from support.op_db.reference import SEED, difference
 
@@ -29,8 +29,8 @@ RANKS = 6
 
 NOT_COMPARED = {
     "logcumsumexp": "torch's own gradients overflow for its sample of the largest float",
-    "nn.functional.linear_cross_entropy.chunked": "torch has no second gradient, DTensors have",
-    "nn.functional.linear_cross_entropy.chunked_none": "torch has no second gradient, DTensors have",
+    "nn.functional.linear_cross_entropy.chunked": "torch has none, DTensors have",
+    "nn.functional.linear_cross_entropy.chunked_none": "torch has none, DTensors have",
 }
 """Operators of which second gradients are computed, but not compared: why."""
 
@@ -47,8 +47,12 @@ def loss_of_squares(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 LOSSES: tuple[Loss, ...] = (loss_of, loss_of_squares)
 
 
-def has_second_gradients(entry: Entry) -> bool:
-    """Return whether torch differentiates an operator twice, with the same values each time."""
+def names() -> list[str]:
+    """Return the operators that torch differentiates twice, with the same values each time."""
+    return [name for name, entry in entries().items() if _has_second_gradients(entry)]
+
+
+def _has_second_gradients(entry: Entry) -> bool:
     info = entry.info
     return (
         info.supports_autograd
@@ -152,6 +156,7 @@ class _Check:
 
     def on_rank(self, mesh: DeviceMesh, case: Case, expected: _Both) -> str:
         """Return what is wrong with a case on one rank."""
+
         def agree(what: str, facts: list[bool | None]) -> None:
             by_rank = communicator(mesh).gather_objects(facts)
             if any(each != facts for each in by_rank):
