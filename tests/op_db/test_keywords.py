@@ -137,9 +137,11 @@ X = torch.linspace(-1, 1, 6, dtype=torch.float64)
 )
 def test_operators_and_their_overloads_take_keywords_in_any_order(operator, arguments):
     forms = [operator]
-    for name in operator.overloads() if hasattr(operator, "overloads") else ():
+    for name in getattr(operator, "overloads", list)():
         overload = getattr(operator, name)
-        if [each.name for each in overload._schema.arguments[: len(arguments)]] == [*arguments]:
+        if [each.name for each in overload._schema.arguments[: len(arguments)]] == [
+            *arguments
+        ] and name != "out":
             forms.append(overload)
     expected = operator(**tree_map_only(torch.Tensor, torch.clone, arguments))
 
