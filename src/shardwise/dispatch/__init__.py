@@ -36,10 +36,17 @@ from shardwise.dtensor.view_copy import linked as _linked
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.pointwise import foreach
 from shardwise.rules.registry import OpInfo, RuleError, lookup, name_of
-from shardwise.torch_internals import OpOverload, as_local, is_autograd_excluded, locally
+from shardwise.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    as_local,
+    is_autograd_excluded,
+    locally,
+)
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
+_OPERATORS = (OpOverload, OpOverloadPacket)
 
 
 def dispatch(
@@ -96,7 +103,7 @@ def dispatch(
                     return foreach.inplace_one_by_one(func, args, kwargs or {})
                 return call_with_copies(copies, partial(dispatch, cls, func, types, args, kwargs))
         known = lookup(func)
-        if kwargs and (not args or type(func) is OpOverload):
+        if kwargs and (not args or type(func) in _OPERATORS):
             args, kwargs = by_position(func, known, args, kwargs)
         if known is not None and known.handler is not None:
             return known.handler(func, args, kwargs or {})

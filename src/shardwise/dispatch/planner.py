@@ -39,6 +39,7 @@ from shardwise.dtensor.composite import (
     compute_then_copy,
     decompose,
     tensors_for_numbers,
+    write_lowered,
     write_to_plain,
 )
 from shardwise.dtensor.input_moves import InputMove, plan_input_move
@@ -112,7 +113,7 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
     lowered = None if spec.lower is None else spec.lower(choice.context)
     if lowered is not None and outplace is not None and not spec.writes:
-        return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
+        lowered = write_lowered(lowered)
     run = new.func if lowered is None else lowered
     run = check_dtype_on_empty_shards(new.func, run, choice.context)
     if spec.may_fail:
@@ -227,8 +228,8 @@ def by_position(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs) -> 
     the first parameter of the rule, or the target of a write.
     """
     given, rest = list(args), dict(kwargs)
-    if isinstance(func, OpOverload):
-        for name in _positional_names(func)[len(args) :]:
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        for name in _positional_names(func, frozenset(kwargs))[len(args) :]:
             if name not in rest:
                 break
             given.append(rest.pop(name))
@@ -243,8 +244,20 @@ def by_position(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs) -> 
 
 
 @lru_cache(maxsize=4096)
-def _positional_names(operator: OpOverload) -> tuple[str, ...]:
-    return tuple(each.name for each in schema_of(operator).arguments if not each.kwarg_only)
+def _positional_names(
+    operator: OpOverload | OpOverloadPacket, keywords: frozenset[str]
+) -> tuple[str, ...]:
+    """Return the names of positional arguments; of an operator with several overloads, those of the
+    first overload that has all these keywords."""
+    if isinstance(operator, OpOverload):
+        overloads = [operator]
+    else:
+        overloads = [getattr(operator, each) for each in operator.overloads()]  # type: ignore[no-untyped-call]
+    for overload in overloads:
+        arguments = schema_of(overload).arguments
+        if keywords <= {each.name for each in arguments} or len(overloads) == 1:
+            return tuple(each.name for each in arguments if not each.kwarg_only)
+    return ()
 
 
 @lru_cache(maxsize=4096)

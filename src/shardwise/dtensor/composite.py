@@ -51,6 +51,21 @@ def compute_then_copy(name: str, outplace: Run, target_layout: Layout) -> Run:
     return run
 
 
+def write_lowered(lowered: Run) -> Run:
+    """Return the local in-place call of a lowering that returns a new local tensor.
+
+    It communicates no more than the lowering: on other ranks the lowering may be the operator.
+    """
+
+    def run(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_overwritten = torch.is_grad_enabled() and target.requires_grad
+        made = lowered(target.clone() if is_overwritten else target, *args, **kwargs)
+        _check_cast(made, target)
+        return target.copy_(made)
+
+    return run
+
+
 def compute_into_out(func: Any, name: str) -> Run:
     """Return a call with `out=` that computes a new result, then copies it into `out`."""
     # torch.ops.aten.add.out cannot run without `out`: the operator finds its overload.

@@ -19,8 +19,8 @@ _NOT_ADDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 How = tuple[Placement, ...]
 """How one tensor lies: a placement for each axis."""
-Case = tuple[How, ...]
-"""How each tensor of a sample lies."""
+Case = tuple[How | None, ...]
+"""How each tensor of a sample lies; None for a plain tensor."""
 
 
 def ways(tensor: torch.Tensor, axes: int) -> list[How]:
@@ -50,6 +50,17 @@ def cases(tensors: Sequence[torch.Tensor], axes: int, most: int, seed: str) -> l
     return list(found)
 
 
+def with_plain(case: Case, most: int, seed: str) -> list[Case]:
+    """Return cases in which some of the tensors are plain, but not all: at most `most`."""
+    picks = [each for each in itertools.product((True, False), repeat=len(case)) if any(each)]
+    picks.remove((True,) * len(case))
+    random.Random(seed).shuffle(picks)
+    return [
+        tuple(how if keeps else None for how, keeps in zip(case, pick, strict=True))
+        for pick in picks[:most]
+    ]
+
+
 def single_splits(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, Case]]:
     """Return the cases on a mesh of one axis in which one dim of one tensor is split."""
     whole: list[How] = [(Replicate(),)] * len(tensors)
@@ -69,4 +80,4 @@ def shown(case: Case) -> str:
             return f"S({placement.dim})"
         return "P" if placement.is_partial() else "R"
 
-    return ", ".join(" ".join(map(short, how)) for how in case)
+    return ", ".join("plain" if how is None else " ".join(map(short, how)) for how in case)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.testing import Sample, distributed
 from support.op_db.cases import ways
 
@@ -21,6 +21,24 @@ MOST_NUMBERS = 4000
 
 KINDS = ("float64", "float32", "complex128", "int64", "bool")
 """The dtypes tried, of those that an operator has; gradients are of float64 and complex128."""
+
+
+def _stepped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is every second element of its memory."""
+    return tensor.new_zeros((*tensor.shape, 2))[..., 0].copy_(tensor)
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with its dims in reverse order in memory."""
+    order = range(tensor.dim())[::-1]
+    return tensor.new_empty(tensor.shape[::-1]).permute(*order).copy_(tensor)
+
+
+MEMORIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": torch.Tensor.contiguous,
+    "stepped": _stepped,
+    "transposed": _transposed,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +108,22 @@ class Call:
     fn: Callable[..., Any]
     """What is called."""
     form: str = "function"
+    memory: str = "contiguous"
+    """How the inputs lie in memory: one of `MEMORIES`."""
 
     def in_form(self, form: str) -> Call:
         """Return the same sample for another form of the operator."""
         return replace(self, form=form, fn=self.entry.forms()[form])
+
+    def placed(self, tensor: Any) -> Any:
+        """Return a leaf with the values of a tensor, or of a DTensor, that lie in memory as this
+        call wants them."""
+        if self.memory == "contiguous" or tensor.layout != torch.strided:
+            return tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        made = MEMORIES[self.memory](local.detach())
+        result = wrap(made, tensor.mesh_layout) if isinstance(tensor, DTensor) else made
+        return result.requires_grad_(tensor.requires_grad)
 
     def on(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the operator with these tensors in place of the sample's own."""

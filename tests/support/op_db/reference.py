@@ -87,8 +87,10 @@ def on_plain(
     call: Call, seed: int
 ) -> tuple[list[Any], list[torch.Tensor | None] | None, list[list[int]]]:
     """Return results, gradients, and for each result the inputs of which it is a view."""
-    inputs = [each.detach().clone().requires_grad_(each.requires_grad and call.form != "out")
-              for each in call.sample.tensors()]  # fmt: skip
+    inputs = [
+        call.placed(each.detach().clone().requires_grad_(each.requires_grad and call.form != "out"))
+        for each in call.sample.tensors()
+    ]
     torch.manual_seed(seed)
     made = call.on(inputs)
     results = list(leaves(unambiguous(call, inputs, made)))

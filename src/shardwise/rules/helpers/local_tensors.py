@@ -53,27 +53,41 @@ def crop(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
+def join(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate tensors along a dim.
+
+    As torch.cat does, which ignores empty vectors: their gradients would have no gradients.
+    """
+    if any(each.dim() != 1 for each in tensors):
+        return torch.cat(tuple(tensors), dim)
+    return torch.cat([each.unsqueeze(1) for each in tensors]).squeeze(1)
+
+
 def lower_with_padding(
     function: Callable[..., Any],
 ) -> Callable[[SplitContext], Callable[..., Any] | None]:
     """Return the lowering of a function that does not handle empty shards.
 
-    It may refuse them, or return a result of another shape or without gradients. Where the first
-    result is empty, the function runs on padded inputs, and the result is cropped to nothing.
+    It may refuse them, or return a result of another shape, or one whose gradients have gradients
+    where those of other ranks have none. Where the first result is empty, the function runs on
+    padded inputs, and the results are cropped to nothing.
     """
 
     def non_empty(value: Any) -> Any:
         return pad_empty_dims(value) if isinstance(value, torch.Tensor) else value
 
     def lower(context: SplitContext) -> Callable[..., Any] | None:
-        shape = context.outputs[0].local_shape()
+        shapes = [each.local_shape() for each in context.outputs]
 
         @with_synonyms
-        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def run(*args: Any, **kwargs: Any) -> Any:
             keywords = {name: non_empty(value) for name, value in kwargs.items()}
-            return crop(function(*map(non_empty, args), **keywords), shape)
+            made = function(*map(non_empty, args), **keywords)
+            if isinstance(made, torch.Tensor):
+                return crop(made, shapes[0])
+            return type(made)(map(crop, made, shapes))
 
-        return run if is_empty(shape) else None
+        return run if is_empty(shapes[0]) else None
 
     return lower
 

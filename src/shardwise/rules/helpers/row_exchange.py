@@ -25,7 +25,7 @@ from shardwise.dtensor.state import state
 from shardwise.dtensor.writes import mark_detached_copy
 from shardwise.rules.helpers.collectives import all_reduce_sum
 from shardwise.rules.helpers.dims import chunks_of, out_of_range
-from shardwise.rules.helpers.local_tensors import pad, pad_to_one_row, take_rows
+from shardwise.rules.helpers.local_tensors import join, pad, pad_to_one_row, take_rows
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 Rows = npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ def plan_row_exchange(
         if has_fill:
             row = list(result.shape)
             row[dim] = 1
-            result = torch.cat([result, result.new_full(row, fill)], dim)
+            result = join([result, result.new_full(row, fill)], dim)
         result = order(result)
         # Without an exchange the result may be the input itself; callers expect a copy.
         return result if moves or has_fill else result.clone()

@@ -20,7 +20,7 @@ from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.dtensor.writes import is_split
 from shardwise.rules.helpers.dims import Inputs, replace_dim, unsplit_spec
 from shardwise.rules.helpers.index_key import as_replicated, gather_whole, mesh_of
-from shardwise.rules.helpers.local_tensors import pad
+from shardwise.rules.helpers.local_tensors import crop, pad
 from shardwise.rules.index.gathering import narrow_to, ranges_to_narrow
 from shardwise.rules.index.indexing import locate
 from shardwise.rules.pointwise.elementwise import tensors_among
@@ -266,9 +266,21 @@ def _spilled(
     size = input.size(dim)
     found, inside = locate(index, layout, dim, wraps=run is torch.index_fill)
     found = torch.where(inside, found, size)
+    if run is torch.index_reduce or run is torch.scatter_reduce:
+        values = [_ones_outside(value, inside, dim) for value in values]
     args, kwargs = parts.filled([found, *values])
     result = run(pad(input, {dim: (0, 1)}), *args, **kwargs)
     return result.narrow(dim, 0, size)  # type: ignore[no-any-return]
+
+
+def _ones_outside(value: torch.Tensor, inside: torch.Tensor, dim: int) -> torch.Tensor:
+    """Replace the values that are dropped by ones: torch has no second gradient of a product with
+    several zeros."""
+    if inside.dim() < value.dim():  # one index for a row
+        inside = inside.view([-1 if each == dim else 1 for each in range(value.dim())])
+    else:
+        value = crop(value, inside.shape)
+    return torch.where(inside, value, 1)
 
 
 # ---- by a mask

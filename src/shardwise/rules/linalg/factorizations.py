@@ -19,7 +19,7 @@ from shardwise.rules.helpers.local_tensors import lower_with_padding
 from shardwise.rules.pattern import matrices
 from shardwise.rules.pointwise.elementwise import broadcast_spec, tensors_among
 from shardwise.rules.registry import functions_named, handler, input_of, rule, with_synonyms
-from shardwise.rules.spec import Out, Spec, dims_of
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
 Tensor = torch.Tensor
 
@@ -235,7 +235,11 @@ def _cross(input: Tensor, other: Tensor, dim: int, **extra: Any) -> Spec:
 def _powers(input: Tensor, count: int, run: Any) -> Spec:
     """Return the spec of a table of powers; their number depends on the whole vector."""
     out = Out((*dims_of(input), None), (*input.shape, count))
-    return Spec([(input, dims_of(input))], [out], lower=lambda context: run, positions=())
+
+    def lower(context: SplitContext) -> Any:
+        return lower_with_padding(run)(context) or run
+
+    return Spec([(input, dims_of(input))], [out], lower=lower, positions=())
 
 
 @rule("vander")

@@ -129,7 +129,18 @@ def kron(input: Tensor, other: Tensor) -> Spec:
         [Out(tuple(output), shape)],
         linear=[(0,), (1,)],
         scales=True,
+        lower=lambda context: _kron,
+        positions=(),
     )
+
+
+def _kron(input: Tensor, other: Tensor) -> Tensor:
+    """Do as torch.kron, which fails for some strides: it takes a view of the product."""
+    ndim = max(input.dim(), other.dim())
+    outer, inner = ((1,) * (ndim - each.dim()) + tuple(each.shape) for each in (input, other))
+    left = input.reshape([size for each in outer for size in (each, 1)])
+    right = other.reshape([size for each in inner for size in (1, each)])
+    return (left * right).reshape([a * b for a, b in zip(outer, inner, strict=True)])
 
 
 @rule("cdist", VF.cdist)
@@ -232,7 +243,17 @@ def addmm(input: Any, mat1: Tensor, mat2: Any = None, **numbers: Any) -> Spec | 
 def addmv(input: Any, mat: Tensor, vec: Any = None, **numbers: Any) -> Spec | None:
     if not are_tensors(input, mat, vec):
         return None
-    return contraction("m k, k -> m", mat, vec, first=input)
+    return contraction(
+        "m k, k -> m", mat, vec, first=input, lower=_expand_for_no_matrix, positions=()
+    )
+
+
+def _expand_for_no_matrix(context: SplitContext) -> Any:
+    """Return the lowering of `addmv` for an empty matrix: torch does not expand the input then."""
+    (rows,) = context.outputs[0].local_shape()
+    if rows and 0 not in context.inputs[1].local_shape():
+        return None
+    return lambda input, *args, **kwargs: torch.addmv(input.expand(rows), *args, **kwargs)
 
 
 @rule("addr", ignores_numbers=True)

@@ -65,7 +65,7 @@ def ormqr(
     sides = _sides("n", left)
     return matrices(
         [input, input2, input3],
-        f"n k, k, {sides} -> {sides}",
+        f"n j, k, {sides} -> {sides}",
         linear=[(2,)],
         lower=lower_with_padding(torch.ormqr),
         positions=(),

@@ -77,10 +77,11 @@ def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
 
 @handler("zero_")
 def zero_(func: Any, args: Any, kwargs: Any) -> Any:
-    check_writable("zero_", args[0])
+    (target,) = (*args, *kwargs.values())
+    check_writable("zero_", target)
     with as_local():
-        func(*args, **kwargs)
-    return args[0]
+        func(target)
+    return target
 
 
 @handler("fill_")

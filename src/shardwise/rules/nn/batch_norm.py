@@ -19,7 +19,7 @@ from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.rules.helpers.collectives import all_reduce_sum, sum_grads_over
 from shardwise.rules.helpers.dims import present_inputs
 from shardwise.rules.helpers.index_key import as_replicated, mesh_of
-from shardwise.rules.helpers.local_tensors import widen
+from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims, widen
 from shardwise.rules.nn.normalization import as_channels, channels, moments, scale_and_shift
 from shardwise.rules.registry import composed, dispatched, functions_named, handler, rule
 from shardwise.rules.spec import Out, Spec, SplitContext
@@ -213,11 +213,25 @@ def by_statistics(
     eps: float,
 ) -> torch.Tensor:
     """Normalize by a mean and a variance per channel."""
-    if not input.numel():
-        return _scale_and_shift(input, weight, bias, input)
-    return torch.batch_norm(
-        input, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled
+    shape = input.shape
+    if _needs_padding(input):
+        input, weight, bias, mean, variance = map(_padded, (input, weight, bias, mean, variance))
+    return crop(
+        torch.batch_norm(
+            input, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled
+        ),
+        shape,
     )
+
+
+def _needs_padding(input: torch.Tensor) -> bool:
+    """Return whether to run on a padded input: torch's kernels refuse empty ones, and a rank must
+    differentiate the same function as the others."""
+    return not input.numel() and input.dim() > 1  # torch accepts an empty vector
+
+
+def _padded(tensor: Any) -> Any:
+    return None if tensor is None else pad_empty_dims(tensor)
 
 
 @rule(by_statistics)
@@ -259,8 +273,10 @@ def by_batch_saving(
         The result, the mean, the unbiased variance, and the reciprocal deviation.
     """
     mean, variance = (input.new_zeros(input.shape[1]) for _ in range(2))
-    if not input.numel():
-        return _scale_and_shift(input, weight, bias, input), mean, variance, torch.zeros_like(mean)
+    if _needs_padding(input):
+        given = map(_padded, (input, weight, bias))
+        result, *_ = torch.native_batch_norm(*given, None, None, True, 1.0, eps)
+        return crop(result, input.shape), mean, variance, torch.zeros_like(mean)
     result, mean, scale = torch.native_batch_norm(
         input, weight, bias, mean, variance, True, 1.0, eps
     )
@@ -291,8 +307,9 @@ def _by_torch(
         dtype = widen(input).dtype if weight is None else weight.dtype
         mean, variance = (input.new_zeros(input.shape[1], dtype=dtype) for _ in range(2))
     enabled = torch.backends.cudnn.enabled
-    if not input.numel():
-        result = _scale_and_shift(input, weight, bias, input)
+    if _needs_padding(input):
+        given = map(_padded, (input, weight, bias))
+        result = crop(function(*given, None, None, True, 1.0, eps, enabled), input.shape)
     else:
         result = function(input, weight, bias, mean, variance, True, 1.0, eps, enabled)
     return (result, mean, variance) if tracks else result
@@ -410,11 +427,7 @@ def _normalize(
 def _scale_and_shift(
     result: torch.Tensor, weight: Optional, bias: Optional, input: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply the normalized values by the weight and add the bias.
-
-    A rank with an empty shard calls this in place of torch's kernels, which refuse empty inputs.
-    Its result then depends on the same inputs as on other ranks, so it takes part in backward.
-    """
+    """Multiply the normalized values by the weight and add the bias."""
     weight, bias = (as_channels(each, input.dim()) for each in (weight, bias))
     return scale_and_shift(result, weight, bias).to(input.dtype)
 

@@ -173,11 +173,12 @@ def _transposed(
     operator = _TRANSPOSED[len(windows)]
 
     def run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        made = operator(input, weight, None, strides, padding, output_padding, groups, dilation)
-        made = pad(made, cuts)
-        if bias is not None:  # after the crop and padding, as the bias is added to padding too
-            made = made + bias.to(made.dtype).view(-1, *[1] * len(windows))
-        return made
+        # What is cut is padded at some places, and the bias is added to this padding too.
+        first = None if cuts else bias
+        made = operator(input, weight, first, strides, padding, output_padding, groups, dilation)
+        if bias is None or not cuts:
+            return pad(made, cuts)
+        return pad(made, cuts) + bias.to(made.dtype).view(-1, *[1] * len(windows))
 
     return sides, run
 

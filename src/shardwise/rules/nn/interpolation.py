@@ -16,7 +16,14 @@ import torch
 from shardwise.core.box import Range
 from shardwise.rules.helpers.dims import clip
 from shardwise.rules.helpers.halo_exchange import plan_exchange
-from shardwise.rules.helpers.local_tensors import crop, is_empty, keeps_sums, pad, pad_empty_dims
+from shardwise.rules.helpers.local_tensors import (
+    crop,
+    is_empty,
+    keeps_sums,
+    lower_with_padding,
+    pad,
+    pad_empty_dims,
+)
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
@@ -153,7 +160,10 @@ def grid_sampler(input: torch.Tensor, grid: torch.Tensor, *args: Any, **kwargs: 
     points = dims_of(grid)[1:-1]
     inputs = [(input, ("n", "c", *(None,) * len(points))), (grid, ("n", *points, None))]
     shape = (*input.shape[:2], *grid.shape[1:-1])
-    return Spec(inputs, [Out(("n", "c", *points), shape)], linear=[(0,)])
+    function = torch.grid_sampler_2d if len(points) == 2 else torch.grid_sampler_3d
+    lower = lower_with_padding(function)
+    out = Out(("n", "c", *points), shape)
+    return Spec(inputs, [out], linear=[(0,)], lower=lower, positions=())
 
 
 @rule("affine_grid_generator", inplace=False)

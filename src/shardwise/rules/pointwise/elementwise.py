@@ -238,8 +238,9 @@ def glu(input: Any, dim: int = -1) -> Spec:
     "logit_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward",
     "softplus_backward", "native_dropout_backward", ignores_numbers=True, inplace=False,
 )  # fmt: skip
-def backward_of_unary(grad_output: Any, saved: Any, *args: Any, **kwargs: Any) -> Spec:
-    return broadcast_spec([grad_output, saved], [(0,)])
+def backward_of_unary(*args: Any, **kwargs: Any) -> Spec:
+    gradient, saved = tensors_among(*args, *kwargs.values())
+    return broadcast_spec([gradient, saved], [(0,)])
 
 
 # ---- aliases: operators with a number on the left, and activations that torch implements in Python

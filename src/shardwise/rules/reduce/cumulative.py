@@ -13,7 +13,14 @@ import torch
 from shardwise.comm import communicator
 from shardwise.rules.helpers.collectives import all_gather_stack
 from shardwise.rules.helpers.dims import as_dims, drop_dims, shapes_along, whole_dims_spec
-from shardwise.rules.helpers.local_tensors import keeps_sums, pad_to_one_row, take_rows, widen
+from shardwise.rules.helpers.local_tensors import (
+    crop,
+    keeps_sums,
+    lower_with_padding,
+    pad_to_one_row,
+    take_rows,
+    widen,
+)
 from shardwise.rules.registry import input_of, rule, with_synonyms
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of
 
@@ -42,7 +49,7 @@ def _running(
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         axes = context.axes(split)
         if not axes:
-            return None
+            return lower_with_padding(run)(context)
         before = communicator(context.mesh, axes).index
 
         def lowered(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -111,7 +118,7 @@ def _latest(name: str) -> Callable[..., Spec]:
         def lower(context: SplitContext) -> Callable[..., Any] | None:
             axes = context.axes(*split)
             if not axes:
-                return None
+                return lower_with_padding(run)(context)
             (at,) = along
             shapes = shapes_along(context.inputs[0], axes)[: communicator(context.mesh, axes).index]
             before = [rank for rank, shape in enumerate(shapes) if shape[at]]
@@ -119,9 +126,10 @@ def _latest(name: str) -> Callable[..., Spec]:
 
             def lowered(*args: Any, **kwargs: Any) -> Any:
                 local = input_of(args, kwargs)
-                values, indices = run(local, at)
+                values, indices = run(pad_to_one_row(local, at), at)
                 indices = indices + start
-                last = [pad_to_one_row(each, at).narrow(at, -1, 1) for each in (values, indices)]
+                last = [each.narrow(at, -1, 1) for each in (values, indices)]
+                values, indices = (crop(each, local.shape) for each in (values, indices))
                 theirs, places = (
                     all_gather_stack(each, context.mesh, axes, is_used=True) for each in last
                 )

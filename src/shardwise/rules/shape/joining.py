@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.helpers.dims import Inputs, unsplit_spec
 from shardwise.rules.helpers.index_key import as_replicated, mesh_of
+from shardwise.rules.helpers.local_tensors import join
 from shardwise.rules.helpers.row_exchange import plan_row_exchange
 from shardwise.rules.linalg.matmul import VF
 from shardwise.rules.registry import Aten, composed, rule
@@ -84,7 +85,7 @@ def cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Spec | None:
 
 
 def _cat_along(dim: int) -> Callable[[Any], torch.Tensor]:
-    return lambda tensors: torch.cat(tuple(tensors), dim)
+    return lambda tensors: join(tensors, dim)
 
 
 @rule("stack", inplace=False)
@@ -115,7 +116,8 @@ def _stacked(name: str, dim: Callable[[int], int], place: Callable[[int], tuple[
         places = [place(tensor.dim()) for tensor in tensors]
         at = dim(max(tensor.dim() for tensor in tensors))
         ndim = max(at + 1, *(max(each, default=-1) + 1 for each in places))
-        return join_spec(name, tensors, places, ndim, at, lambda each: function(tuple(each)))
+        local = _cat_along(0) if ndim == 1 else lambda each: function(tuple(each))
+        return join_spec(name, tensors, places, ndim, at, local)
 
 
 def _as_is(ndim: int) -> tuple[int, ...]:

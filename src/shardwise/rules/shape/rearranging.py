@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.helpers.dims import as_sizes, unsplit_spec
+from shardwise.rules.helpers.local_tensors import crop, pad_empty_dims
 from shardwise.rules.helpers.row_exchange import Rows, plan_row_exchange
 from shardwise.rules.make.creation import contribution_of
 from shardwise.rules.pointwise.elementwise import broadcast_spec
@@ -200,14 +201,18 @@ def padded(input: torch.Tensor, pad: Any, mode: str, value: Any) -> Spec:
     ):
         raise RuntimeError(f"pad: {pad} is too much for {tuple(input.shape)} in mode {mode}")
 
+    # Some modes refuse empty tensors; if there are no elements at all, the modes agree.
+    is_constant = mode == "constant" or not input.numel()
+
     def local(x: torch.Tensor, done: Collection[int]) -> torch.Tensor:
         left = [0 if ndim - 1 - at // 2 in done else each for at, each in enumerate(pad)]
         if not any(left):
             return x
-        # Some modes refuse empty tensors; the result is the same in all modes.
-        if mode == "constant" or not x.numel():
+        if is_constant:
             return torch.constant_pad_nd(x, left, value or 0)
-        return F.pad(x, left, mode)
+        sizes = [size + sum(around.get(dim, ())) * (dim not in done)
+                 for dim, size in enumerate(x.shape)]  # fmt: skip
+        return crop(F.pad(pad_empty_dims(x), left, mode), sizes)
 
     rows = {
         dim: partial(_padded_rows, input.shape[dim], *both, mode) for dim, both in around.items()

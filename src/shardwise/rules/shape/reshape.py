@@ -318,13 +318,15 @@ _repeated = Function("repeat_interleave", torch.repeat_interleave)
 
 @composed("repeat_interleave")
 def repeat_interleave(
-    input: torch.Tensor,
+    input: Any = None,
     repeats: Any = None,
     dim: int | None = None,
     *,
     output_size: int | None = None,
 ) -> Any:
     """Repeat each row; with a number per row, rows are selected, and all ranks need all numbers."""
+    if input is None:
+        input, repeats = repeats, None
     if isinstance(repeats, int):
         result = _repeated.dispatched(input, repeats, dim)
         if output_size not in (None, result.shape[dim or 0]):

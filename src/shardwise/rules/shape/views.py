@@ -283,7 +283,11 @@ def _copy_form(view: str) -> None:
     def copied(*args: Any, **kwargs: Any) -> Any:
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
-        result = dispatched(function, *args, **kwargs)
+        given = (*args, *kwargs.values())
+        if view == "view" and not any(isinstance(each, torch.dtype) for each in given):
+            result = dispatched(torch.Tensor.reshape, *given)  # of any strides
+        else:
+            result = dispatched(function, *args, **kwargs)
         if isinstance(result, torch.Tensor):
             return _contiguous_copy(result)
         return tuple(map(_contiguous_copy, result))
