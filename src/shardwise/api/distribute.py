@@ -20,7 +20,7 @@ from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Partial, Placement, Replicate
-from shardwise.dtensor.local_shards import check_dense
+from shardwise.dtensor.local_shards import check_supported
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.torch_internals import own_buffers, own_parameters, pytree
@@ -52,7 +52,7 @@ def distribute_tensor(
     mesh = as_mesh(device_mesh)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
-    check_dense("tensor", tensor)
+    check_supported("tensor", tensor)
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.from_placements(mesh, tensor.shape, placements, shard_order)
     if isinstance(tensor, DTensor):
@@ -345,24 +345,61 @@ def _local_inputs(flat: list[Any], in_grad_placements: Any) -> list[Any]:
             for arg, how in zip(flat, given, strict=True)
         ]
     layouts = [arg._layout for arg in flat if isinstance(arg, DTensor)]
-    split_axes = {
-        axis
+    along = _ranks_along if len({layout.mesh for layout in layouts}) > 1 else _axis_alone
+    split = {
+        along(layout.mesh, axis)
         for layout in layouts
         for axis, placement in enumerate(layout.placements)
         if not placement.is_replicate()
     }
     result = []
-    for arg in flat:
+    for at, arg in enumerate(flat):
         if isinstance(arg, DTensor):
-            grads: list[Placement] = [
-                each if each.is_shard() else Replicate() for each in arg.placements
-            ]
-            for axis in split_axes:
-                if arg.placements[axis].is_replicate():
-                    grads[axis] = Partial()
+            mesh = arg._layout.mesh
+            grads: list[Placement] = []
+            for axis, placement in enumerate(arg.placements):
+                if placement.is_replicate() and along(mesh, axis) in split:
+                    grads.append(Partial())
+                else:
+                    grads.append(placement if placement.is_shard() else Replicate())
+            if along is _ranks_along and arg.requires_grad:
+                _check_groups(arg, grads, split, at)
             arg = arg.to_local(grad_placements=grads)
         result.append(arg)
     return result
+
+
+def _axis_alone(mesh: DeviceMesh, axis: int) -> frozenset[int]:
+    return frozenset((axis,))
+
+
+def _ranks_along(mesh: DeviceMesh, axis: int) -> frozenset[int]:
+    return frozenset(mesh.ranks_along([axis]))
+
+
+def _check_groups(
+    arg: DTensor, grads: Sequence[Placement], split: set[frozenset[int]], at: int
+) -> None:
+    """Refuse an input that is whole over ranks of which only some hold parts of another input.
+
+    Its gradient is a contribution over those, which no placement on its own mesh can say.
+
+    Arguments:
+        split: the groups of ranks over which some input is not whole.
+        at: the position of the input, for the error.
+    """
+    mesh = arg._layout.mesh
+    for axis, placements in enumerate(zip(arg.placements, grads, strict=True)):
+        own = _ranks_along(mesh, axis)
+        is_whole = all(placement.is_replicate() for placement in placements)
+        for other in split:
+            if is_whole and len(own & other) > 1:
+                raise LayoutError(
+                    f"local_map: input {at} is whole over ranks {sorted(own)}, axis "
+                    f"{mesh.axis_name(axis)} of {mesh!r}, and another input, on another mesh, is "
+                    f"not whole over ranks {sorted(other)}: say in_grad_placements, or move the "
+                    "inputs to one mesh"
+                )
 
 
 def _typed_inputs(

@@ -221,7 +221,7 @@ def _key_part(arg: Any, ignores_numbers: bool) -> Any:
     if isinstance(arg, DTensor):
         return arg._layout
     if isinstance(arg, _Tensor):
-        return _Plain, tuple(arg.shape), arg.layout
+        return _Plain, kind, tuple(arg.shape), arg.layout
     if kind is slice:
         return slice, arg.start, arg.stop, arg.step
     return arg

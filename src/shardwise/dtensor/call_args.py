@@ -10,7 +10,7 @@ import torch
 from shardwise.core.errors import DispatchError, MeshError, PolicyError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.dtensor.local_shards import differing_ranks
+from shardwise.dtensor.local_shards import check_class, differing_ranks
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor
 
@@ -111,8 +111,10 @@ def common_mesh(name: str, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
 
 
 def check_dense_arguments(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse sparse plain tensors: no layout describes their pieces."""
+    """Refuse plain tensors that are sparse, or of a class with operators of its own: no layout
+    describes their pieces."""
     for tensor in tensors:
+        check_class(name, tensor)
         if tensor.layout != torch.strided:
             raise DispatchError(
                 f"{name}: got a plain tensor with layout {tensor.layout} beside a DTensor, which "

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from shardwise.comm import communicator
 from shardwise.core import world
@@ -89,7 +90,10 @@ def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], t
     """Gather the shape of every rank's shard, by the rank's coordinate on the mesh."""
     if local.dim() > _MOST_DIMS:
         raise LayoutError(f"local_tensor: expected at most {_MOST_DIMS} dims, got {local.dim()}")
-    mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=local.device)
+    device = local.device
+    if local.is_meta:  # it has no data to send, but its sizes are known
+        device = torch.device("cpu" if mesh.device_type == "meta" else mesh.device_type)
+    mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=device)
     mine[0, : 1 + local.dim()] = torch.tensor([local.dim(), *local.shape])
     rows = communicator(mesh).all_gather(mine).tolist()
     ranks = mesh.mesh.flatten().tolist()
@@ -122,8 +126,33 @@ def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
     return tuple(result)
 
 
-def check_dense(argument: str, tensor: torch.Tensor) -> None:
-    """Refuse a sparse or nested tensor: no layout describes its pieces."""
+def check_class(argument: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of a class with operators of its own, such as a quantized tensor.
+
+    A DTensor is the local tensor itself with another class, so it cannot have both classes.
+    """
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not _NO_DISPATCH:
+        raise LayoutError(
+            f"{argument}: expected a plain tensor, got {kind.__name__}, which has operators of its "
+            "own (__torch_dispatch__): a DTensor is the local tensor itself, and cannot be a "
+            f"{kind.__name__} as well. Take its plain value, such as x.dequantize() or x.wait(), "
+            "or the tensors that it consists of"
+        )
+
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def check_supported(argument: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that cannot be a shard: a sparse or nested one, one without a shape, or one
+    of a class with operators of its own."""
+    check_class(argument, tensor)
+    if is_lazy(tensor):
+        raise LayoutError(
+            f"{argument}: expected a tensor with a shape, got {type(tensor).__name__}; materialize "
+            "it first, as the first forward of its module does"
+        )
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"one with layout {tensor.layout}"
         raise LayoutError(f"{argument}: expected a dense tensor, got {kind}; to_dense() it first")
@@ -171,17 +200,17 @@ def check_pickled(local: torch.Tensor, layout: Layout, place: tuple[int, ...] | 
 def check_replicas(local: torch.Tensor, layout: Layout) -> None:
     """Refuse shards that should be replicas and differ; collective over the mesh."""
     mesh = layout.mesh
-    mine = (tuple(layout.shape), str(local.dtype), local.requires_grad)
+    mine = (tuple(layout.shape), str(local.dtype), local.requires_grad, local.is_meta)
     facts = communicator(mesh).gather_objects(mine)
     ranks = mesh.mesh.flatten().tolist()
     for rank, theirs in zip(ranks, facts, strict=True):
         if theirs != facts[0]:
             raise LayoutError(
-                f"local_tensor: expected the same shape, dtype and requires_grad on every rank; "
-                f"rank {ranks[0]} has {facts[0]}, rank {rank} has {theirs}"
+                f"local_tensor: expected the same shape, dtype, requires_grad and is_meta on every "
+                f"rank; rank {ranks[0]} has {facts[0]}, rank {rank} has {theirs}"
             )
     whole = [axis for axis, each in enumerate(layout.placements) if each.is_replicate()]
-    if not whole or layout.numel == 0:
+    if not whole or layout.numel == 0 or local.is_meta:
         return  # decided by the layout: a rank whose own shard is empty takes part
     group = communicator(mesh, whole)
     first = group.broadcast(local.detach().contiguous(), 0)

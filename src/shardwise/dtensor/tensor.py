@@ -22,10 +22,11 @@ from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
 from shardwise.dtensor.local_shards import (
-    check_dense,
+    check_class,
     check_pickled,
     check_replicas,
     check_shard,
+    check_supported,
     infer_layout,
 )
 from shardwise.dtensor.memory import NoExchangeApi, check_whole
@@ -133,7 +134,7 @@ class DTensor(GlobalProperties):
                 f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
                 + (": it is one already" if isinstance(local_tensor, DTensor) else "")
             )
-        check_dense("local_tensor", local_tensor)
+        check_supported("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if shape is None:
             layout = infer_layout(local_tensor, mesh, placements)
@@ -424,6 +425,7 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
                 f"got {tuple(value.shape)}"
             )
         return redistribute_to(value, layout)
+    check_class(argument, value)
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)
     if tuple(value.shape) == layout.shape:

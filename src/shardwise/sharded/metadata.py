@@ -19,6 +19,7 @@ import torch
 from shardwise.core.box import Box
 from shardwise.core.checks import as_ints
 from shardwise.core.errors import ShardedTensorError
+from shardwise.dtensor.local_shards import check_class
 from shardwise.torch_internals import RemoteDevice
 
 Placement = RemoteDevice | str
@@ -221,6 +222,7 @@ class Shard:
         """Refuse a tensor whose size or device is not that of the metadata."""
         if not isinstance(self.tensor, torch.Tensor):
             raise ShardedTensorError(f"tensor: expected a tensor, got {self.tensor!r}")
+        check_class("tensor", self.tensor)
         if list(self.tensor.shape) != self.metadata.shard_sizes:
             raise ShardedTensorError(
                 f"tensor: expected the metadata's shard_sizes {self.metadata.shard_sizes}, "

@@ -13,7 +13,7 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
-from shardwise.dtensor.local_shards import check_dense
+from shardwise.dtensor.local_shards import check_supported
 from shardwise.dtensor.tensor import DTensor, tensors_in, wrap
 
 
@@ -55,7 +55,7 @@ def contribution(total: torch.Tensor, at: int, count: int) -> torch.Tensor:
 
 def distributed(tensor: torch.Tensor, layout: Layout) -> DTensor:
     """Return a leaf DTensor with this layout, of a tensor that every rank has."""
-    check_dense("tensor", tensor)
+    check_supported("tensor", tensor)
     result = wrap(piece(tensor.detach(), layout), layout)
     result.requires_grad = tensor.requires_grad
     return result
