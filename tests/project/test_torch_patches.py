@@ -25,7 +25,7 @@ def _installed_afterwards() -> Iterator[None]:
 
 
 CONSTRUCTORS = (
-    *("tensor", "as_tensor", "asarray", "full", "full_like", "arange", "range", "scalar_tensor"),
+    *("tensor", "as_tensor", "asarray", "full", "arange", "scalar_tensor"),
     *("sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor"),
     *("sparse_bsc_tensor", "sparse_compressed_tensor", "to_dlpack"),
 )

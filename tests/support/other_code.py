@@ -42,9 +42,19 @@ from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.core.errors import ShardwiseError
 
 NAMES = {
-    "copy": copy.copy, "ctypes": ctypes, "data": data, "deepcopy": copy.deepcopy,
-    "dlpack": dlpack, "json": json, "math": math, "multiprocessing": multiprocessing,
-    "nn": nn, "np": np, "operator": operator, "pickle": pickle, "struct": struct,
+    "copy": copy.copy,
+    "ctypes": ctypes,
+    "data": data,
+    "deepcopy": copy.deepcopy,
+    "dlpack": dlpack,
+    "json": json,
+    "math": math,
+    "multiprocessing": multiprocessing,
+    "nn": nn,
+    "np": np,
+    "operator": operator,
+    "pickle": pickle,
+    "struct": struct,
     "torch": torch,
 }
 """What the code of an entry may use."""
@@ -238,7 +248,6 @@ def _calls() -> Iterator[Call]:
         "torch.ones(1).new_tensor(x)",
         "x.new(x)",
         "torch.full((2,), x.sum())",
-        "torch.full_like(torch.ones(2), x.sum())",
         "torch.ones(2).new_full((2,), x.sum())",
         "torch.ones(2).fill_(x.sum())",
         "torch.arange(x.sum())",
@@ -264,6 +273,7 @@ def _calls() -> Iterator[Call]:
         yield Call(code, group, split=REFUSED, pending=REFUSED)
     yield Call("torch.FloatTensor(x)", group, split=PIECE, pending=PIECE)
     yield Call("plain.data = x", group, split=PIECE, pending=PIECE, run=assigned_data)
+    yield Call("torch.full_like(torch.ones(2), x.sum())", group, split=PIECE, pending=PIECE)
     yield Call("torch.ones(2).add(1, alpha=x.sum())", group, split=PIECE, pending=PIECE)
 
     group = "Python values"

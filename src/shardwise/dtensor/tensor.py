@@ -61,7 +61,7 @@ def unwrap(tensor: DTensor) -> torch.Tensor:
     if type(tensor) is not DTensor:
         tensor._renew()
     with as_local():
-        return tensor._as_subclass(torch.Tensor)
+        return tensor._as_subclass(torch.Tensor)  # type: ignore[no-any-return]
 
 
 def find_detaching_operator(tensor: torch.Tensor) -> str | None:

@@ -201,8 +201,8 @@ def _check_new_state(leaf: StepLeaf, value: Any) -> None:
 
 # ---- tensors and devices from outside of the step
 
-_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.scalar_tensor}
-"""Functions that make a tensor from numbers, which is then a constant."""
+_FROM_DATA = {"tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"}
+"""Functions of torch that make a tensor from numbers, which is then a constant."""
 
 _TO_NUMBERS = {
     torch.Tensor.item,
@@ -245,7 +245,8 @@ class _ConstantCapture(TorchFunctionMode):
                 f"fn: {getattr(func, '__name__', func)} draws from a torch.Generator, which a "
                 "graph cannot hold; draw from torch's default one, without `generator`"
             )
-        is_constant = func in _FROM_DATA and not isinstance(args[0], torch.Tensor)
+        name = getattr(func, "__name__", "")
+        is_constant = name in _FROM_DATA and not isinstance(args[0], torch.Tensor)
         if is_constant or (func in _TO_NUMBERS and _has_data(args[0])):
             with disable_proxy_modes_tracing():
                 return func(*args, **_on_cpu(kwargs))

@@ -44,6 +44,9 @@ locally: Any = _take(
 is_torch_function_enabled: Callable[[], bool] = _take(
     "torch._C._is_torch_function_enabled", "false within `as_local()`"
 )
+is_torch_function_mode_enabled: Callable[[], bool] = _take(
+    "torch._C._is_torch_function_mode_enabled", "whether a mode sees calls of torch functions"
+)
 base_of: Callable[[torch.Tensor], Any] = _getter(
     "torch._C.TensorBase._base", "the tensor that a view was taken of"
 )
@@ -394,9 +397,9 @@ _take(
     "gets each tensor of a state dict that an optimizer loads",
     "param value param_id param_groups key",
 )
-device_constructors: Callable[[], Any] = _take(
+device_constructors: Any = _take(
     "torch.utils._device._device_constructors",
-    "the functions that `with torch.device(...)` changes; made once, from torch's names",
+    "the functions that `with torch.device(...)` changes; made once, of what their names stand for",
 )
 register_scripted: Callable[[Any, str], None] = _take(
     "torch.jit._builtins._register_builtin",

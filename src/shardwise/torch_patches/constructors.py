@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils.dlpack
+from torch.overrides import handle_torch_function
 
 from shardwise.dtensor.memory import check_whole
 from shardwise.dtensor.tensor import DTensor, tensors_in, unwrap
@@ -21,6 +22,7 @@ from shardwise.rules.registry import add_op_info, lookup
 from shardwise.torch_internals import (
     device_constructors,
     is_torch_function_enabled,
+    is_torch_function_mode_enabled,
     register_scripted,
 )
 from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
@@ -31,11 +33,12 @@ Instead = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def _replace_functions(owner: Any, names: str, instead: Instead, watch: Any = None) -> Undo:
     """Let `instead` run where a function of torch is called with DTensors among its arguments."""
-    device_constructors()  # torch keeps this list of its own functions, made when it is first used
-    undos = []
+    # Torch keeps a set of these functions, made of what its names stand for when it is first used.
+    undos: list[Undo] = [device_constructors.cache_clear]
     for name in names.split():
         function = getattr(owner, name)
-        watched: Any = (watch or _watched)(function, instead)
+        watched: Any = (watch or _watched)(function, instead, owner is torch)
+        watched.__qualname__ = f"Tensor.{name}" if owner is torch.Tensor else name  # for pickle
         known = lookup(function)
         if known is not None:  # torch looks methods up by name, and hands ours to dispatch
             add_op_info(watched, known)
@@ -43,12 +46,22 @@ def _replace_functions(owner: Any, names: str, instead: Instead, watch: Any = No
             register_scripted(watched, f"aten::{name}")
         is_static = isinstance(function, BuiltinMethodType) and owner is torch.Tensor
         undos.append(replace(owner, name, staticmethod(watched) if is_static else watched))
+    device_constructors.cache_clear()
     return undo_all(undos)
 
 
-def _watched(function: Any, instead: Instead) -> Any:
+def _watched(function: Any, instead: Instead, is_shown: bool) -> Any:
+    """Return a function that runs `instead` if an argument is a DTensor.
+
+    Arguments:
+        is_shown: hand it to the modes that are active. C++ would hand them torch's own function,
+            which is no longer the one that the name stands for.
+    """
+
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if is_shown and is_torch_function_mode_enabled():
+            return handle_torch_function(watched, (), *args, **kwargs)
         for arg in args:
             if isinstance(arg, DTensor) and is_torch_function_enabled():
                 return instead(function, args, kwargs)
@@ -61,7 +74,7 @@ def _watched(function: Any, instead: Instead) -> Any:
     return watched
 
 
-def watched_with_lists(function: Any, instead: Instead) -> Any:
+def watched_with_lists(function: Any, instead: Instead, is_shown: bool = False) -> Any:
     """Return a function that runs `instead` if it gets DTensors, also within lists and dicts."""
 
     @functools.wraps(function)
@@ -211,11 +224,9 @@ PATCHES: tuple[Patch, ...] = (
         lambda: _replace_functions(torch.Tensor, "new_tensor", _new_like_model),
     ),
     Patch(
-        "torch.full, full_like, arange, range, scalar_tensor",
+        "torch.full, arange and scalar_tensor",
         "C++ reads a number from this rank's contribution to a pending sum: they get the sum.",
-        lambda: _replace_functions(
-            torch, "full full_like arange range scalar_tensor", _with_numbers
-        ),
+        lambda: _replace_functions(torch, "full arange scalar_tensor", _with_numbers),
     ),
     Patch(
         "torch.Tensor.new_full",

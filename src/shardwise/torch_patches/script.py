@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dispatch import dispatch
 from shardwise.dtensor.memory import check_whole
 from shardwise.dtensor.tensor import DTensor
 from shardwise.torch_internals import ScriptFunction, ScriptModule, script_modules, torch_c
@@ -20,7 +21,7 @@ from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
 def _dispatch_calls() -> Undo:
     def dispatched(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function, *given = args
-        return DTensor.__torch_function__(function, (DTensor,), tuple(given), kwargs)
+        return dispatch(DTensor, function, (DTensor,), tuple(given), kwargs)
 
     watched = watched_with_lists(ScriptFunction.__call__, dispatched)
     return replace(ScriptFunction, "__call__", watched)
