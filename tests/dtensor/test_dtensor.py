@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from support.refusals import refused
 from support.rules import full, in_layout, ranks, split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -336,14 +337,27 @@ def test_pickle_keeps_piece_and_layout():
     ranks(run)
 
 
-def test_a_pickle_of_another_ranks_piece_is_refused():
-    pieces = ranks(lambda mesh: pickle.dumps(split(full(5), mesh, Shard(0))))
+@pytest.mark.parametrize("placement", [Shard(0), Partial()])
+@pytest.mark.parametrize("length", [5, 4])  # pieces of two sizes, and of one
+def test_a_pickle_of_another_ranks_piece_is_refused(length, placement):
+    pieces = ranks(lambda mesh: pickle.dumps(in_layout(full(length), mesh, placement)))
 
     def run(mesh):
-        pickle.loads(pieces[1 - mesh.get_rank()])
+        with refused(
+            "pickle: this is the piece at", "x.to_local()", "torch.distributed.checkpoint"
+        ):
+            pickle.loads(pieces[1 - mesh.get_rank()])
 
-    with pytest.raises(sw.RankError, match="local_tensor: expected"):
-        ranks(run)
+    ranks(run)
+
+
+def test_a_pickle_of_a_replica_may_come_from_any_rank():
+    pieces = ranks(lambda mesh: pickle.dumps(split(full(5), mesh, Replicate())))
+
+    def run(mesh):
+        assert torch.equal(pickle.loads(pieces[1 - mesh.get_rank()]).full_tensor(), full(5))
+
+    ranks(run)
 
 
 def test_the_gradient_may_be_set_whole_or_as_a_piece_or_as_a_dtensor():

@@ -141,6 +141,21 @@ def check_shard(local: torch.Tensor, layout: Layout) -> None:
         )
 
 
+def check_place(place: tuple[int, ...] | None, layout: Layout) -> None:
+    """Refuse the shard of the rank at `place` if this rank should hold another one."""
+    here = layout.mesh.get_coordinate()
+    if place is None or here is None or layout.mesh.is_abstract:
+        return
+    axes = {axis for axis, _ in layout.partial}.union(*layout.shard_order)
+    if any(place[axis] != here[axis] for axis in axes):
+        raise LayoutError(
+            f"pickle: this is the piece at {place} of {layout!r}, and this process is at {here}; "
+            "load it on the rank that saved it. To send a tensor to another process, send "
+            "x.to_local() or x.full_tensor(); to load it anywhere, save it with "
+            "torch.distributed.checkpoint"
+        )
+
+
 def check_replicas(local: torch.Tensor, layout: Layout) -> None:
     """Refuse shards that should be replicas and differ; collective over the mesh."""
     mesh = layout.mesh

@@ -23,6 +23,7 @@ from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, fo
 from shardwise.dtensor import dcp
 from shardwise.dtensor.local_shards import (
     check_dense,
+    check_place,
     check_replicas,
     check_shard,
     infer_layout,
@@ -357,7 +358,8 @@ class DTensor(GlobalProperties):
         with as_local(), torch.no_grad():
             local = self._as_subclass(torch.Tensor).detach()
         is_param = getattr(self, PARAMETER_FLAG, False)
-        return rebuilt, (local, self._layout, self.requires_grad, is_param)
+        place = self._layout.mesh.get_coordinate()
+        return rebuilt, (local, self._layout, self.requires_grad, is_param, place)
 
     def __iter__(self) -> Iterator[Any]:
         if self.dim() == 0:
@@ -389,8 +391,19 @@ class DTensor(GlobalProperties):
         return dcp.chunk_at(unwrap(self).detach(), self._layout, index.offset)
 
 
-def rebuilt(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
-    """Make a DTensor from its pickle."""
+def rebuilt(
+    local: torch.Tensor,
+    layout: Layout,
+    requires_grad: bool,
+    is_param: bool,
+    place: tuple[int, ...] | None = None,
+) -> DTensor:
+    """Make a DTensor from its pickle.
+
+    Arguments:
+        place: the coordinate of the rank that pickled it.
+    """
+    check_place(place, layout)
     check_shard(local, layout)
     result = wrap(local, layout)
     result.requires_grad = requires_grad
