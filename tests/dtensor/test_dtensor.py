@@ -366,8 +366,10 @@ def test_a_file_of_another_ranks_piece_is_refused_though_the_sizes_fit(weights_o
             assert torch.equal(load(whole).to_local(), full(4))
 
     ranks(run)
-    with pytest.raises(LayoutError, match="this process is rank 0 of 1"):
-        load(files[0][0])
+    alone = load(files[1][0])  # a process that collects results
+    assert torch.equal(alone.to_local(), full(4)[2:]) and alone.shape == (4,)
+    with pytest.raises(sw.ShardwiseError):
+        alone.full_tensor()
     assert torch.equal(load(files[1][3]).to_local(), full(4))
 
 
