@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support.rules import full, in_layout, ranks, split
+from support.rules import full, heard, in_layout, ranks, split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -371,6 +371,17 @@ def test_a_file_of_another_ranks_piece_is_refused_though_the_sizes_fit(weights_o
     with pytest.raises(sw.ShardwiseError):
         alone.full_tensor()
     assert torch.equal(load(files[1][3]).to_local(), full(4))
+
+
+def test_one_rank_alone_may_save_its_piece():
+    def run(mesh):
+        for placement in (Shard(0), Partial(), Replicate()):
+            x = in_layout(full(5), mesh, placement)
+            if mesh.get_rank() == 0:
+                events, _ = heard(mesh, lambda x=x: torch.save(x, io.BytesIO()))
+                assert events == []
+
+    ranks(run)
 
 
 def test_a_replica_may_load_what_another_replica_saved():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.state_dicts import SPREAD, assert_same, made, optimizer_of, spread, train
 from torch import nn
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -253,6 +254,21 @@ def test_state_that_does_not_have_the_shape_of_its_parameter():
     sw.simulate(run, 2)
 
 
+def test_staged_state_dicts_are_copies_in_the_same_layout():
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x = sw.distribute_tensor(torch.arange(33.0), mesh, [Shard(0)])
+        state = {"x": x, "nested": {"one": sw.distribute_tensor(torch.tensor(2.0), mesh)}}
+        staged = _state_dict_utils._create_cpu_state_dict(state)
+        assert _state_dict_utils._check_state_dict_similarity(state, staged)
+        _state_dict_utils._copy_state_dict(state, staged)
+        x.zero_()
+        assert staged["x"]._layout is x._layout and staged["nested"]["one"].item() == 2.0
+        assert torch.equal(staged["x"].full_tensor(), torch.arange(33.0))
+
+    sw.simulate(run, 2)
+
+
 def test_a_sharded_table_is_gathered_too():
     spec = sw.sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
     torch.manual_seed(0)
@@ -269,6 +285,7 @@ def test_a_sharded_table_is_gathered_too():
     sw.simulate(run, 2)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("first", ["torch.distributed.checkpoint.state_dict", "shardwise"])
 def test_the_helpers_are_right_whichever_was_imported_first(first: str):
     second = "shardwise" if first != "shardwise" else "torch.distributed.checkpoint.state_dict"

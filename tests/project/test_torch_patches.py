@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import state_dict
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import checkpoint
 
@@ -49,6 +51,23 @@ def changed_places() -> dict[str, Any]:
         "foreach": tuple(map(tuple, torch_internals.foreach_types)),
         "profiler": torch.autograd.profiler.profile._prepare_trace,
         "profiler's end": torch.autograd.profiler.profile.__exit__,
+        **{
+            name: getattr(module, name)
+            for module, names in (
+                (_state_dict_utils, ("_iterate_state_dict", "_broadcast_tensors")),
+                (
+                    state_dict,
+                    (
+                        "_verify_options",
+                        "_broadcast_state_dict",
+                        "_distribute_state_dict",
+                        "_load_model_state_dict",
+                        "_load_optim_state_dict",
+                    ),
+                ),
+            )
+            for name in names
+        },
         "hooks": tuple(_global_optimizer_pre_hooks.values()),
         "after": tuple(_global_optimizer_post_hooks.values()),
         **{kind.__name__: vars(kind).get("step") for kind in optimizers.POINTWISE},
@@ -103,6 +122,32 @@ def test_uninstall_takes_every_change_back_and_install_makes_it_again() -> None:
     assert changed_places() == without
     torch_patches.install()
     assert [name for name, value in changed_places().items() if value == without[name]] == []
+
+
+LATE = """
+import sys
+import shardwise
+from shardwise import torch_patches
+finders = len(sys.meta_path)
+{before}
+import torch.distributed._state_dict_utils as utils
+print(utils._iterate_state_dict.__module__, utils._iterate_state_dict.__code__.co_filename)
+torch_patches.uninstall()
+print(utils._iterate_state_dict.__code__.co_filename, finders - len(sys.meta_path))
+"""
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_module_imported_later_is_changed_then_if_the_patches_are_there(
+    is_installed: bool,
+) -> None:
+    code = LATE.format(before="" if is_installed else "torch_patches.uninstall()")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.splitlines()
+    assert ("shardwise" in first.rpartition("/src/")[2]) == is_installed
+    assert "_state_dict_utils.py" in second
+    assert second.endswith(" 2")  # nobody waits for an import any more
 
 
 def test_every_patch_gives_its_name_and_reason() -> None:

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as helpers
 from torch.utils import data, dlpack
 
 import shardwise as sw
@@ -148,6 +149,74 @@ def safetensors_model(x: torch.Tensor) -> Any:
     from safetensors.torch import load_file, save_model
 
     return with_file(lambda path: save_model(Holder(x), path), load_file)
+
+
+def loaded_model(x: torch.Tensor) -> Any:
+    from safetensors.torch import load_model, save_file
+
+    model = Holder(x.clone())
+
+    def load(path: str) -> torch.Tensor:
+        load_model(model, path)
+        return model.weight
+
+    return with_file(lambda path: save_file({"weight": torch.ones(3, 2)}, path), load)
+
+
+def loaded_file(x: torch.Tensor) -> Any:
+    from safetensors.torch import load_file, save_file
+
+    model = Holder(x.clone())
+
+    def load(path: str) -> torch.Tensor:
+        model.load_state_dict(load_file(path))
+        return model.weight
+
+    return with_file(lambda path: save_file({"weight": torch.ones(3, 2)}, path), load)
+
+
+FULL = helpers.StateDictOptions(full_state_dict=True)
+
+
+def gathered_state(x: torch.Tensor) -> Any:
+    found = helpers.get_model_state_dict(Holder(x), options=FULL)["weight"]
+    assert type(found) is torch.Tensor
+    return found
+
+
+def offloaded_state(x: torch.Tensor) -> Any:
+    options = helpers.StateDictOptions(cpu_offload=True)
+    return helpers.get_model_state_dict(Holder(x), options=options)
+
+
+def distributed_state(x: torch.Tensor) -> Any:
+    model = Holder(x.clone())
+    helpers.set_model_state_dict(model, {"weight": VALUES + 1}, options=FULL)
+    assert type(model.weight) is type(x)
+    return model.weight
+
+
+def trained(x: torch.Tensor) -> Any:
+    """Return a parameter, whose gradient is x, and its optimizer after a step."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros_like(x))})
+    optimizer = torch.optim.Adam(model.parameters())
+    model.w.grad = x
+    optimizer.step()
+    return model, optimizer
+
+
+def gathered_optimizer_state(x: torch.Tensor) -> Any:
+    found = helpers.get_optimizer_state_dict(*trained(x), options=FULL)["state"]["w"]
+    assert all(type(each) is torch.Tensor for each in found.values())
+    return found
+
+
+def distributed_optimizer_state(x: torch.Tensor) -> Any:
+    model, optimizer = trained(x)
+    state = helpers.get_optimizer_state_dict(model, optimizer, options=FULL)
+    state["state"]["w"]["exp_avg"] = VALUES + 1
+    helpers.set_optimizer_state_dict(model, optimizer, state, options=FULL)
+    return optimizer.state_dict()["state"]
 
 
 def assigned_data(x: torch.Tensor) -> torch.Tensor:
@@ -328,13 +397,83 @@ def _calls() -> Iterator[Call]:
         "torch.save(x, f)", group, run=lambda x: with_buffer(lambda f: torch.save(x, f), torch.load)
     )
     yield Call("np.save(f, x)", group, run=lambda x: with_file(lambda f: np.save(f, x), np.load))
+    yield Call(
+        "np.savez(f, x=x)",
+        group,
+        run=lambda x: with_buffer(lambda f: np.savez(f, x=x), lambda f: np.load(f)["x"]),
+    )
+    yield Call(
+        "np.savetxt(f, x)",
+        group,
+        run=lambda x: with_file(lambda f: np.savetxt(f, x), np.loadtxt),
+    )
     yield Call("x.numpy().tobytes()", group)
+    yield Call(
+        "torch.save(model, f)",
+        group,
+        run=lambda x: with_buffer(
+            lambda f: torch.save(Holder(x), f), lambda f: torch.load(f, weights_only=False).weight
+        ),
+    )
+    yield Call(
+        "torch.save(model.half().state_dict(), f)",
+        group,
+        run=lambda x: with_buffer(
+            lambda f: torch.save(Holder(x).half().state_dict(), f), torch.load
+        ),
+    )
+    yield Call(
+        "model.load_state_dict(safetensors.torch.load_file(f))",
+        group,
+        run=loaded_file,
+        needs="safetensors",
+    )
+    yield Call(
+        "safetensors.torch.load_model(model, f)",
+        group,
+        split=REFUSED,
+        pending=REFUSED,
+        run=loaded_model,
+        needs="safetensors",
+    )
     for code, run in (
         ("safetensors.torch.save_file({'w': x}, f)", safetensors_file),
         ("safetensors.torch.save({'w': x})", safetensors_bytes),
         ("safetensors.torch.save_model(model, f)", safetensors_model),
     ):
         yield Call(code, group, split=REFUSED, pending=REFUSED, run=run, needs="safetensors")
+
+    group = "State dicts"
+    yield Call(
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
+        group,
+        run=gathered_state,
+    )
+    yield Call(
+        "get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))",
+        group,
+        run=offloaded_state,
+    )
+    yield Call(
+        "set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))",
+        group,
+        run=distributed_state,
+    )
+    yield Call(
+        "get_optimizer_state_dict(model, optimizer, "
+        "options=StateDictOptions(full_state_dict=True))",
+        group,
+        run=gathered_optimizer_state,
+    )
+    yield Call(
+        "set_optimizer_state_dict(model, optimizer, whole, "
+        "options=StateDictOptions(full_state_dict=True))",
+        group,
+        run=distributed_optimizer_state,
+    )
+    yield Call(
+        "deepcopy(model.state_dict())", group, run=lambda x: copy.deepcopy(Holder(x).state_dict())
+    )
 
     group = "Data and samplers"
     for code in (

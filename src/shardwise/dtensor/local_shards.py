@@ -181,7 +181,7 @@ def check_pickled(local: torch.Tensor, layout: Layout, place: tuple[int, ...] | 
         place: the coordinate of the rank that pickled it; None for a rank outside of the mesh.
     """
     mesh = layout.mesh
-    if mesh.is_abstract or layout.is_replicated:
+    if mesh.is_abstract or layout.is_whole:
         return
     size = world.current().size
     if int(mesh.mesh.max()) >= size:

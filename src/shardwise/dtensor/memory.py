@@ -31,8 +31,11 @@ def refuse_piece(name: str, layout: Layout) -> NoReturn:
     raise DispatchError(
         f"{name}: would give the memory of this rank's piece, {layout.local_shape()}, for the "
         f"tensor {layout!r}; take x.to_local() for the piece or x.full_tensor() for the whole, or "
-        "run code that does not know DTensors within sw.local_map. To files: "
-        "torch.distributed.checkpoint (async_save with async_stager=shardwise.CheckpointStager())"
+        "run code that does not know DTensors within sw.local_map. To files: whole tensors by "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of torch."
+        "distributed.checkpoint.state_dict, which save_pretrained(path, state_dict=...) takes too; "
+        "pieces by torch.distributed.checkpoint (async_save with "
+        "async_stager=shardwise.CheckpointStager())"
     )
 
 

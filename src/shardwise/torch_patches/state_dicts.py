@@ -122,7 +122,7 @@ def _broadcast(broadcast: Callable[..., None]) -> Callable[..., None]:
 
 
 def _as_sent(value: Any) -> Any:
-    if isinstance(value, DTensor) and value._layout.is_replicated:
+    if isinstance(value, DTensor) and value._layout.is_whole:
         return unwrap(value).detach()
     if _is_global(value):
         return _Refused(f"{type(value).__name__} {getattr(value, '_layout', tuple(value.shape))!r}")
