@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.comm.rank_scheduler import user_line
+from shardwise.comm.trace import user_line
 from shardwise.core import world
 from shardwise.core.mesh import init_device_mesh  # unlike sw's, it does not communicate
 from shardwise.run import simulate

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.agreement import difference
 from shardwise.comm.buffers import (
     Shape,
     as_bytes,
@@ -37,7 +38,7 @@ from shardwise.comm.buffers import (
 from shardwise.comm.interface import Communicator
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import BOOL_OPS, UNSIGNED, reduce_contributions
-from shardwise.core.errors import CollectiveError
+from shardwise.core.errors import CollectiveError, MismatchError
 from shardwise.torch_internals import (
     device_for_objects,
     start_all_gather,
@@ -46,6 +47,10 @@ from shardwise.torch_internals import (
 )
 
 T = TypeVar("T")
+
+_collectives: WeakKeyDictionary[dist.ProcessGroup, list[int]] = WeakKeyDictionary()
+"""How many collectives of all its ranks each process group has begun, in a list of one."""
+_MOST_LEFT_IN_STORE = 64
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -74,6 +79,8 @@ class C10dCommunicator(Communicator):
         super().__init__(ranks, index, axes)
         # Weak, so that destroy_process_group frees the group.
         self._group_reference = ref(group)
+        self._collectives = _collectives.setdefault(group, [0])
+        self._left_in_store: list[str] = []
         self._exchanges = 0
         self._messages: dict[int, tuple[list[Any], tuple[torch.Tensor, ...]]] = {}
         """Messages that were started. A backend drops a message that nobody references, even before
@@ -98,6 +105,27 @@ class C10dCommunicator(Communicator):
                 "default group still exists or does so again, ask sw.communicator for a new one"
             )
         return group
+
+    # ---- facts that all ranks must state alike
+
+    def _begin(self) -> None:
+        self._collectives[0] += 1
+        super()._begin()
+
+    def _compare_facts(self, facts: str) -> None:
+        _, store = world_of_torch.pg_map.get(self._group, (None, None))
+        key = f"shardwise facts/{self._group.group_name}/{self._collectives[0]}"
+        try:
+            first = facts if store is None else store.compare_set(key, "", facts).decode()
+        except (RuntimeError, TypeError):  # a store that cannot compare, or is gone
+            return
+        if problem := difference(first, facts):
+            self._collectives[0] -= 1  # this one does not begin
+            raise MismatchError(problem)
+        if first == facts and store is not None:  # this rank came first, and cleans up
+            self._left_in_store.append(key)
+            if len(self._left_in_store) > _MOST_LEFT_IN_STORE:
+                store.delete_key(self._left_in_store.pop(0))
 
     # ---- reductions
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from shardwise.comm import trace
+from shardwise.comm import agreement, trace
 from shardwise.comm.buffers import Shape, format_tuple
 from shardwise.comm.pending import Pending
 from shardwise.comm.reduction import is_summed_in_place, reduce_into
@@ -20,6 +20,9 @@ from shardwise.comm.reduction import is_summed_in_place, reduce_into
 T = TypeVar("T")
 Messages = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
 """What to send and what to receive, by the index of the peer."""
+
+
+_BETWEEN_TWO = ("send", "recv")
 
 
 class Engine(ABC):
@@ -54,6 +57,8 @@ class Engine(ABC):
     def _traced(
         self, kind: str, x: torch.Tensor | None, received: int, start: Callable[[], Pending[T]]
     ) -> Pending[T]:
+        if kind not in _BETWEEN_TWO:
+            self._begin()
         if not trace.listeners:
             return start()
         return trace.end_with(self._tell(kind, x, received), start())
@@ -72,6 +77,18 @@ class Engine(ABC):
         )
         trace.tell(event)
         return event
+
+    # ---- facts that all ranks must state alike
+
+    def _begin(self) -> None:
+        """Begin a collective of all ranks: compare the facts that each has stated before it."""
+        if agreement.stated.facts:
+            facts = agreement.take(self.ranks)
+            if facts:
+                self._compare_facts(agreement.as_text(self.ranks[self.index], facts))
+
+    def _compare_facts(self, facts: str) -> None:  # noqa: B027 - engines without peers do nothing
+        """Compare the facts of this rank with those of the others, without waiting for them."""
 
     # ---- what every engine implements
 

@@ -84,6 +84,7 @@ class Communicator(Engine):
         name = as_reduction(op, x.dtype)
         start = self._start_all_reduce_in_place if in_place else self._start_all_reduce
         if not trace.listeners:
+            self._begin()
             return start(x, name)
         received = 2 * size_in_bytes(x) * (self.size - 1) // self.size
         return self._traced("all_reduce", x, received, lambda: start(x, name))
@@ -355,6 +356,7 @@ class Communicator(Engine):
     def gather_objects_async(self, value: Any) -> Pending[list[Any]]:
         """Gather all ranks' `value`, any picklable object, as a list on every rank."""
         data = pickle.dumps(value)
+        self._begin()
         event = self._tell("gather_objects", None, 0)
         sent = self._start_gather_bytes(len(data).to_bytes(8, "little"), [8] * self.size).wait()
         lengths = [int.from_bytes(each, "little") for each in sent]

@@ -11,7 +11,6 @@ One lock guards everything; each rank sleeps on a condition of its own.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -21,14 +20,13 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import difference
 from shardwise.comm.buffers import format_list
 from shardwise.comm.process_state import ProcessState, current_state, own_copy, set_state
 from shardwise.comm.trace import Cause, current_cause
 from shardwise.core.errors import CollectiveError, MismatchError
 from shardwise.core.world import Link
 from shardwise.torch_internals import version_of
-
-_PACKAGE = __name__.partition(".")[0]
 
 
 class Stopped(BaseException):
@@ -62,6 +60,8 @@ class CollectiveCall:
     """The inputs, which must not change until the collective is complete."""
     payload: Any
     site: str
+    facts: str = ""
+    """What this rank has stated before; see `agreement`."""
     cause: Cause = field(default_factory=current_cause)
     versions: list[int] = field(init=False)
 
@@ -185,6 +185,9 @@ class RankScheduler:
             turn = self._counts.get((call.rank, place), 0)
             self._counts[call.rank, place] = turn + 1
             meeting = self._meetings.setdefault((place, turn), Meeting(members))
+            others = [other.facts for other in meeting.calls.values() if other.facts]
+            if call.facts and others and (problem := difference(others[0], call.facts)):
+                self._stop_with(problem)
             meeting.calls[call.rank] = call
             first = meeting.calls[next(iter(meeting.calls))]
             if (call.kind, call.agreed) != (first.kind, first.agreed):
@@ -381,19 +384,6 @@ def _interrupt(thread: threading.Thread) -> None:
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
-
-
-def user_line() -> str:
-    """Return the line outside this package and torch that called into it."""
-    frame = sys._getframe()
-    while frame.f_back is not None and _is_inside(frame.f_globals):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _is_inside(module: dict[str, Any]) -> bool:
-    """Return whether these are the globals of a module of this package or of torch."""
-    return str(module.get("__name__")).partition(".")[0] in (_PACKAGE, "torch")
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

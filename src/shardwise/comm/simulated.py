@@ -16,9 +16,9 @@ from shardwise.comm.rank_scheduler import (
     Combine,
     RankScheduler,
     SimulatedGroup,
-    user_line,
 )
 from shardwise.comm.reduction import reduce_contributions
+from shardwise.comm.trace import user_line
 from shardwise.core.errors import MismatchError
 from shardwise.core.world import Link, World
 
@@ -36,6 +36,8 @@ class SimulatedCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, index, axes)
         self._scheduler = scheduler
+        self._facts = ""
+        """The facts that this rank states in its next collective."""
         self._group = SimulatedGroup(
             ranks, channel, scheduler.generation(ranks[index], (ranks, channel))
         )
@@ -169,6 +171,9 @@ class SimulatedCommunicator(Communicator):
 
     # ---- inside
 
+    def _compare_facts(self, facts: str) -> None:
+        self._facts = facts
+
     @property
     def _rank(self) -> int:
         return self.ranks[self.index]
@@ -181,7 +186,10 @@ class SimulatedCommunicator(Communicator):
         payload: Any,
         combine: Combine,
     ) -> Pending[Any]:
-        call = CollectiveCall(self._rank, kind, self.axes, agreed, tensors, payload, user_line())
+        call = CollectiveCall(
+            self._rank, kind, self.axes, agreed, tensors, payload, user_line(), self._facts
+        )
+        self._facts = ""
         meeting = self._scheduler.join((self._group, None), self.ranks, call, combine)
         return Pending(lambda: self._scheduler.wait(self._rank, meeting))
 

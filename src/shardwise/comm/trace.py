@@ -8,6 +8,7 @@ listens.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -196,3 +197,21 @@ def end_with(event: Event | None, pending: Pending[T]) -> Pending[T]:
         return result
 
     return pending.then(end)
+
+
+# ---- the line of the user's program
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def user_line() -> str:
+    """Return the line outside this package and torch that called into it."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_inside(frame.f_globals):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_inside(module: dict[str, Any]) -> bool:
+    """Return whether these are the globals of a module of this package or of torch."""
+    return str(module.get("__name__")).partition(".")[0] in (_PACKAGE, "torch")

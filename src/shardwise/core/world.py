@@ -53,6 +53,8 @@ class World(ABC):
         """The communicators made so far, by mesh, axes and channel."""
         self.aborted: WeakSet[DeviceMesh] = WeakSet()
         """Root meshes that this rank aborted and has not made again."""
+        self.facts: dict[Any, int] = {}
+        """How often this rank has stated each fact that others must state alike."""
         self.unfinished: list[Any] = []
         """Redistributions of several collectives that are under way, in the order of their
         start."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from shardwise.comm import communicator
+from shardwise.comm import agreement, communicator
 from shardwise.core import world
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
@@ -200,6 +200,16 @@ def check_pickled(local: torch.Tensor, layout: Layout, place: tuple[int, ...] | 
         "x.full_tensor() or a state dict of torch's get_model_state_dict with full_state_dict=True "
         "to load it elsewhere, or use torch.distributed.checkpoint, which loads into any layout"
     )
+
+
+def state_layout(layout: Layout) -> None:
+    """State the layout of a tensor that was made without communication: the next collectives of
+    these ranks compare what each says."""
+    mesh = layout.mesh
+    if mesh.is_abstract or not agreement.is_due(layout) or mesh.get_coordinate() is None:
+        return
+    groups = [mesh.ranks_along([axis]) for axis in range(mesh.ndim)]
+    agreement.state(f"DTensor.from_local({layout!r})", groups)
 
 
 def check_replicas(local: torch.Tensor, layout: Layout) -> None:

@@ -28,6 +28,7 @@ from shardwise.dtensor.local_shards import (
     check_shard,
     check_supported,
     infer_layout,
+    state_layout,
 )
 from shardwise.dtensor.memory import NoExchangeApi, check_whole
 from shardwise.dtensor.properties import GlobalProperties
@@ -141,6 +142,7 @@ class DTensor(GlobalProperties):
         else:
             layout = Layout.from_placements(mesh, shape, placements)
             check_shard(local_tensor, layout)
+            state_layout(layout)
         if run_check:
             check_replicas(local_tensor, layout)
         back = gradient_layout(layout)

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardwise.comm import Communicator, communicator
+from shardwise.comm import Communicator, agreement, communicator
 from shardwise.core import errors, world
 from shardwise.core.box import Box
 from shardwise.core.errors import ShardedStateError, ShardedTensorError, ShardwiseError
@@ -118,6 +119,9 @@ def as_rank_group(process_group: GroupLike) -> RankGroup:
     return process_group if isinstance(process_group, RankGroup) else RankGroup(process_group)
 
 
+_MOST_SHOWN = 300
+"""The most characters about shards in a message."""
+
 # ---- who holds which boxes. Transfers between ranks follow from this alone
 
 
@@ -137,6 +141,17 @@ class ShardOwnership:
     def whole(size: Sequence[int], rank: int) -> ShardOwnership:
         """Return the ownership of a tensor that one rank holds whole."""
         return ShardOwnership((Box((0,) * len(size), tuple(size)),), (rank,))
+
+    def state(self, call: str, group: RankGroup) -> None:
+        """State what a call makes of a tensor: the next collective of the group compares it."""
+        if len(group.ranks) > 1 and agreement.is_due((call, self)):
+            shards = ", ".join(
+                f"rank {owner}: {list(zip(box.start, box.stop, strict=True))}"
+                for box, owner in zip(self.boxes, self.owners, strict=True)
+            )
+            digest = blake2b(shards.encode(), digest_size=8).hexdigest()
+            shown = shards if len(shards) <= _MOST_SHOWN else f"{shards[:_MOST_SHOWN]}... {digest}"
+            agreement.state(f"{call} to shards {shown}", [group.ranks])
 
     @property
     def empty_box(self) -> Box:

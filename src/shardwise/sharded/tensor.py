@@ -134,6 +134,7 @@ class ShardedTensor(CopyMethods):
         if out is not None and not problem and _can_receive(out, like, tensors):
             into = [out.detach()]
         target = ShardOwnership.whole(self._metadata.size, dst)
+        target.state(f"ShardedTensor.gather(dst={dst}, dtype={like.dtype})", self._group)
         move = ShardMove(self._group, self._ownership, target, "ShardedTensor.gather")
         results = move.run(tensors, like, into)
         if problem:  # raised after the transfer, in which all ranks wait for each other
@@ -184,6 +185,7 @@ class ShardedTensor(CopyMethods):
             metadata = build_checked_metadata(resharding_spec, self._metadata.size, properties)
             _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
             ownership = ShardOwnership.of(metadata.shards_metadata, self._group)
+        ownership.state("ShardedTensor.reshard", self._group)
         if ownership == self._ownership:  # the spec may name the same ranks differently
             self._set_sharding(resharding_spec, metadata, ownership, self._local_tensors())
             return self
