@@ -5,6 +5,7 @@ Rows and columns are free. The contracted dim may be split if the dtype of the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -86,7 +87,10 @@ def _spec(
             inputs,
             [Out(("m", "n"), shape)],
             reduces={"k": "sum"},
-            allows=lambda splits, mesh: _fit(splits, mesh, columns, inner),
+            allows=lambda splits, mesh: (
+                _fit(splits, mesh, columns, inner)
+                and blocks % math.prod(mesh.shape[axis] for axis in splits.get("k", ())) == 0
+            ),
             lower=lambda context: partial(_by_blocks, operator),
             scales=True,
         )
