@@ -144,12 +144,19 @@ def _by_blocks(
     dim."""
     count = scale_a.shape[1]
     parts = [
-        operator(left.contiguous(), right.t().contiguous().t(), rows, columns, *args, **kwargs)
+        operator(
+            left.contiguous(),
+            right.t().contiguous().t(),
+            rows.contiguous(),
+            columns.contiguous(),
+            *args,
+            **kwargs,
+        )
         for left, right, rows, columns in zip(
             first.chunk(count, 1),
             mat2.chunk(count, 0),
-            scale_a.contiguous().tensor_split(count, 1),
-            scale_b.contiguous().tensor_split(count, 0),
+            scale_a.tensor_split(count, 1),
+            scale_b.tensor_split(count, 0),
             strict=True,
         )
     ]
