@@ -633,3 +633,35 @@ def test_a_dispatch_mode_of_the_user_s_sees_local_tensors_also_in_the_backward()
     F.gelu(x @ w).square().sum().backward()
     assert torch.allclose(ours, w.grad, atol=1e-5)
     assert flops == 2 * (2 * 4 * 6 * 6) // 2  # the product and its gradient, half of each here
+
+
+def test_plain_accumulators_take_numbers_that_are_whole_on_every_rank():
+    """As metrics do: `total += loss`; a pending sum is computed first, and told once."""
+
+    def run(mesh):
+        x = split(full(4), mesh, Shard(0))
+        total = torch.tensor(0.0)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                total += x.mean()
+                total.add_(x.max())
+                torch.maximum(total, x.sum(), out=total)
+        assert type(total) is torch.Tensor
+        row = torch.zeros(4)
+        row += x.redistribute(placements=[Replicate()])
+        row[0] = x.sum().full_tensor()
+        out = torch.zeros(4, 4)
+        whole = x.redistribute(placements=[Replicate()])
+        torch.addmm(torch.zeros(4, 4), whole[:, None], whole[None], out=out)
+        return total, row, out, len(told)
+
+    x, total = full(4), torch.tensor(0.0)
+    for _ in range(3):
+        total = torch.maximum(total + x.mean() + x.max(), x.sum())
+    found = ranks(run)
+    for made, row, out, _ in found:
+        assert torch.equal(made, total)
+        assert torch.equal(row, torch.tensor([10.0, 2.0, 3.0, 4.0]))
+        assert torch.equal(out, torch.outer(x, x))
+    assert sum(told for *_, told in found) <= 4

@@ -263,3 +263,44 @@ def test_grad_scaler_skips_the_step_on_every_rank():
         return parameter.detach().full_tensor().tolist()
 
     assert sw.simulate(run, 2)[0] == pytest.approx([0.9] * 4)
+
+
+ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
+FUSED = {
+    "adam": lambda p, g, s, n: torch._fused_adam_(p, g, *s[:2], [], n, amsgrad=False, **ADAM),
+    "adam, amsgrad": lambda p, g, s, n: torch._fused_adam_(p, g, *s, n, amsgrad=True, **ADAM),
+    "adamw": lambda p, g, s, n: torch._fused_adamw_(p, g, *s, n, amsgrad=True, **ADAM),
+    "adagrad": lambda p, g, s, n: torch._fused_adagrad_(
+        p, g, s[0], n, lr=0.1, lr_decay=0.01, weight_decay=0.1, eps=1e-8, maximize=False
+    ),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_steps_take_their_numbers_as_dtensors(name, placement):
+    """Steps without dims, as optimizers keep them; also beside parameters without dims."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        [torch.rand(shape, generator=generator) for shape in ((5, 3), (4,), ())] for _ in range(5)
+    ]
+
+    def run(make, step):
+        parameters, gradients, *states = [[make(each.clone()) for each in group]
+                                          for group in tensors]  # fmt: skip
+        FUSED[name](parameters, gradients, states, [step() for _ in parameters])
+        return [*parameters, *(each for group in states for each in group)]
+
+    expected = run(lambda x: x, lambda: torch.tensor(3.0))
+
+    def on_ranks():
+        mesh = init_device_mesh("cpu", (2,))
+
+        def make(x):
+            how = placement if x.dim() else Replicate()
+            return distribute_tensor(x, mesh, [how], src_data_rank=None)
+
+        for got, want in zip(run(make, lambda: make(torch.tensor(3.0))), expected, strict=True):
+            torch.testing.assert_close(got.full_tensor(), want)
+
+    sw.simulate(on_ranks, 2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.rules import leaf
 
 from shardwise import Layout, init_device_mesh, listen, simulate
@@ -88,3 +89,33 @@ def test_sizes_that_do_not_match_give_the_error_of_torch():
             torch.cat([x, x[:, :2]])
 
     on_two(run)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "function"),
+    [
+        (5, 4, lambda a: torch.cat([a**2, torch.ones(2, dtype=a.dtype)])),
+        (5, 4, lambda a: torch.hstack([a, a**2])),
+        (1, 2, lambda a: F.pad(a**2, (1, 1))),
+        (1, 2, lambda a: torch.diff(a**2, prepend=torch.zeros(1, dtype=a.dtype))),
+        (1, 2, lambda a: torch.cat([a, a]).roll(1)),
+    ],
+)
+def test_second_gradients_reach_all_ranks_where_a_piece_is_empty(size, ranks, function):
+    """torch.cat ignores empty vectors: their gradients required no grad, and ranks parted."""
+    values = torch.linspace(1, 2, size, dtype=torch.float64)
+
+    def second(a):
+        (first,) = torch.autograd.grad(function(a).pow(3).sum(), a, create_graph=True)
+        assert first.requires_grad
+        (first**2).sum().backward()
+        return a.grad
+
+    expected = second(values.clone().requires_grad_())
+
+    def run():
+        layout = Layout(init_device_mesh("cpu", (ranks,)), (size,), {0: (0,)})
+        a = distributed(values.clone().requires_grad_(), layout)
+        torch.testing.assert_close(second(a).full_tensor(), expected)
+
+    simulate(run, ranks)

@@ -340,3 +340,35 @@ def test_scaled_float8_matrices_are_whole_where_contributions_would_not_add_up()
     blocks = torch.ones(6, 4), torch.ones(4, 2)
     spec = scaled_mm(first, second, *blocks, out_dtype=torch.bfloat16)
     assert all(set(dims) == {None} for _, dims in spec.inputs)
+
+
+def test_scaled_float8_matrices_whose_parts_have_scales_of_their_own_are_added() -> None:
+    """Row parallel: each rank has scaled its part of the contracted dim, so scales are (m, ranks)
+    and (ranks, n)."""
+    first = values(6, 64, grad=False).to(torch.float8_e4m3fn)
+    second = values(32, 64, grad=False).to(torch.float8_e4m3fn).t()
+    generator = torch.Generator().manual_seed(0)
+    scales = [torch.rand(shape, generator=generator) + 0.5 for shape in ((6, 2), (2, 32))]
+    want = sum(
+        torch._scaled_mm(
+            first[:, part].contiguous(),
+            second[part].t().contiguous().t(),
+            scales[0][:, at : at + 1].contiguous(),
+            scales[1][at : at + 1].contiguous(),
+            out_dtype=torch.float32,
+        )
+        for at, part in enumerate((slice(0, 32), slice(32, 64)))
+    )
+
+    def run(mesh: DeviceMesh) -> list[str]:
+        placed = [
+            in_layout(each, mesh, Shard(dim))
+            for each, dim in zip((first, second, *scales), (1, 0, 1, 0), strict=True)
+        ]
+        call = functools.partial(torch._scaled_mm, *placed, out_dtype=torch.float32)
+        events, result = heard(mesh, call)
+        torch.testing.assert_close(result.full_tensor(), want)
+        return [event.kind for event in events]
+
+    assert ranks(run)[0] == []
+    ranks(run, 4)  # two blocks are not split over four ranks

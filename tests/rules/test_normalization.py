@@ -309,3 +309,28 @@ def test_an_input_without_channels_is_let_through_if_it_is_empty() -> None:
     for training in (True, False):
         sample = Sample(values(0), values(0, grad=False), values(0, grad=False), training=training)
         check_rule(F.batch_norm, [sample], mesh_shapes=((2,),), allow_missing=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("which", ["running_mean", "running_var", "weight", "bias"])
+@pytest.mark.parametrize("function", [F.batch_norm, F.instance_norm])
+def test_only_one_of_the_tensors_beside_a_plain_input_is_a_dtensor(function, which, training):
+    x = values(4, 6, 3, grad=False)
+    others = {
+        name: values(6, seed=at, grad=False).abs() + 0.5
+        for at, name in enumerate(("running_mean", "running_var", "weight", "bias"))
+    }
+    switch = "training" if function is F.batch_norm else "use_input_stats"
+    plain = {name: each.clone() for name, each in others.items()}
+    expected = function(x, **plain, **{switch: training})
+
+    def run(mesh):
+        given = {name: each.clone() for name, each in others.items()}
+        given[which] = in_layout(given[which], mesh, sw.Shard(0))
+        made = function(x, **given, **{switch: training})
+        torch.testing.assert_close(made.full_tensor(), expected)
+        for name, each in given.items():
+            whole = each.full_tensor() if name == which else each
+            torch.testing.assert_close(whole, plain[name])
+
+    ranks(run)

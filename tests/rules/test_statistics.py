@@ -218,3 +218,28 @@ def test_autocast_gives_the_dtype_of_plain_torch(function):
         torch.testing.assert_close(got.full_tensor(), want)
 
     simulate(run, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("function", [torch.var, torch.std, torch.var_mean, torch.std_mean])
+@pytest.mark.parametrize("correction", [3, 4, 5, 9])
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_gradients_of_statistics_without_degrees_of_freedom(function, correction, ranks):
+    """They are infinite, as in one process, and not the NaN of a difference of infinities."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def both(x):
+        made = function(x, 0, correction=correction)
+        made = made[0] if isinstance(made, tuple) else made
+        return made.detach(), torch.autograd.grad(made.sum(), x)[0]
+
+    expected = both(x.clone().requires_grad_())
+
+    def run():
+        mesh = init_device_mesh("cpu", (ranks,))
+        layout = Layout(mesh, (4, 3), {0: (0,)})
+        found = both(distributed(x.clone().requires_grad_(), layout))
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
+
+    simulate(run, ranks)

@@ -5,6 +5,7 @@ Rows and columns are free. The contracted dim may be split if the dtype of the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -86,7 +87,10 @@ def _spec(
             inputs,
             [Out(("m", "n"), shape)],
             reduces={"k": "sum"},
-            allows=lambda splits, mesh: _fit(splits, mesh, columns, inner),
+            allows=lambda splits, mesh: (
+                _fit(splits, mesh, columns, inner)
+                and blocks % math.prod(mesh.shape[axis] for axis in splits.get("k", ())) == 0
+            ),
             lower=lambda context: partial(_by_blocks, operator),
             scales=True,
         )
@@ -140,12 +144,19 @@ def _by_blocks(
     dim."""
     count = scale_a.shape[1]
     parts = [
-        operator(left.contiguous(), right.t().contiguous().t(), rows, columns, *args, **kwargs)
+        operator(
+            left.contiguous(),
+            right.t().contiguous().t(),
+            rows.contiguous(),
+            columns.contiguous(),
+            *args,
+            **kwargs,
+        )
         for left, right, rows, columns in zip(
             first.chunk(count, 1),
             mat2.chunk(count, 0),
-            scale_a.contiguous().tensor_split(count, 1),
-            scale_b.contiguous().tensor_split(count, 0),
+            scale_a.tensor_split(count, 1),
+            scale_b.tensor_split(count, 0),
             strict=True,
         )
     ]
