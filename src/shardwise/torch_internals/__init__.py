@@ -109,6 +109,9 @@ _AUTOGRAD: Any = _take("torch._C.DispatchKey.AutogradFunctionality", "the key as
 current_graph_task: Callable[[], int] = _take(
     "torch._C._current_graph_task_id", "the number of the running backward; -1 outside of one"
 )
+current_autograd_node: Callable[[], Any] = _take(
+    "torch._C._current_autograd_node", "the node of the graph whose backward runs; None outside"
+)
 next_sequence_number: Callable[[], int] = _take(
     "torch._C._autograd._get_sequence_nr", "the number of the next node of the graph"
 )
@@ -341,6 +344,9 @@ else:
         "torch.utils._python_dispatch.TorchDispatchMode", "sees every operator below autograd"
     )
 
+without_dispatch_modes: Any = _take(
+    "torch.utils._python_dispatch._disable_current_modes", "within, no mode sees operators"
+)
 tracing: Any = _take("torch._guards.tracing", "sets the context of a trace", "context")
 enable_python_dispatcher: Any = _take(
     "torch._dispatch.python.enable_python_dispatcher", "kernels in Python, for dynamic sizes"
