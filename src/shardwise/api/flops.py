@@ -2,8 +2,8 @@
 
 Built on torch's `FlopCounterMode` and its formulas. On the ranks, that mode sees local calls: the
 work that this rank does. For the work of one process, each call on DTensors is run once more, on
-tensors without memory (`FakeTensorMode`) of the global shapes, forward and backward. A backward runs
-on local tensors only; the numbers of its nodes tell which call they come from.
+tensors without memory (`FakeTensorMode`) of the global shapes, forward and backward. A backward
+runs on local tensors only; the numbers of its nodes tell which call they come from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,6 +33,9 @@ from shardwise.torch_internals import (
     sequence_number,
     without_dispatch_modes,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 _aten: Any = torch.ops.aten
 _GLOBAL = "Global"
@@ -102,6 +105,11 @@ class FlopCount:
         self._ends: list[int] = []
         """The numbers of the autograd nodes that belong to each call: from a start to an end."""
         self._in_call = False
+        self._seen = 0
+        self._modules_since: list[int] = []
+        self._modules_then: list[frozenset[str]] = []
+        """The modules that ran when autograd nodes were made, each from a number on: torch's own
+        tracker tells those of a backward only roughly."""
 
     # ---- results
 
@@ -130,7 +138,7 @@ class FlopCount:
         ]
         return _paired(*totals)
 
-    def over(self, mesh: DeviceMesh | Any) -> FlopTotals:
+    def over(self, mesh: DeviceMesh | TorchMesh) -> FlopTotals:
         """Return the work of all ranks of a mesh, all of which must call this (one collective)."""
         mesh = as_mesh(mesh)
         mine = self.rank, self._share
@@ -152,7 +160,8 @@ class FlopCount:
     # ---- counting
 
     def _add_local(self, operator: str, flops: int) -> None:
-        """Count an operator that ran on this rank."""
+        """Count an operator that ran on this rank, also one without work: it may tell that the
+        backward of a call runs."""
         modules = self._modules()
         self._add(self._rank, modules, operator, flops)
         if self._in_call:
@@ -173,19 +182,33 @@ class FlopCount:
         at = bisect_right(self._starts, number) - 1
         return self._calls[at] if at >= 0 and number < self._ends[at] else None
 
+    def _modules(self) -> frozenset[str]:
+        """Return the modules that run now; in a backward, those that ran in the forward."""
+        node = current_autograd_node()
+        if node is not None and not self._in_call:
+            at = bisect_right(self._modules_since, sequence_number(node)) - 1
+            if at >= 0:
+                return self._modules_then[at]
+        now = frozenset(self._local.mod_tracker.parents)
+        if not self._modules_then or self._modules_then[-1] != now:
+            self._modules_since.append(self._seen)  # nodes made since the last operator
+            self._modules_then.append(now)
+        self._seen = next_sequence_number()
+        return now
+
     def _watch(self, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """Run a function on DTensors, and count what it would cost one process."""
         if self._in_call or func in _BACKWARD or getattr(func, "__name__", "") == "__get__":
             return run()
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
         measured = self._measure(func, args, kwargs) if tensors else None
+        modules = self._modules()
         before, start = self.rank, next_sequence_number()
         self._in_call = True
         try:
             result = run()
         finally:
             self._in_call = False
-        modules = self._modules()
         if measured is None:
             if self.rank > before:
                 self.unmeasured.add(getattr(func, "__name__", str(func)))
@@ -219,19 +242,16 @@ class FlopCount:
             self._measured[key] = found
         return found
 
-    def _modules(self) -> frozenset[str]:
-        return frozenset(self._local.mod_tracker.parents)
-
     def _add_for_one(self, modules: frozenset[str], operators: Operators, ranks: int) -> None:
         for operator, flops in operators.items():
             self._add(self._one, modules, operator, flops)
-            self._share += Fraction(flops, ranks)
+        self._share += Fraction(sum(operators.values()), ranks)
 
     @staticmethod
     def _add(
         counts: dict[str, Operators], modules: frozenset[str], operator: str, flops: int
     ) -> None:
-        for module in modules:
+        for module in modules if flops else ():
             counts[module][operator] += flops
 
 
@@ -269,9 +289,7 @@ class _LocalCounter(FlopCounterMode):
         formula = self.flop_registry.get(func_packet)
         with as_local():  # in a backward, autograd hands on DTensors that it saved
             flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
-        # also without a formula: any operator tells that the backward of a call runs
-        if formula is not None or current_autograd_node() is not None:
-            self._count._add_local(str(func_packet), flops)
+        self._count._add_local(str(func_packet), flops)
         return out
 
 
@@ -300,7 +318,7 @@ def _measured(func: Any, leaves: list[Any], structure: Any) -> tuple[Operators, 
 
     counters = _LocalCounter(), _LocalCounter()
     try:
-        with torch.random.fork_rng(devices=()), without_dispatch_modes(), FakeTensorMode():
+        with _apart():
             args, kwargs = pytree.tree_unflatten([fake(each) for each in leaves], structure)
             with counters[0]:
                 made = func(*args, **kwargs)
@@ -320,6 +338,19 @@ def _measured(func: Any, leaves: list[Any], structure: Any) -> tuple[Operators, 
         for each in counters
     )
     return forward, backward
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Return a context in which tensors have no memory, and nothing outside notices what runs: no
+    generator, no dispatch mode, no hook for saved tensors (of which the innermost counts)."""
+    with (
+        torch.random.fork_rng(devices=()),
+        without_dispatch_modes(),
+        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+        FakeTensorMode(),
+    ):
+        yield
 
 
 def _described(leaf: Any) -> Any:

@@ -376,6 +376,29 @@ def current_node(interpreter: fx.Interpreter, node: fx.Node) -> AbstractContextM
     return interpreter._set_current_node(node)
 
 
+# ---- state of the process, which simulated ranks have one each of (comm/process_state)
+
+_hooks_of_modules = "torch.nn.modules.module._global"
+global_hooks: list[dict[int, Any]] = [
+    *(
+        _take(f"{_hooks_of_modules}_{kind}", "hooks of all modules, by their handles")
+        for kind in (
+            "buffer_registration_hooks",
+            "module_registration_hooks",
+            "parameter_registration_hooks",
+            "backward_pre_hooks",
+            "backward_hooks",
+            "forward_pre_hooks",
+            "forward_hooks",
+            "forward_hooks_always_called",
+            "forward_hooks_with_kwargs",
+        )
+    ),
+    _take("torch.optim.optimizer._global_optimizer_pre_hooks", "hooks of all optimizers"),
+    _take("torch.optim.optimizer._global_optimizer_post_hooks", "the same, after a step"),
+]
+
+
 # ---- what torch_patches changes
 
 add_batch_dim: Any = _take("torch._functorch.vmap._add_batch_dim", "vmap wraps its inputs")

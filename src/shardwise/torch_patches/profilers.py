@@ -22,7 +22,7 @@ class _Holder(NamedTuple):
 
 def count_local_flops() -> Undo:
     """Count the operators of a backward by the shapes of shards, as those of a forward are."""
-    count = FlopCounterMode._count_flops
+    count: Any = FlopCounterMode._count_flops
 
     def count_locally(self: Any, *args: Any) -> Any:
         with as_local():
