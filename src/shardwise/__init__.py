@@ -20,6 +20,7 @@ from shardwise.api.factories import (
     randperm,
     zeros,
 )
+from shardwise.api.flops import FlopCount, FlopTotals, flops
 from shardwise.api.optimizers import OptimizerError
 from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
 from shardwise.core.box import Box
@@ -87,6 +88,8 @@ __all__ = [
     "DispatchError",
     "Event",
     "FallbackWarning",
+    "FlopCount",
+    "FlopTotals",
     "LaunchError",
     "Layout",
     "LayoutError",
@@ -122,6 +125,7 @@ __all__ = [
     "eye",
     "fallback",
     "fallback_counts",
+    "flops",
     "fsdp",
     "full",
     "init_device_mesh",

@@ -18,7 +18,10 @@ FSDP = (ROOT / "docs" / "fsdp.md").read_text("utf-8")
 
 PROGRAM = r"```python\n((?:(?!```).)*)```\n+```text\n(.*?)```"
 """A program, and below it what it prints. Other blocks of the guides are run by test_docs."""
-GUIDES = ("dtensor", "redistribute", "parallel", "fsdp", "sharded", "export", "other-code")
+GUIDES = (
+    *("dtensor", "redistribute", "running", "parallel", "fsdp", "sharded", "export"),
+    "other-code",
+)
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
 EXAMPLES = {
     page: re.findall(PROGRAM, (ROOT / page).read_text("utf-8"), re.DOTALL) for page in PAGES

@@ -13,6 +13,7 @@ from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise import torch_internals, torch_patches
@@ -49,6 +50,7 @@ def changed_places() -> dict[str, Any]:
             optim.Optimizer, "_process_value_according_to_param_policy"
         ),
         "foreach": tuple(map(tuple, torch_internals.foreach_types)),
+        "flops": FlopCounterMode._count_flops,
         "profiler": torch.autograd.profiler.profile._prepare_trace,
         "profiler's end": torch.autograd.profiler.profile.__exit__,
         **{

@@ -2,6 +2,7 @@
 
 import cProfile
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardwise as sw
 
@@ -145,6 +149,38 @@ def test_a_warning_that_one_rank_turns_into_an_error_is_raised_there_only() -> N
     assert sw.simulate(program, 3) == [0, 2, 0]
 
 
+def test_global_hooks_of_a_rank_see_its_own_modules_and_optimizers_only() -> None:
+    def program() -> tuple[int, int]:
+        modules: list[nn.Module] = []
+        steps: list[torch.optim.Optimizer] = []
+        handles = [
+            register_module_forward_hook(lambda module, *_: modules.append(module)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer)),
+        ]
+        everybody().barrier()
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2)).sum().backward()
+            everybody().barrier()
+            optimizer.step()
+        for handle in handles:
+            handle.remove()
+        everybody().barrier()
+        model(torch.ones(2))
+        assert modules == [model] * 2
+        return len(modules), len(steps)
+
+    seen: list[Any] = []
+    with register_module_forward_hook(lambda module, *_: seen.append(module)):
+        assert sw.simulate(program, 3) == [(2, 2)] * 3
+        assert len(seen) == 9  # the caller's hook holds on every rank
+        nn.Linear(2, 2)(torch.ones(2))
+    assert len(seen) == 10
+    nn.Linear(2, 2)(torch.ones(2))
+    assert len(seen) == 10
+
+
 # ---- profilers
 
 
@@ -202,6 +238,7 @@ def test_a_rank_may_not_profile_within_the_profile_of_the_caller() -> None:
         sw.simulate(program, 1)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="one profiler of Python in a process")
 def test_every_rank_may_use_pythons_profiler() -> None:
     def program() -> bool:
         with cProfile.Profile() as profile:

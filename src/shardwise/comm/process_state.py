@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.torch_internals import global_hooks
+
 
 class _Warnings(NamedTuple):
     """The filters of warnings and what shows them: `catch_warnings` sets and restores all."""
@@ -35,6 +37,8 @@ class ProcessState(NamedTuple):
     anomaly: tuple[bool, bool]
     """`torch.autograd.detect_anomaly`: whether it is on, and whether it looks for NaN."""
     warnings: _Warnings
+    hooks: tuple[dict[int, Any], ...]
+    """The hooks of all modules and optimizers, by their handles."""
 
 
 def current_state() -> ProcessState:
@@ -46,6 +50,7 @@ def current_state() -> ProcessState:
         torch.get_deterministic_debug_mode(),
         (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         _Warnings(module.filters, module.showwarning, module._showwarnmsg_impl),
+        tuple(map(dict, global_hooks)),
     )
 
 
@@ -65,6 +70,10 @@ def set_state(state: ProcessState) -> None:
     if (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) != state.anomaly:
         torch.autograd.set_detect_anomaly(*state.anomaly)
     _set_warnings(state.warnings)
+    for hooks, wanted in zip(global_hooks, state.hooks, strict=True):
+        if hooks != wanted:
+            hooks.clear()  # the same dict: handles refer to it
+            hooks.update(wanted)
 
 
 def _set_warnings(wanted: _Warnings) -> None:

@@ -48,6 +48,10 @@ class Cause:
         return replace(self, direction="backward")
 
 
+CallWatcher = Callable[[Any, Any, dict[str, Any], Callable[[], Any]], Any]
+"""Gets a torch function on DTensors, its arguments, and how to run it; returns the result."""
+
+
 class _Current(threading.local):
     """What a thread is doing now. Simulated ranks are threads."""
 
@@ -55,6 +59,7 @@ class _Current(threading.local):
     function: Any = None
     names: dict[int, str] | None = None
     """The paths of all modules within the outermost running module, by their ids."""
+    call_watcher: CallWatcher | None = None
 
 
 _current = _Current()
@@ -185,6 +190,30 @@ def tell(event: Event) -> None:
     """Pass an event to every listener."""
     for listener in listeners:
         listener(event)
+
+
+# ---- calls on DTensors
+
+
+@contextmanager
+def watch_calls(watcher: CallWatcher) -> Iterator[None]:
+    """Hand every torch function on DTensors that this thread calls within to a watcher."""
+    before, _current.call_watcher = _current.call_watcher, watcher
+    try:
+        with listen(_ignore):  # dispatch looks for a watcher only where somebody listens
+            yield
+    finally:
+        _current.call_watcher = before
+
+
+def run_watched(func: Any, args: Any, kwargs: Any, run: Callable[[], T]) -> T:
+    """Run a torch function on DTensors, through the watcher of this thread if there is one."""
+    watcher = _current.call_watcher
+    return run() if watcher is None else watcher(func, args, kwargs or {}, run)
+
+
+def _ignore(event: Event) -> None:
+    """Do nothing."""
 
 
 def end_with(event: Event | None, pending: Pending[T]) -> Pending[T]:

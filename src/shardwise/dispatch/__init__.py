@@ -14,7 +14,7 @@ import torch
 
 import shardwise.rules  # noqa: F401 (registers all rules)
 from shardwise.comm import trace as _trace
-from shardwise.comm.trace import is_current_function, operator_scope
+from shardwise.comm.trace import is_current_function, operator_scope, run_watched
 from shardwise.core.errors import LayoutError, ShardwiseError
 from shardwise.core.tensor_state import ATTRIBUTE
 from shardwise.dispatch import autograd, scalars  # noqa: F401 (register their handlers)
@@ -58,7 +58,8 @@ def dispatch(
             return func(*args, **(kwargs or {}))
     if _trace.listeners and not is_current_function(func):
         with operator_scope(name_of(func), func):
-            return dispatch(cls, func, types, args, kwargs)
+            run = partial(dispatch, cls, func, types, args, kwargs)
+            return run_watched(func, args, kwargs, run)
     # Most calls take tensors, or a tensor and numbers: their keys are made here.
     key: Any = None
     if not kwargs:

@@ -109,6 +109,9 @@ _AUTOGRAD: Any = _take("torch._C.DispatchKey.AutogradFunctionality", "the key as
 current_graph_task: Callable[[], int] = _take(
     "torch._C._current_graph_task_id", "the number of the running backward; -1 outside of one"
 )
+current_autograd_node: Callable[[], Any] = _take(
+    "torch._C._current_autograd_node", "the node of the graph whose backward runs; None outside"
+)
 next_sequence_number: Callable[[], int] = _take(
     "torch._C._autograd._get_sequence_nr", "the number of the next node of the graph"
 )
@@ -341,6 +344,9 @@ else:
         "torch.utils._python_dispatch.TorchDispatchMode", "sees every operator below autograd"
     )
 
+without_dispatch_modes: Any = _take(
+    "torch.utils._python_dispatch._disable_current_modes", "within, no mode sees operators"
+)
 tracing: Any = _take("torch._guards.tracing", "sets the context of a trace", "context")
 enable_python_dispatcher: Any = _take(
     "torch._dispatch.python.enable_python_dispatcher", "kernels in Python, for dynamic sizes"
@@ -368,6 +374,29 @@ def rename_node(node: fx.Node, name: str) -> None:
 def current_node(interpreter: fx.Interpreter, node: fx.Node) -> AbstractContextManager[None]:
     """Return a context in which the interpreter runs this node."""
     return interpreter._set_current_node(node)
+
+
+# ---- state of the process, which simulated ranks have one each of (comm/process_state)
+
+_hooks_of_modules = "torch.nn.modules.module._global"
+global_hooks: list[dict[int, Any]] = [
+    *(
+        _take(f"{_hooks_of_modules}_{kind}", "hooks of all modules, by their handles")
+        for kind in (
+            "buffer_registration_hooks",
+            "module_registration_hooks",
+            "parameter_registration_hooks",
+            "backward_pre_hooks",
+            "backward_hooks",
+            "forward_pre_hooks",
+            "forward_hooks",
+            "forward_hooks_always_called",
+            "forward_hooks_with_kwargs",
+        )
+    ),
+    _take("torch.optim.optimizer._global_optimizer_pre_hooks", "hooks of all optimizers"),
+    _take("torch.optim.optimizer._global_optimizer_post_hooks", "the same, after a step"),
+]
 
 
 # ---- what torch_patches changes

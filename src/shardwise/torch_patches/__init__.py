@@ -41,7 +41,7 @@ from shardwise.torch_patches import constructors, script, state_dicts
 from shardwise.torch_patches.patch import Patch, Undo
 from shardwise.torch_patches.patch import replace as _replace
 from shardwise.torch_patches.patch import undo_all as _all
-from shardwise.torch_patches.profilers import profile_once_in_a_process
+from shardwise.torch_patches.profilers import count_local_flops, profile_once_in_a_process
 
 _undos: list[Undo] = []
 _changing = threading.Lock()
@@ -301,6 +301,12 @@ PATCHES: tuple[Patch, ...] = (
         "Torch has one profiler in a process; a second one, on another thread, crashes or hangs "
         "it. Simulated ranks are threads: the second rank gets an error.",
         profile_once_in_a_process,
+    ),
+    Patch(
+        "torch.utils.flop_counter.FlopCounterMode._count_flops",
+        "In a backward, autograd hands on the DTensors that it saved: their shapes are global, "
+        "those of the gradients beside them local, so that formulas fail or count too much.",
+        count_local_flops,
     ),
 )
 """All changes, in the order in which they are made."""

@@ -1,13 +1,15 @@
-"""Patches of torch's profiler."""
+"""Patches of torch's profiler and of its counter of floating point operations."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any, NamedTuple
 
+from torch.utils.flop_counter import FlopCounterMode
+
 from shardwise.core import world
 from shardwise.core.errors import LaunchError
-from shardwise.torch_internals import Profiler, prepare_profiler
+from shardwise.torch_internals import Profiler, as_local, prepare_profiler
 from shardwise.torch_patches.patch import Undo, replace, undo_all
 
 
@@ -16,6 +18,17 @@ class _Holder(NamedTuple):
 
     thread: threading.Thread
     is_rank: bool
+
+
+def count_local_flops() -> Undo:
+    """Count the operators of a backward by the shapes of shards, as those of a forward are."""
+    count: Any = FlopCounterMode._count_flops
+
+    def count_locally(self: Any, *args: Any) -> Any:
+        with as_local():
+            return count(self, *args)
+
+    return replace(FlopCounterMode, "_count_flops", count_locally)
 
 
 def profile_once_in_a_process() -> Undo:
