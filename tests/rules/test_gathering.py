@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.rules import leaf
+from support.rules import leaf, split
 
-from shardwise import Shard, distribute_tensor, init_device_mesh, simulate
+from shardwise import (
+    DispatchError,
+    DTensor,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    simulate,
+)
 from shardwise.comm import Event, listen
 from shardwise.testing import Sample, check_rule
 
@@ -134,6 +141,43 @@ def test_writing_rows(name: str) -> None:
     ]
     check(getattr(torch, name), *samples)
     check(inplace(name + "_"), *samples)
+
+
+def test_a_plain_buffer_becomes_a_dtensor_that_is_split_as_the_rows_written_to_it() -> None:
+    """So a cache of the global shape costs each rank its share."""
+    rows = torch.arange(10.0).reshape(5, 2)
+    expected = torch.zeros(5, 6).index_copy_(1, torch.tensor([1, 3]), rows)
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        buffer = torch.zeros(5, 6)
+        assert buffer.index_copy_(1, torch.tensor([1, 3]), split(rows, mesh, Shard(0))) is buffer
+        assert isinstance(buffer, DTensor) and buffer.placements == (Shard(0),)
+        assert buffer.to_local().untyped_storage().nbytes() == buffer.to_local().numel() * 4
+        assert torch.equal(buffer.full_tensor(), expected)
+
+    simulate(program, 2)
+
+
+def test_a_plain_tensor_that_others_see_keeps_its_shape_when_split_rows_are_written() -> None:
+    """Neither a view nor a parameter is cut, nor a buffer along the dim of the rows."""
+    at = torch.tensor([1, 3])
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        rows = split(torch.ones(4, 2), mesh, Shard(0))
+        base = torch.zeros(2, 4, 6)
+        computed = torch.zeros(4, 6).requires_grad_() * 1
+        for target, dim, source in (
+            (base[0], 1, rows),
+            (computed, 1, rows),
+            (torch.zeros(4, 6), 1, split(torch.ones(4, 2), mesh, Shard(1))),
+        ):
+            with pytest.raises(DispatchError, match="index_copy_: cannot write"):
+                target.index_copy_(dim, at, source)
+            assert not isinstance(target, DTensor) and target.shape == (4, 6)
+
+    simulate(program, 2)
 
 
 def test_adding_rows_twice_and_scaled() -> None:

@@ -50,6 +50,13 @@ def test_variances_with_their_means(function):
     check_rule(correction, [Sample(X, [0], correction=1)], most=12, allow_missing=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
+@pytest.mark.parametrize("correction", [5, 6])
+def test_a_variance_without_degrees_of_freedom_and_its_gradient_are_infinite_as_torchs(correction):
+    samples = [Sample(X, 0, correction=correction, keepdim=keepdim) for keepdim in (True, False)]
+    check_rule(torch.var, samples, most=12, allow_missing=True)
+
+
 def test_a_variance_far_from_zero_is_as_exact_as_torchs():
     x = matrix(40, shift=1e8).detach()
 

@@ -8,6 +8,8 @@ from support.rules import leaf
 from shardwise import (
     DispatchError,
     Layout,
+    LayoutError,
+    Replicate,
     Shard,
     distribute_tensor,
     explicit,
@@ -333,3 +335,33 @@ def test_an_offset_is_counted_in_the_strides_of_the_shard():
         return x.as_strided((2, 4), (12, 1), 4).full_tensor()
 
     assert torch.equal(simulate(program, 2)[0], whole[:, 1])
+
+
+def test_as_strided_in_place_changes_the_layout_and_keeps_the_memory():
+    whole = torch.arange(24.0).reshape(4, 6)
+
+    def program():
+        mesh = init_device_mesh("cpu", (2,))
+        for before, after, view in (
+            (Shard(0), Shard(1), ((6, 4), (1, 6))),
+            (Shard(0), Shard(0), ((4, 3), (6, 2))),
+            (Shard(1), Shard(1), ((2, 6), (12, 1), 6)),
+            (Replicate(), Replicate(), ((2, 6), (12, 1), 6)),
+        ):
+            x = distribute_tensor(whole, mesh, [before])
+            memory = x.to_local().untyped_storage().data_ptr()
+            assert x.as_strided_(*view) is x and x.placements == (after,)
+            assert x.to_local().untyped_storage().data_ptr() == memory
+            assert torch.equal(x.full_tensor(), whole.as_strided(*view))
+
+    simulate(program, 2)
+
+
+def test_as_strided_in_place_is_refused_where_elements_would_move():
+    def program():
+        x = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)])
+        with pytest.raises(LayoutError, match=r"as_strided_: it would have to move"):
+            x.as_strided_((4, 3), (6, 1))
+        assert x.shape == (4, 6) and x.placements == (Shard(1),)
+
+    simulate(program, 2)

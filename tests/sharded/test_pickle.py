@@ -262,6 +262,18 @@ def test_a_state_is_set_on_a_tensor_of_its_size_only():
     sw.simulate(check, 2)
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_state_brings_its_requires_grad_to_a_tensor_that_has_another(requires_grad):
+    def check():
+        x = sharded_whole(chunks(2), requires_grad=requires_grad)
+        y = sharded_whole(chunks(2), requires_grad=not requires_grad)
+        y.__setstate__(x.__getstate__())
+        assert y.requires_grad == requires_grad
+        assert all(each.tensor.requires_grad == requires_grad for each in y.local_shards())
+
+    sw.simulate(check, 2)
+
+
 def test_a_map_location_moves_the_placements_of_all_ranks_along():
     def check():
         y = by_torch(sharded_whole(boxes()), map_location="meta")
