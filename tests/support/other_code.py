@@ -633,11 +633,12 @@ def is_equal(one: Any, other: Any) -> bool:
 def failures(calls: list[Call], layouts: list[Any] = LAYOUTS) -> list[str]:
     """Run calls on this rank for some layouts; return those whose outcome is another."""
     wrong = []
+    expected = [expected_of(call) for call in calls]
     for kind, mesh_shape, placements in layouts:
         mesh = sw.init_device_mesh("cpu", mesh_shape)
-        for call in calls:
+        for call, want in zip(calls, expected, strict=True):
             x = make(mesh, placements)
-            found = outcome(call, x, expected_of(call))
+            found = outcome(call, x, want)
             if not fits(found, call.outcome(kind)):
                 wrong.append(f"{call.code} of {x._layout!r}: {call.outcome(kind)}, got {found}")
     return wrong
