@@ -10,6 +10,7 @@ hold the same shard of other tensors (data parallelism beside tensor parallelism
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
 from typing import Any, NoReturn
@@ -51,7 +52,9 @@ def check_written(
     layout = tensor._layout
     fits = ranks is not None and _fits(layout.mesh, ranks)
     if not layout.is_whole:
-        if not (fits and is_elementwise and not layout.partial and _is_outside(layout.mesh, ranks)):
+        if not (
+            fits and is_elementwise and not layout.partial and is_only_member(layout.mesh, ranks)
+        ):
             _refuse_shard(name, layout)
     elif layout.mesh.size() > 1 and not fits:
         got = "each rank other values" if ranks is None else f"only ranks {list(ranks)} new values"
@@ -90,14 +93,18 @@ def _fits(mesh: DeviceMesh, ranks: tuple[int, ...] | None) -> bool:
     """
     if ranks is None:
         return False
-    if set(ranks) >= set(mesh.mesh.flatten().tolist()) or _is_outside(mesh, ranks):
+    if set(ranks) >= set(mesh.mesh.flatten().tolist()) or is_only_member(mesh, ranks):
         return True
     names = range(mesh.ndim)
     along = (axes for count in names for axes in combinations(names, count + 1))
     return any(set(mesh.ranks_along(axes)) == set(ranks) for axes in along)
 
 
-def _is_outside(mesh: DeviceMesh, ranks: tuple[int, ...] | None) -> bool:
+def is_only_member(mesh: DeviceMesh, ranks: Sequence[int] | None) -> bool:
+    """Tell whether this rank is the only one of a mesh among some ranks.
+
+    Ranks of other meshes then hold the same parts of tensors of their own.
+    """
     return set(ranks or ()) & set(mesh.mesh.flatten().tolist()) == {mesh.get_rank()}
 
 

@@ -37,7 +37,7 @@ from shardwise.torch_internals import (
     transforms_module,
     vmap_module,
 )
-from shardwise.torch_patches import collectives, constructors, script, state_dicts
+from shardwise.torch_patches import collectives, constructors, script, state_dicts, wrappers
 from shardwise.torch_patches.patch import Patch, Undo
 from shardwise.torch_patches.patch import replace as _replace
 from shardwise.torch_patches.patch import undo_all as _all
@@ -303,5 +303,6 @@ PATCHES: tuple[Patch, ...] = (
         profile_once_in_a_process,
     ),
     *collectives.PATCHES,
+    *wrappers.PATCHES,
 )
 """All changes, in the order in which they are made."""
