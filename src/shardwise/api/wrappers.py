@@ -62,6 +62,8 @@ def check_unwrapped(name: str, module: nn.Module) -> None:
 
 # ---- may a module be wrapped?
 
+_HUGGING_FACE = ". If transformers' Trainer asked: use shardwise.hugging_face.Trainer"
+
 
 def check_manager(name: str, module: nn.Module) -> None:
     """Refuse a module whose gradients are reduced by something else, such as `fully_shard`."""
@@ -70,6 +72,7 @@ def check_manager(name: str, module: nn.Module) -> None:
             if manager.manages(each):
                 raise DispatchError(
                     f"{name}: {f'{path!r}' if path else 'the module'} was {manager.description}"
+                    f"{_HUGGING_FACE}"
                 )
 
 
@@ -91,7 +94,7 @@ def check_whole(name: str, module: nn.Module, find_ranks: Callable[[], Sequence[
                 "gradients. Give it the ranks that hold the same parts, "
                 "process_group=mesh['dp'].get_group() beside a module sharded on mesh['tp']; or do "
                 "without: shard_module on a mesh with a data axis and Activations(inputs={'dp': "
-                "Shard(0)}), or fully_shard(module, mesh=mesh['dp'])"
+                f"Shard(0)}}), or fully_shard(module, mesh=mesh['dp']){_HUGGING_FACE}"
             )
 
 

@@ -304,7 +304,9 @@ _take("torch.distributed.ProcessGroup._get_backend", "gives a group's timeout")
 ProcessGroupBackend: Any = _take(
     "torch._C._distributed_c10d.Backend", "the class of the backends of a group, such as gloo's"
 )
-_take("torch.distributed._broadcast_coalesced", "how wrappers broadcast parameters")
+broadcast_coalesced: Any = _take(
+    "torch.distributed._broadcast_coalesced", "how wrappers broadcast parameters"
+)
 start_coalescing: Any = _take(
     "torch.distributed.ProcessGroup._start_coalescing", "several calls go to NCCL as one"
 )

@@ -19,6 +19,7 @@ from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.torch_internals import (
     ProcessGroupBackend,
     base_of,
+    broadcast_coalesced,
     is_torch_function_enabled,
     world_of_torch,
 )
@@ -82,7 +83,7 @@ def _guard_process_groups() -> Undo:
         for name, call in METHODS.items()
         if name in vars(kind)
     ]
-    coalesced = dist._broadcast_coalesced
+    coalesced = broadcast_coalesced
 
     @functools.wraps(coalesced)
     def checked_broadcast(group: Any, tensors: Any, *args: Any) -> None:

@@ -224,10 +224,10 @@ def _keep_layouts_in_vectors() -> Undo:
     @functools.wraps(fill)
     def fill_in_layout(vec: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
         parameters = list(parameters)
-        layouts = [getattr(each, "_layout", None) for each in parameters]
+        ours = [(each, each._layout) for each in parameters if isinstance(each, DTensor)]
         fill(vec, parameters)
-        for parameter, layout in zip(parameters, layouts, strict=True):
-            if isinstance(parameter, DTensor) and parameter._layout is not layout:
+        for parameter, layout in ours:
+            if parameter._layout is not layout:
                 parameter.data = redistribute_to(parameter.data, layout)
 
     places = (convert_parameters, nn.utils)
