@@ -30,6 +30,7 @@ from shardwise.dispatch.collectives import check_read
 from shardwise.dtensor.tensor import DTensor, redistribute_to, tensors_in
 from shardwise.torch_internals import (
     DEVICE_COPIES,
+    REPLICATE_STATE,
     TORCHS_DTENSOR,
     TORCHS_FSDP1,
     TORCHS_FSDP2,
@@ -134,14 +135,15 @@ def _guard_torchs_fsdp() -> Undo:
         return _guard(module.FSDPParam, check)
 
     def change_replicate(module: ModuleType) -> Undo:
-        start = module._ReplicateState.init
+        state: Any = getattr(module, REPLICATE_STATE)
+        start = state.init
 
         @functools.wraps(start)
         def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             check_manager("torch's replicate", module)
             start(self, module, *args, **kwargs)
 
-        return replace(module._ReplicateState, "init", checked)
+        return replace(state, "init", checked)
 
     return undo_all(
         [
