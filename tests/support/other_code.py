@@ -536,7 +536,7 @@ def _calls() -> Iterator[Call]:
         ),
     ):
         yield Call(code, group, run=run, **{**real, "whole": other})
-    pickled = "refused: pickle: expected to be the rank at"
+    pickled = "refused: pickle: this is the piece at"
     yield Call(
         "dist.all_gather_object(plain, {'x': x})",
         group,
