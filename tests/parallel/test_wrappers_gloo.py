@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import shardwise as sw
-from shardwise import Shard
+from shardwise import Shard, torch_patches
 from shardwise.fsdp import fully_shard, replicate
 from shardwise.parallel import ColwiseParallel, parallelize_module, shard_module
 
@@ -303,20 +303,21 @@ def test_a_vector_of_plain_and_split_parameters_has_them_in_order() -> None:
 def test_copies_to_other_devices_refuse_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in for a function of a build with CUDA, below torch.cuda.comm."""
     seen = []
-    monkeypatch.setattr(torch._C, "_broadcast", lambda *args: seen.append(args), raising=False)
-    sw.torch_patches.uninstall()
-    sw.torch_patches.install()
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,), ("tp",))
+        split = sw.distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+        with pytest.raises(sw.DispatchError, match=r"torch\.cuda\.comm .*x\.full_tensor\(\)"):
+            torch._C._broadcast(split, [0, 1])
+        torch._C._broadcast(torch.ones(2), [0, 1])
+
+    torch_patches.uninstall()
     try:
-
-        def run() -> None:
-            mesh = sw.init_device_mesh("cpu", (2,), ("tp",))
-            split = sw.distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
-            with pytest.raises(sw.DispatchError, match=r"torch\.cuda\.comm .*x\.full_tensor\(\)"):
-                torch._C._broadcast(split, [0, 1])
-            torch._C._broadcast(torch.ones(2), [0, 1])
-
-        sw.simulate(run, 2)
-        assert len(seen) == 2
+        with monkeypatch.context() as patched:
+            patched.setattr(torch._C, "_broadcast", lambda *args: seen.append(args), raising=False)
+            torch_patches.install()
+            sw.simulate(run, 2)
+            torch_patches.uninstall()
     finally:
-        sw.torch_patches.uninstall()
-        sw.torch_patches.install()
+        torch_patches.install()
+    assert len(seen) == 2

@@ -21,7 +21,9 @@ CONSTRUCTORS: dict[str, Callable[[], torch.Tensor]] = {
     "full": lambda: torch.full((2,), 1.0),
     "arange": lambda: torch.arange(3),
     "scalar_tensor": lambda: torch.scalar_tensor(1.0),
-    "sparse_coo_tensor": lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False),
+    "sparse_coo_tensor": lambda: torch.sparse_coo_tensor(
+        [[0]], [1.0], (2,), check_invariants=False
+    ),
 }
 
 
