@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"parallel"},
     {"fsdp", "export", "sharded"},
     {"run"},
-    {"interop", "testing"},
+    {"hugging_face", "interop", "testing"},
     {"__init__"},
     {"examples"},
     {"demo"},

@@ -137,7 +137,7 @@ def test_the_metadata_name_the_versions_that_are_supported(wheel):
     assert set(metadata.get_all("Provides-Extra")) == {"demo", "hf", "pickle", "dev"}
 
 
-def test_only_the_demo_and_launch_import_packages_that_are_not_required():
+def test_only_the_demo_launch_and_hugging_face_import_packages_that_are_not_required():
     found = {}
     for path in (ROOT / "src" / "shardwise").rglob("*.py"):
         names = []
@@ -149,8 +149,9 @@ def test_only_the_demo_and_launch_import_packages_that_are_not_required():
         packages = {name.partition(".")[0] for name in names}
         for package in packages - sys.stdlib_module_names - {"shardwise", "torch", "numpy"}:
             found.setdefault(package, set()).add(path)
-    assert set(found) == {"cloudpickle", "rich", "safetensors"}
+    assert set(found) == {"cloudpickle", "rich", "safetensors", "transformers"}
     assert {path.name for path in found.pop("cloudpickle")} == {"worker.py"}
+    assert {path.name for path in found.pop("transformers")} == {"hugging_face.py"}
     assert {path.parent.name for paths in found.values() for path in paths} == {"demo"}
 
 

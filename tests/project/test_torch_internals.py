@@ -18,8 +18,8 @@ HOME = "torch_internals"
 
 # Of Python's own library.
 PYTHONS = {"_current_frames", "_exit", "_fields", "_getframe", "_inheriting", "_replace"}
-# Methods of torch's classes that ours override, and so call on `super()`.
-OVERRIDDEN = {"_apply", "_load_from_state_dict"}
+# Methods of torch's classes, and of transformers' Trainer, that ours override or call on `self`.
+OVERRIDDEN = {"_apply", "_load_from_state_dict", "_save"}
 # Names that torch's classes have and that some class of ours has too.
 TORCHS = {"_backward_hooks", "_base", "_is_param", "_opname", "_overloadname", "_version"}
 # torch's own DTensor, which only interop may touch.

@@ -19,6 +19,7 @@ import shardwise as sw
 from shardwise import torch_internals, torch_patches
 from shardwise.api import optimizers
 from shardwise.parallel import shard_module
+from shardwise.torch_patches import collectives
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,16 @@ def changed_places() -> dict[str, Any]:
                 ),
             )
             for name in names
+        },
+        "DDP": inspect.getattr_static(nn.parallel.DistributedDataParallel, "__init__"),
+        "DataParallel": inspect.getattr_static(nn.parallel.DataParallel, "__init__"),
+        "vector_to_parameters": nn.utils.vector_to_parameters,
+        "_broadcast_coalesced": torch.distributed._broadcast_coalesced,
+        **{
+            f"{kind.__name__}.{name}": vars(kind)[name]
+            for kind in (torch.distributed.ProcessGroup, torch_internals.ProcessGroupBackend)
+            for name in collectives.METHODS
+            if name in vars(kind)
         },
         "hooks": tuple(_global_optimizer_pre_hooks.values()),
         "after": tuple(_global_optimizer_post_hooks.values()),
@@ -237,6 +248,7 @@ optim.SGD([torch.ones(1)], lr=0.1), optim.AdamW([torch.ones(1)])  # their steps 
 import shardwise as sw
 from shardwise import Shard
 from shardwise.parallel import shard_module
+from shardwise.torch_patches import collectives
 
 def train():
     mesh = sw.init_device_mesh("cpu", (1,), ("tp",))

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.utils import data, dlpack
@@ -83,6 +84,8 @@ class Call:
     """Makes the call and returns what it gave, if `code` alone does not."""
     needs: str = "torch"
     """The package that it is about."""
+    is_real_only: bool = False
+    """Whether it needs process groups, which simulated ranks do not have."""
 
     def __call__(self, x: torch.Tensor) -> Any:
         return eval(self.code, {**NAMES, "x": x}) if self.run is None else self.run(x)
@@ -223,6 +226,129 @@ def assigned_data(x: torch.Tensor) -> torch.Tensor:
     plain = torch.ones(3, 2)
     plain.data = x
     return plain
+
+
+def world() -> Any:
+    return torch.distributed.group.WORLD
+
+
+def outs(count: int = 4) -> list[torch.Tensor]:
+    return [torch.zeros(3, 2) for _ in range(count)]
+
+
+def after(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    """Make a call that writes to a tensor; return the tensor."""
+    work = call(x)
+    if work is not None:
+        work.wait()
+    return x
+
+
+def gathered(x: torch.Tensor) -> list[torch.Tensor]:
+    found = outs()
+    dist.all_gather(found, x)
+    return found
+
+
+def gathered_like(x: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.zeros_like(x) for _ in range(4)]
+    dist.all_gather(found, x)
+    return found
+
+
+def gathered_into(x: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros(12, 2)
+    dist.all_gather_into_tensor(found, x)
+    return found
+
+
+def gathered_objects(x: torch.Tensor) -> list[Any]:
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, {"x": x})
+    return found
+
+
+def reduced_and_scattered(x: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros(3, 2)
+    dist.reduce_scatter(found, [x] * 4)
+    return found
+
+
+def exchanged(x: torch.Tensor) -> list[torch.Tensor]:
+    found = outs()
+    dist.all_to_all(found, [x] * 4)
+    return found
+
+
+def exchanged_with_neighbour(x: torch.Tensor) -> torch.Tensor:
+    found, peer = torch.zeros(3, 2), dist.get_rank() ^ 1
+    operations = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, found, peer)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return found
+
+
+def functionally_reduced(x: torch.Tensor) -> torch.Tensor:
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(x, "sum", world()) + 0
+
+
+def differentiably_gathered(x: torch.Tensor) -> Any:
+    from torch.distributed.nn.functional import all_gather
+
+    return all_gather(x)
+
+
+def with_parameter(x: torch.Tensor) -> nn.Module:
+    model = nn.Linear(2, 3, bias=False)
+    model.weight = nn.Parameter(x)
+    return model
+
+
+def forward_of(wrap: Callable[[nn.Module], Any], x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = wrap(with_parameter(x))(torch.ones(1, 2))
+    return result
+
+
+def in_torchs_fsdp(x: torch.Tensor) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    device = torch.device("cpu")
+    return forward_of(lambda model: FullyShardedDataParallel(model, device_id=device), x)
+
+
+def torchs_mesh() -> Any:
+    return torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+
+
+def in_torchs_fully_shard(x: torch.Tensor) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return forward_of(lambda model: fully_shard(model, mesh=torchs_mesh()), x)
+
+
+def as_torchs_dtensor(x: torch.Tensor) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, torchs_mesh()).full_tensor()
+
+
+def in_zero(x: torch.Tensor) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    parameters = [nn.Parameter(x)]
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.5)
+    parameters[0].sum().backward()
+    optimizer.step()
+    return parameters[0]
+
+
+def vector_and_back(x: torch.Tensor) -> list[torch.Tensor]:
+    parameters = [x, x.clone()]
+    vector = nn.utils.parameters_to_vector(parameters)
+    nn.utils.vector_to_parameters(2 * vector, parameters)
+    return parameters
 
 
 class Scripted(nn.Module):
@@ -522,6 +648,70 @@ def _calls() -> Iterator[Call]:
         pending=REFUSED,
         run=lambda x: torch.jit.trace(Holder(x), torch.ones(1, 2))(torch.ones(1, 2)),
     )
+
+    group = "Collectives of torch.distributed"
+    part = "refused: of which this rank holds a part"
+    real = {"is_real_only": True, "split": part, "pending": part}
+    for code, run in (
+        ("dist.all_reduce(x)", lambda x: after(dist.all_reduce, x)),
+        ("dist.broadcast(x, 0)", lambda x: after(lambda x: dist.broadcast(x, 0), x)),
+        ("group.allreduce([x])", lambda x: after(lambda x: world().allreduce([x]), x)),
+        ("dist.all_gather(plain, x)", gathered),
+        ("dist.all_gather([torch.zeros_like(x), ...], x)", gathered_like),
+        ("dist.all_gather_into_tensor(plain, x)", gathered_into),
+        ("dist.reduce_scatter(plain, [x, ...])", reduced_and_scattered),
+        ("dist.all_to_all(plain, [x, ...])", exchanged),
+        ("dist.batch_isend_irecv([P2POp(isend, x, rank), ...])", exchanged_with_neighbour),
+        ("_functional_collectives.all_reduce(x, 'sum', group)", functionally_reduced),
+        ("torch.distributed.nn.functional.all_gather(x)", differentiably_gathered),
+    ):
+        yield Call(code, group, run=run, **real)
+    other = "refused: give each rank other values"
+    for code, run in (
+        ("dist.reduce(x, 0)", lambda x: after(lambda x: dist.reduce(x, 0), x)),
+        (
+            "dist.all_to_all([x, ...], plain)",
+            lambda x: after(lambda x: dist.all_to_all([x] * 4, outs()), x),
+        ),
+    ):
+        yield Call(code, group, run=run, **{**real, "whole": other})
+    pickled = "refused: pickle: this is the piece at"
+    yield Call(
+        "dist.all_gather_object(plain, {'x': x})",
+        group,
+        run=gathered_objects,
+        is_real_only=True,
+        split=pickled,
+        pending=pickled,
+    )
+
+    group = "Wrappers of modules"
+    parts = "refused: hold different parts"
+    yield Call(
+        "DistributedDataParallel(module with x)",
+        group,
+        split=parts,
+        pending=parts,
+        run=lambda x: forward_of(nn.parallel.DistributedDataParallel, x),
+        is_real_only=True,
+    )
+    ours = "refused: is a DTensor of shardwise"
+    for code, run in (
+        ("DataParallel(module with x)", lambda x: forward_of(nn.DataParallel, x)),
+        ("FullyShardedDataParallel(module with x)", in_torchs_fsdp),
+        ("torch.distributed.fsdp.fully_shard(module with x)", in_torchs_fully_shard),
+        ("torch.distributed.tensor.distribute_tensor(x, mesh)", as_torchs_dtensor),
+    ):
+        yield Call(code, group, ours, ours, ours, run=run, is_real_only=True)
+    yield Call(
+        "ZeroRedundancyOptimizer([x], SGD)",
+        group,
+        split=ours,
+        pending=ours,
+        run=in_zero,
+        is_real_only=True,
+    )
+    yield Call("parameters_to_vector, vector_to_parameters", group, run=vector_and_back)
 
 
 CALLS = [call for call in _calls() if importlib.util.find_spec(call.needs)]

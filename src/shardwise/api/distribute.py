@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.api.local_types import LocalTypes
 from shardwise.api.optimizers import note_replaced
+from shardwise.api.wrappers import check_unwrapped
 from shardwise.comm import communicator
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError
@@ -154,6 +155,7 @@ def distribute_module(
         output_fn: called with the module, its outputs and the mesh after each forward.
     """
     mesh = as_mesh(device_mesh)
+    check_unwrapped("distribute_module", module)
     slots = [
         (parameter, submodule, key)
         for submodule in module.modules()

@@ -17,7 +17,11 @@ from shardwise.comm import trace as _trace
 from shardwise.comm.trace import is_current_function, operator_scope, run_watched
 from shardwise.core.errors import LayoutError, ShardwiseError
 from shardwise.core.tensor_state import ATTRIBUTE
-from shardwise.dispatch import autograd, scalars  # noqa: F401 (register their handlers)
+from shardwise.dispatch import (  # noqa: F401 (register their handlers)
+    autograd,
+    collectives,
+    scalars,
+)
 from shardwise.dispatch.cached_call import (
     NEW_RESULT,
     ON_SHARDS,

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise.core.errors import DispatchError, LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
+from shardwise.dispatch.collectives import on_local_tensors
 from shardwise.dtensor.call_args import Args, Kwargs, common_mesh
 from shardwise.dtensor.input_moves import check_gradient
 from shardwise.dtensor.tensor import DTensor, as_layout, unwrap, wrap
@@ -232,6 +233,8 @@ def apply_to_dtensors(apply: Any, cls: Any, args: Args, kwargs: Kwargs) -> Any:
     """
     if cls is CheckpointFunction:
         return _as_dtensors(apply(*map(_with_local_gradient, args), **kwargs))
+    if cls.__module__ == "torch.distributed.nn.functional":
+        return on_local_tensors(f"{cls.__module__}.{cls.__name__}", apply, args, kwargs)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if cls is BackwardHookFunction:
         layouts = [arg._layout if isinstance(arg, DTensor) else None for arg in tensors]

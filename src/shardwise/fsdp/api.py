@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.api.optimizers import note_averaged, note_left_alone, note_replaced
+from shardwise.api.wrappers import Manager, check_unwrapped, managers
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout_input import as_dim
@@ -191,6 +192,7 @@ def _checked_modules(module: Any, function: str) -> list[nn.Module]:
                 f"{function}(module): expected a list of different modules, got the same "
                 f"{type(each).__name__} twice"
             )
+        check_unwrapped(function, each)
     return modules
 
 
@@ -427,3 +429,14 @@ def _scatter_from_first(
         if info.replicate_mesh_size > 1:
             shard = info.replicate_communicator("").broadcast(shard, 0)
     return shard
+
+
+managers.append(
+    Manager(
+        lambda module: isinstance(module, FSDPModule),
+        "sharded by fully_shard, or given to replicate, which gather its parameters and average "
+        "its gradients themselves, over the ranks of their mesh: use the module as it is, without "
+        "a wrapper. For more data-parallel ranks pass fully_shard a mesh with two axes "
+        "(replicated, sharded)",
+    )
+)

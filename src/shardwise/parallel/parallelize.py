@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from shardwise.api.wrappers import check_unwrapped
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Placement, Replicate
@@ -87,6 +88,7 @@ def shard_module(
     """
     mesh = as_mesh(device_mesh)
     check_plan(plan)
+    check_unwrapped("shard_module", module)
     slots = find_slots(module)
     placements, activations = _match_layouts(module, slots, mesh, plan, strict)
     # Everything is checked before anything is changed.
@@ -183,6 +185,7 @@ def parallelize_module(
         The module itself.
     """
     mesh = as_one_axis_mesh(device_mesh)
+    check_unwrapped("parallelize_module", module)
     found = _without_repeats(list(_match_styles(module, parallelize_plan, strict)))
     # Everything is checked before anything is changed.
     layouts: list[tuple[TensorSlot, Layout]] = []

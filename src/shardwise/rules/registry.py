@@ -74,7 +74,10 @@ def lookup(function: Any) -> OpInfo | None:
     if known is None and isinstance(function, _OPERATORS):
         packet = getattr(function, "overloadpacket", function)
         is_out = overload_name(function).endswith("out")
-        if str(packet).startswith("aten.") and not is_out:
+        namespace = str(packet).partition(".")[0]
+        if namespace in _namespaces:
+            known = _namespaces[namespace]
+        elif namespace == "aten" and not is_out:
             known = _aten.get(packet.__name__)
             if known is not None:
                 _table[function] = known
@@ -85,6 +88,8 @@ def add_op_info(function: Any, known: OpInfo) -> None:
     """Add a function to the table."""
     if isinstance(function, Aten):
         _aten[function.name] = known
+    elif isinstance(function, Namespace):
+        _namespaces[function.name] = known
     else:
         _table[function] = known
 
@@ -100,8 +105,16 @@ class Aten:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """All operators of a namespace: `torch.ops.<name>.*`."""
+
+    name: str
+
+
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _aten: dict[str, OpInfo] = {}
+_namespaces: dict[str, OpInfo] = {}
 
 
 def functions_named(name: str) -> list[Any]:
@@ -127,7 +140,7 @@ def functions_named(name: str) -> list[Any]:
 
 def _find_functions(name: Any, what: str) -> tuple[str, list[Any]]:
     """Return the display name and the functions for a name, or for a function itself."""
-    if isinstance(name, Aten):
+    if isinstance(name, Aten | Namespace):
         return name.name, [name]
     if callable(name):
         return getattr(name, "__name__", str(name)), [name]

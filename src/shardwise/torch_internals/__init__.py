@@ -304,6 +304,12 @@ _take(
 _take("torch.distributed.ProcessGroup._reduce_scatter_base", "reduce_scatter of one buffer")
 _take("torch.distributed.ProcessGroup._get_backend", "gives a group's timeout")
 
+ProcessGroupBackend: Any = _take(
+    "torch._C._distributed_c10d.Backend", "the class of the backends of a group, such as gloo's"
+)
+broadcast_coalesced: Any = _take(
+    "torch.distributed._broadcast_coalesced", "how wrappers broadcast parameters"
+)
 start_coalescing: Any = _take(
     "torch.distributed.ProcessGroup._start_coalescing", "several calls go to NCCL as one"
 )
@@ -439,7 +445,7 @@ ScriptFunction: Any = _take("torch._C.ScriptFunction", "a scripted or traced fun
 ScriptModule: Any = _take("torch._C.ScriptModule", "the C object of a scripted module")
 _take("torch._C.ScriptModule._create_method_from_trace", "traces a method of a module")
 _take("torch._C.ScriptModule._create_method_from_trace_with_dict", "the same, with keywords")
-torch_c: Any = _take("torch._C", "the module that holds what traces functions")
+torch_c: Any = _take("torch._C", "holds what traces functions, and copies to other devices")
 _take("torch._C._create_function_from_trace", "traces a function")
 _take("torch._C._create_function_from_trace_with_dict", "the same, with keywords")
 script_modules: Any = _take("torch.jit._recursive", "makes scripted modules")
@@ -449,6 +455,32 @@ Profiler: Any = _take("torch.autograd.profiler.profile", "torch.profiler uses it
 prepare_profiler: Any = _take(
     "torch.autograd.profiler.profile._prepare_trace", "called before a profiler starts"
 )
+DEVICE_COPIES = (
+    "_broadcast",
+    "_broadcast_coalesced",
+    "_broadcast_out",
+    "_gather",
+    "_gather_out",
+    "_scatter",
+    "_scatter_out",
+)
+"""The names of these copies in a build with CUDA."""
+TORCHS_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+"""The module of `FullyShardedDataParallel`."""
+TORCHS_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
+"""The module of `FSDPParam`, one parameter of torch's `fully_shard` and `replicate`."""
+TORCHS_REPLICATE = "torch.distributed._composable.replicate"
+"""The module of torch's older `replicate`."""
+REPLICATE_STATE = "_ReplicateState"
+"""The class in it whose method `init` wraps a module."""
+TORCHS_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+"""The module of `ZeroRedundancyOptimizer`."""
+TORCHS_LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
+"""The module of `PostLocalSGDOptimizer`."""
+TORCHS_PLACEMENTS = "torch.distributed.tensor.placement_types"
+"""The module of torch's `Shard` and `Replicate`, whose methods distribute a tensor."""
+TORCHS_DTENSOR = "torch.distributed.tensor._api"
+"""The module of torch's DTensor."""
 _take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Python")
 
 STATE_DICT_UTILS = "torch.distributed._state_dict_utils"

@@ -37,7 +37,7 @@ from shardwise.torch_internals import (
     transforms_module,
     vmap_module,
 )
-from shardwise.torch_patches import constructors, script, state_dicts
+from shardwise.torch_patches import collectives, constructors, script, state_dicts, wrappers
 from shardwise.torch_patches.patch import Patch, Undo
 from shardwise.torch_patches.patch import replace as _replace
 from shardwise.torch_patches.patch import undo_all as _all
@@ -308,5 +308,7 @@ PATCHES: tuple[Patch, ...] = (
         "those of the gradients beside them local, so that formulas fail or count too much.",
         count_local_flops,
     ),
+    *collectives.PATCHES,
+    *wrappers.PATCHES,
 )
 """All changes, in the order in which they are made."""

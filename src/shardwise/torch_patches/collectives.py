@@ -1,0 +1,152 @@
+"""Calls of process groups with DTensors: checked where every function of torch.distributed ends.
+
+All of them (`dist.all_reduce`, `P2POp`, `torch.distributed.nn`, the coalesced ones, also if they
+were imported before shardwise) call a method of `ProcessGroup`, and so may a user.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.dispatch.collectives import check_read, check_written, note_written
+from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.torch_internals import (
+    ProcessGroupBackend,
+    base_of,
+    broadcast_coalesced,
+    is_torch_function_enabled,
+    world_of_torch,
+)
+from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a method of a process group does with its tensors."""
+
+    function: str
+    """The name of the function of torch.distributed."""
+    writes: bool
+    """Whether the first argument is written to."""
+    gives_all_the_same: bool = False
+    """Whether all ranks get the same values."""
+    is_elementwise: bool = False
+    """Whether a value depends on the same element of each rank alone."""
+
+
+_ALL_REDUCE = _Call("all_reduce", writes=True, gives_all_the_same=True, is_elementwise=True)
+_BROADCAST = _Call("broadcast", writes=True, gives_all_the_same=True, is_elementwise=True)
+_ALL_GATHER = _Call("all_gather", writes=True, gives_all_the_same=True)
+_REDUCE_SCATTER = _Call("reduce_scatter", writes=True)
+_ALL_TO_ALL = _Call("all_to_all", writes=True)
+_RECV = _Call("recv", writes=True)
+
+METHODS: dict[str, _Call] = {
+    "allreduce": _ALL_REDUCE,
+    "allreduce_coalesced": _ALL_REDUCE,
+    "broadcast": _BROADCAST,
+    "reduce": _Call("reduce", writes=True),
+    "allgather": _ALL_GATHER,
+    "allgather_coalesced": _ALL_GATHER,
+    "allgather_into_tensor_coalesced": _ALL_GATHER,
+    "all_gather_single": _ALL_GATHER,
+    "all_gather_single_coalesced": _ALL_GATHER,
+    "_allgather_base": _ALL_GATHER,
+    "gather": _Call("gather", writes=True),
+    "gather_single": _Call("gather", writes=True),  # since torch 2.15
+    "scatter": _Call("scatter", writes=True),
+    "reduce_scatter": _REDUCE_SCATTER,
+    "reduce_scatter_single": _REDUCE_SCATTER,
+    "reduce_scatter_single_coalesced": _REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER,
+    "_reduce_scatter_base": _REDUCE_SCATTER,
+    "alltoall": _ALL_TO_ALL,
+    "alltoall_base": _ALL_TO_ALL,
+    "all_to_all_single": _ALL_TO_ALL,
+    "send": _Call("send", writes=False),
+    "recv": _RECV,
+    "recv_anysource": _RECV,
+}
+"""The methods of a process group. All arguments are sent but the first, if that is written to."""
+
+
+def _guard_process_groups() -> Undo:
+    undos = [
+        replace(kind, name, _checked(vars(kind)[name], call))
+        for kind in (ProcessGroup, ProcessGroupBackend)
+        for name, call in METHODS.items()
+        if name in vars(kind)
+    ]
+    coalesced = broadcast_coalesced
+
+    @functools.wraps(coalesced)
+    def checked_broadcast(group: Any, tensors: Any, *args: Any) -> None:
+        if _involves_dtensors((tensors,)):
+            _check(group, _BROADCAST, (tensors,))
+        coalesced(group, tensors, *args)
+
+    return undo_all([*undos, replace(dist, "_broadcast_coalesced", checked_broadcast)])
+
+
+def _checked(method: Any, call: _Call) -> Any:
+    bind = method.__get__
+
+    def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if _involves_dtensors(args) or (kwargs and _involves_dtensors(tuple(kwargs.values()))):
+            _check(group, call, (*args, *kwargs.values()))
+        return bind(group)(*args, **kwargs)
+
+    return functools.wraps(method)(checked)
+
+
+def _involves_dtensors(args: tuple[Any, ...]) -> bool:
+    """Tell whether tensors among the arguments are DTensors, aliases of them, or have notes."""
+    for arg in args:
+        if type(arg) is list:
+            if _involves_dtensors(tuple(arg)):
+                return True
+        elif isinstance(arg, torch.Tensor) and (arg.__dict__ or isinstance(base_of(arg), DTensor)):
+            return True
+    return False
+
+
+def _check(group: Any, call: _Call, args: tuple[Any, ...]) -> None:
+    if not is_torch_function_enabled():
+        return
+    name = f"torch.distributed.{call.function}"
+    sent = args[1:] if call.writes else args
+    for tensor in tensors_in(sent):
+        if isinstance(tensor, DTensor):
+            check_read(name, tensor)
+    written = list(tensors_in(args[:1])) if call.writes else []
+    ranks = _ranks_of(group) if call.gives_all_the_same else None
+    for tensor in written:
+        if isinstance(tensor, DTensor):
+            check_written(name, tensor, ranks, call.is_elementwise)
+    for tensor in written:
+        note_written(tensor)
+
+
+def _ranks_of(group: Any) -> tuple[int, ...] | None:
+    """Return the ranks of a group; None if torch does not know it, as for the backend of one."""
+    known = world_of_torch.pg_group_ranks.get(group)
+    return None if known is None else tuple(sorted(known))
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "the collectives of torch.distributed.ProcessGroup and of its backends, and "
+        "torch.distributed._broadcast_coalesced",
+        "They would send or overwrite this rank's shard of a DTensor as if it were the tensor. Not "
+        "by __torch_function__, which torch.distributed calls for some arguments of some functions "
+        "and C++ for none.",
+        _guard_process_groups,
+    ),
+)
+"""The changes to the functions of torch.distributed."""
