@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.api.optimizers import note_averaged, note_left_alone, note_replaced
+from shardwise.api.optimizers import note_left_alone, note_replaced
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout_input import as_dim
@@ -31,10 +31,11 @@ from shardwise.fsdp.mesh_info import (
     shard_info,
 )
 from shardwise.fsdp.module import FSDPModule, swap_class
-from shardwise.fsdp.param import GradDtype, ParamSlot, is_claimed
+from shardwise.fsdp.param import GradDtype, ParamSlot, Tie, is_claimed
 from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
 from shardwise.fsdp.param_sharding import ParamSharding, is_dense, sharded_layout
 from shardwise.fsdp.root import share_schedule
+from shardwise.fsdp.shard_memory import mark_as_sharded, place_new_shards
 from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
 
 if TYPE_CHECKING:
@@ -275,21 +276,27 @@ def _make_group(
         choices.append((module, key, name, parameter, *known[id(parameter)]))
     slots = []
     made: dict[int, Any] = {}
+    new = []
     for module, key, name, parameter, layout, extension, policy in choices:
-        if id(parameter) not in made:
-            made[id(parameter)] = _shard_param(
-                parameter, layout, info, offload_policy, extension, name
-            )
-        tensor = made[id(parameter)]
+        tensor = made.get(id(parameter))
+        if tensor is None:
+            tensor = _sharded_form(parameter)
+        if tensor is None:
+            tensor = _shard_param(parameter, layout, info, offload_policy, extension, name)
+            new.append(tensor)
+        made[id(parameter)] = tensor
         strides = getattr(tensor, "_gathered_strides", None)
-        slot = ParamSlot(module, key, name, layout, strides, tensor._fsdp_extension, policy)
+        tie = getattr(tensor, "_fsdp_tie", None) or Tie()
+        extension = getattr(tensor, "_fsdp_extension", extension)
+        slot = ParamSlot(module, key, name, layout, strides, extension, policy, tie, tensor)
+        mark_as_sharded(tensor, info, slot)
         slot.put(tensor)
         slot.note_grad_dtype()
         slot.claim()
         slots.append(slot)
     note_left_alone(ignored)
     group = ParamGroup(modules, slots, info, mp_policy, offload_policy, settings)
-    group.register_params()
+    place_new_shards(group, new)
     for module in modules:
         swap_class(module, group, prefix)
 
@@ -378,12 +385,8 @@ def _shard_param(
     """Return the sharded form of a parameter: a new parameter that is a DTensor.
 
     It has the values of the first data-parallel rank, and the attributes, hooks and `grad_dtype`
-    that users have set on the parameter. A tied parameter that another group has already sharded
-    gets the same DTensor.
+    that users have set on the parameter.
     """
-    twin = _sharded_form(parameter)
-    if twin is not None:
-        return twin
     values = parameter.detach() if extension is None else values_of(parameter, name).detach()
     values = unwrap(values) if isinstance(values, DTensor) else values
     shard = _scatter_from_first(values, ParamSharding.of(layout, info), info)
@@ -401,9 +404,6 @@ def _shard_param(
         setattr(result, hooks, getattr(parameter, hooks))
     if not values.is_contiguous() and is_dense(values):
         result._gathered_strides = tuple(values.stride())
-    result._fsdp_info = info
-    note_averaged(result, info.mesh.size())
-    result._fsdp_extension = extension
     parameter._fsdp_sharded = result
     note_replaced(parameter, name)
     return result

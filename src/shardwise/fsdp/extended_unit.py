@@ -101,7 +101,7 @@ class ExtendedUnit(Unit):
 
     def shard_on_device(self, param: ShardedParam) -> torch.Tensor:
         """Return this rank's shard on the device that computes."""
-        return self.own_shard(param).to(self.device, non_blocking=True)
+        return param.local.to(self.device, non_blocking=True)
 
     def _agree_on_specs(self, own: list[TensorSpecs]) -> None:
         """Exchange the shapes and dtypes that each rank sends, the first time; later, check that
@@ -223,7 +223,7 @@ class ExtendedUnit(Unit):
             )
         parts = inner if is_wrapper else [made, *inner]
         storages = {_address(tensor): tensor.untyped_storage() for tensor in parts}
-        if _address(self.flat) in storages:
+        if _address(param.local) in storages:
             raise FSDPError(
                 f"{param.name}: {POST} must not return the memory of the shard, as that would be "
                 "freed; return a copy"

@@ -47,7 +47,7 @@ class ReducePlan:
     """The positions of the gradients of some units in a row.
 
     Arguments:
-        units: units of one flat buffer, with equal settings.
+        units: units of one bucket.
         is_direct: whether large gradients may be sent in place.
     """
 
@@ -326,7 +326,7 @@ class GradReduction:
                 row.div_(self.settings.divide_factor or self.info.size)
             if self.settings.all_reduce_hook is not None:
                 self.settings.all_reduce_hook(self._without_flags(row))
-            device = self.plan.units[0].flat.device
+            device = self.plan.units[0].shard_device
             rows: dict[torch.dtype, torch.Tensor] = {}
             grads = []
             for entries in self.plan.entries.values():
