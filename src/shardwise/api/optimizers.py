@@ -76,8 +76,13 @@ def load_value(
 
 
 def note_replaced(parameter: torch.Tensor, name: str) -> None:
-    """Note that a DTensor has replaced this parameter in its module: it gets no gradients now."""
+    """Note that another tensor has replaced this parameter in its module: it gets no gradients."""
     parameter._replaced_name = name  # type: ignore[attr-defined]
+
+
+def note_in_use(parameter: torch.Tensor) -> None:
+    """Note that a module has this parameter, also if another one had replaced it before."""
+    vars(parameter).pop("_replaced_name", None)
 
 
 def note_averaged(parameter: torch.Tensor, ranks: int) -> None:
@@ -127,14 +132,13 @@ def _check_replaced(optimizer: optim.Optimizer) -> None:
     """Refuse a step on parameters that were replaced in their module: it would have no effect."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if type(parameter) is DTensor or parameter.grad is not None:
-                continue
             name = getattr(parameter, "_replaced_name", None)
-            if name is not None:
+            if name is not None and parameter.grad is None:
                 raise OptimizerError(
                     f"{type(optimizer).__name__}: expected the parameters that the module has, got "
-                    f"{name} as it was before it became a DTensor; make the optimizer after "
-                    "fully_shard, replicate, shard_module, parallelize_module or distribute_module"
+                    f"{name} as it was before another tensor replaced it; make the optimizer after "
+                    "fully_shard, replicate, shard_module, parallelize_module, distribute_module, "
+                    "load_state_dict(assign=True) and conversions that make new parameters"
                 )
 
 

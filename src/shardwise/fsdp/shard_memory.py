@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.api.optimizers import note_averaged, note_replaced
+from shardwise.api.optimizers import note_averaged, note_in_use, note_replaced
 from shardwise.dtensor.tensor import DTensor, as_layout
 from shardwise.fsdp.config import CPUOffloadPolicy
 from shardwise.fsdp.errors import FSDPError, StateError
@@ -184,19 +184,16 @@ def find_row(
     present = [each for each in params if each.local.numel()]
     if not present:
         return None
-    first = present[0].local
-    storage = storage_id(first.untyped_storage())
+    storage = storage_id(present[0].local.untyped_storage())
     for group in groups:
         for row in group.rows:
-            if storage_id(row.untyped_storage()) != storage or len(row) < length:
-                continue
-            start = row.data_ptr()
-            addresses = (start + each.offset * row.itemsize for each in present)
-            is_in_place = all(
-                each.local.data_ptr() == address and each.local.is_contiguous()
-                for each, address in zip(present, addresses, strict=True)
-            )
-            return row[:length] if is_in_place and row.dtype is first.dtype else None
+            if storage_id(row.untyped_storage()) == storage and row.dtype is present[0].local.dtype:
+                is_in_place = len(row) == length and all(
+                    each.local.data_ptr() == row.data_ptr() + each.offset * row.itemsize
+                    and each.local.is_contiguous()
+                    for each in present
+                )
+                return row if is_in_place else None
     return None
 
 
@@ -214,6 +211,7 @@ def adopt_params(groups: Sequence[ParamGroup]) -> None:
     for group in groups:
         for slot in group.slots:
             _adopt(slot, group, made)
+    _note_in_use(groups)
 
 
 def settle(group: ParamGroup) -> None:
@@ -234,6 +232,7 @@ def settle(group: ParamGroup) -> None:
             else:
                 has_all = False
     made.clear()
+    _note_in_use(groups)
     if has_all:  # otherwise shards of a unit that get their memory later could not join its row
         _place(group, _is_held_once)
     for each in groups:
@@ -268,8 +267,18 @@ def _adopt(slot: ParamSlot, group: ParamGroup, made: dict[int, Any]) -> None:
         slot.put(tensor)
     slot.restore_grad_dtype()
     if tensor is not slot.known:
+        if slot.known is not None:
+            note_replaced(slot.known, slot.name)
         slot.known = tensor
         mark_as_sharded(tensor, group.info, slot)
+
+
+def _note_in_use(groups: Sequence[ParamGroup]) -> None:
+    """Undo notes that a parameter was replaced, if some slot has it again, or still."""
+    for group in groups:
+        for slot in group.slots:
+            if slot.is_filled:
+                note_in_use(slot.tensor)
 
 
 def mark_as_sharded(tensor: Any, info: DataParallelMeshInfo, slot: ParamSlot) -> None:
@@ -346,6 +355,7 @@ def _count_aliases(group: ParamGroup, storages: dict[int, torch.UntypedStorage])
     if group.schedule is not None:
         group.schedule.unit_set.pool.clear()  # its buffers keep views of shards
     own = [param.local for unit in group.units for param in unit.params]
+    own += [param.sharded for unit in group.units for param in unit.params]
     own += [param.gathered for unit in group.units if unit.is_alias for param in unit.params]
     own += [unit.row for unit in group.units if unit.row is not None]
     known = Counter(storage_id(each.untyped_storage()) for each in own)

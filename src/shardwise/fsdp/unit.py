@@ -121,7 +121,7 @@ class Unit:
     def find_shards(self) -> None:
         """Note where the shards are; within `as_local()`."""
         for each in self.params:
-            each.local = each.sharded.data.as_subclass(torch.Tensor)
+            each.local = TensorBase.data.__get__(each.sharded)
         self._addresses = [_address(each.sharded) for each in self.params]
 
     def has_shards_in_place(self) -> bool:
