@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from shardwise.api.optimizers import note_averaged, note_in_use, note_replaced
+from shardwise.comm import communicator
 from shardwise.dtensor.tensor import DTensor, as_layout
 from shardwise.fsdp.config import CPUOffloadPolicy
 from shardwise.fsdp.errors import FSDPError, StateError
 from shardwise.fsdp.flat_buffer import lay_out_row
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
-from shardwise.fsdp.param import ParamSlot, ShardedParam, accumulation_dtype, promoted_dtype
+from shardwise.fsdp.param import ParamSlot, ShardedParam, Tie, accumulation_dtype, promoted_dtype
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.torch_internals import TensorBase, as_local, storage_id, storage_use_count
 
@@ -287,7 +288,39 @@ def mark_as_sharded(tensor: Any, info: DataParallelMeshInfo, slot: ParamSlot) ->
     tensor._fsdp_info = info
     tensor._fsdp_extension = slot.extension
     tensor._fsdp_tie = slot.tie
-    note_averaged(tensor, info.mesh.size())
+    note_averaged(tensor, DataParallelAverage(info, slot.tie))
+
+
+class DataParallelAverage:
+    """The average of gradients, and of losses, over data-parallel ranks.
+
+    Arguments:
+        info: the data-parallel ranks.
+        tie: the slots of the parameter.
+    """
+
+    def __init__(self, info: DataParallelMeshInfo, tie: Tie) -> None:
+        self.ranks = info.mesh.size()
+        self._mesh = info.mesh
+        self._tie = tie
+
+    @property
+    def _divisor(self) -> float:
+        """The number by which the sum over ranks is divided."""
+        for slot in self._tie.slots():
+            group = None if slot.group is None else slot.group()
+            if group is not None and group.settings.divide_factor is not None:
+                return group.settings.divide_factor
+        return self.ranks
+
+    @property
+    def key(self) -> Any:
+        """The ranks, and the divisor."""
+        return self._mesh, self._divisor
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of all ranks, whose gradient the shards get."""
+        return communicator(self._mesh).all_reduce(loss) / self._divisor
 
 
 def _tie_again(groups: Sequence[ParamGroup], may_untie: bool) -> None:
