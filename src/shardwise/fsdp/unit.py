@@ -22,9 +22,10 @@ from shardwise.comm import trace
 from shardwise.comm.trace import Cause, trace_scope
 from shardwise.core import world
 from shardwise.core.tensor_state import user_attributes
-from shardwise.dtensor.tensor import wrap
+from shardwise.dtensor.tensor import GRADIENT_SOURCE, wrap
 from shardwise.fsdp.errors import ShardedState, transition
 from shardwise.fsdp.flat_buffer import RowBuffer, aligned, header_digits, lay_out_row
+from shardwise.fsdp.grad_graph import Reduction, ShardGradient
 from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
 
@@ -195,10 +196,11 @@ class Unit:
             memory = wrap(memory.view_as(memory), param.sharding.gathered_layout)
         gathered: Any = nn.Parameter(memory, requires_grad=False)
         param.gathered = gathered
+        setattr(param.sharded, GRADIENT_SOURCE, ShardGradient(self, param))
         if param.sum_dtype is not self.dtype:
             gathered.grad_dtype = None  # else autograd would round gradients of a wider dtype
         for name, value in user_attributes(param.sharded).items():
-            if name not in ("_layout", PARAMETER_FLAG, "_gathered_strides"):
+            if name not in ("_layout", PARAMETER_FLAG, "_gathered_strides", GRADIENT_SOURCE):
                 setattr(gathered, name, value)
 
     def allocate(self) -> None:
@@ -375,6 +377,13 @@ class Unit:
                     else:
                         each.accumulated.add_(gradient)
                     set_grad(each.gathered, None)
+
+    def reduction_of(self, param: ShardedParam) -> Reduction:
+        """Return how the gradient of a parameter is reduced within autograd."""
+        schedule, settings = self.groups[0].schedule, self.groups[0].settings
+        assert schedule is not None, "its forward has set it"
+        divisor = settings.divide_factor or self.info.size
+        return Reduction(param, self.info, divisor, schedule.begin_graph_backward)
 
     def take_grads(self) -> list[torch.Tensor | None]:
         """Return the gradients of the trainable parameters, and remove them here."""
