@@ -23,7 +23,13 @@ from shardwise.fsdp.config import (
     OffloadPolicy,
 )
 from shardwise.fsdp.errors import FSDPError
-from shardwise.fsdp.extensions import GatherExtension, extension_of, inner_names, values_of
+from shardwise.fsdp.extensions import (
+    GatherExtension,
+    check_can_be_split,
+    extension_of,
+    inner_names,
+    values_of,
+)
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -176,7 +182,8 @@ def _checked_modules(module: Any, function: str) -> list[nn.Module]:
                 f"{function}(module): expected a module or a list of modules, got "
                 f"{type(each).__name__}"
             )
-        if isinstance(each, nn.ModuleList | nn.ModuleDict):
+        has_forward = type(each).forward is not nn.Module.forward or "forward" in vars(each)
+        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not has_forward:
             raise FSDPError(
                 f"{function}(module): expected a module that is called, got a "
                 f"{type(each).__name__}, which has no forward; pass the modules in it, each in a "
@@ -357,6 +364,7 @@ def _layout_of(
         )
     twin = _sharded_form(parameter)
     if twin is None:
+        check_can_be_split(parameter, name)
         return sharded_layout(parameter, info, dim_of(parameter, name), name)
     layout, other = twin._layout, twin._fsdp_info
     if other != info:

@@ -24,6 +24,7 @@ from shardwise.comm import communicator
 from shardwise.dtensor.tensor import DTensor, as_layout
 from shardwise.fsdp.config import CPUOffloadPolicy
 from shardwise.fsdp.errors import FSDPError, StateError
+from shardwise.fsdp.extensions import PRE, extension_of
 from shardwise.fsdp.flat_buffer import lay_out_row
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param import ParamSlot, ShardedParam, Tie, accumulation_dtype, promoted_dtype
@@ -259,6 +260,8 @@ def _adopt(slot: ParamSlot, group: ParamGroup, made: dict[int, Any]) -> None:
             "module: change the parameters, or assign an nn.Parameter"
         )
     slot.note_grad_dtype()
+    if slot.extension is None and PRE in vars(tensor):
+        slot.extension = extension_of(tensor, slot.name)
     if not isinstance(tensor, DTensor) or tensor._layout is not slot.layout:
         if id(tensor) not in made:
             shard = as_layout(tensor.detach(), slot.layout, slot.name)
