@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from shardwise.api.optimizers import note_averaged, note_in_use, note_replaced
 from shardwise.comm import communicator
@@ -265,15 +266,21 @@ def _adopt(slot: ParamSlot, group: ParamGroup, made: dict[int, Any]) -> None:
     if not isinstance(tensor, DTensor) or tensor._layout is not slot.layout:
         if id(tensor) not in made:
             shard = as_layout(tensor.detach(), slot.layout, slot.name)
-            made[id(tensor)] = tensor, nn.Parameter(shard, tensor.requires_grad)
-            note_replaced(tensor, slot.name)
+            result: Any = nn.Parameter(shard, tensor.requires_grad)
+            if tensor is slot.known:  # torch has swapped its contents, so that it stays the same
+                del shard
+                swap_tensors(tensor, result)  # type: ignore[no-untyped-call]
+                result = tensor
+            else:
+                note_replaced(tensor, slot.name)
+            made[id(tensor)] = tensor, result
         _, tensor = made[id(tensor)]
         slot.put(tensor)
     slot.restore_grad_dtype()
-    if tensor is not slot.known:
-        if slot.known is not None:
-            note_replaced(slot.known, slot.name)
-        slot.known = tensor
+    if slot.known is not None and tensor is not slot.known:
+        note_replaced(slot.known, slot.name)
+    slot.known = tensor
+    if getattr(tensor, "_fsdp_tie", None) is not slot.tie:
         mark_as_sharded(tensor, group.info, slot)
 
 
@@ -361,21 +368,38 @@ def converting(group: ParamGroup) -> Iterator[None]:
     Tensors that shared memory with a shard keep the old memory. A warning tells of them.
     """
     group.put_shards()
-    before: dict[int, torch.UntypedStorage] = {}
+    before = find_storages(group)
+    with group.preserve_grad_dtypes():
+        yield
+    settle(group)
+    warn_of_aliases(group, before)
+
+
+def find_storages(group: ParamGroup) -> dict[int, torch.UntypedStorage]:
+    """Return the memory of the shards of a group, by its identity."""
+    found = {}
     with as_local():
         for slot in group.slots:
             if slot.is_filled and not slot.tensor.is_meta:
                 storage = slot.tensor.untyped_storage()
-                before[storage_id(storage)] = storage
-    with group.preserve_grad_dtypes():
-        yield
-    settle(group)
+                found[storage_id(storage)] = storage
+    return found
+
+
+def warn_of_aliases(group: ParamGroup, before: dict[int, torch.UntypedStorage]) -> None:
+    """Warn of tensors that share memory that shards have left.
+
+    Arguments:
+        before: the memory of shards before.
+    """
+    for each in group.find_tied_groups():
+        for key in find_storages(each):
+            before.pop(key, None)
+    if not before:
+        return
     with as_local():
-        tied = group.find_tied_groups()
-        for slot in (slot for each in tied for slot in each.slots if slot.is_filled):
-            before.pop(storage_id(slot.tensor.untyped_storage()), None)
-        left = _count_aliases(group, before) if before else 0
-    if left:
+        left = _count_aliases(group, before)
+    if left > 0:
         warnings.warn(
             f"{group.name}: its parameters were converted and have new memory. {left} tensors "
             "still share the old memory, such as those of state_dict(), to_local() or detach(), or "
