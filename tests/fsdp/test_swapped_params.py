@@ -77,14 +77,27 @@ def test_an_optimizer_made_before_goes_on(shard, change, has_run):
     on_ranks(run, 4)
 
 
-@pytest.mark.parametrize("change", [convert, load_whole])
-def test_what_shared_memory_before_is_told(change):
+def test_a_conversion_tells_of_what_shared_memory_before():
     def run(mesh):
         model = shard_all(made(), mesh)
         alias = model.head.weight.detach()
         with pytest.warns(UserWarning, match="still share the old memory"):
-            change(model, mesh, shard_all)
+            model.float()
         del alias
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("change", [load_shards, load_whole])
+def test_a_load_does_not_move_shards(change):
+    def run(mesh):
+        model = shard_all(made(), mesh)
+        alias = model.head.weight.detach()
+        with torch.no_grad():
+            model.head.weight.zero_()
+        change(model, mesh, shard_all)
+        assert_same(model, made())
+        assert alias.full_tensor().equal(made().head.weight)
 
     on_ranks(run)
 

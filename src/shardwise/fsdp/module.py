@@ -24,7 +24,7 @@ from shardwise.fsdp.root import (
     set_manual,
     updated_schedule_of,
 )
-from shardwise.fsdp.shard_memory import converting, find_storages, settle, warn_of_aliases
+from shardwise.fsdp.shard_memory import converting, settle
 from shardwise.torch_patches import state_dicts
 
 if TYPE_CHECKING:
@@ -95,8 +95,6 @@ class FSDPModule(_Base):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._fsdp_group.put_shards()
         self._fsdp_group.note_grad_dtypes()
-        if torch.__future__.get_swap_module_params_on_conversion():
-            self._fsdp_group.storages_before_load = find_storages(self._fsdp_group)
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -366,10 +364,7 @@ def swap_class(module: nn.Module, group: ParamGroup, prefix: str) -> None:
 
 
 def _settle_after_load(module: Any, _: Any) -> None:
-    group: ParamGroup = module._fsdp_group
-    settle(group)
-    before, group.storages_before_load = group.storages_before_load, {}
-    warn_of_aliases(group, before)
+    settle(module._fsdp_group)
 
 
 def set_outer_groups(module: Any) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, as_layout, unwrap, wrap
 from shardwise.fsdp.config import MixedPrecisionPolicy
+from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.extensions import GatherExtension
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param_sharding import ParamSharding
@@ -140,8 +141,13 @@ class ParamSlot:
     @property
     def tensor(self) -> nn.Parameter:
         """The parameter in the slot now."""
-        found = own_parameters(self.module)[self.key]
-        assert found is not None, "only slots that hold a parameter are listed"
+        found = own_parameters(self.module).get(self.key)
+        if found is None:
+            raise StateError(
+                f"{self.name}: {type(self.module).__name__} has no {self.key!r} any more, as after "
+                "torch.nn.utils.weight_norm or a parametrization with parameters of its "
+                "own; apply them before fully_shard or replicate, which then shards what they make"
+            )
         return found
 
     @property
@@ -159,6 +165,14 @@ class ParamSlot:
             setattr(self.module, self.key, tensor)
         else:
             own_parameters(self.module)[self.key] = tensor
+
+    def move_to(self, module: nn.Module, key: str) -> None:
+        """Follow the parameter to another place, to which users have moved it."""
+        vars(self.module).get("_fsdp_keys", set()).discard(self.key)
+        self.name = self.name[: len(self.name) - len(self.key)] + key
+        self.module, self.key = module, key
+        self.__post_init__()
+        self.claim()
 
     def claim(self) -> None:
         """Record on the module that the slot belongs to a group."""

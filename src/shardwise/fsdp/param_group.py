@@ -95,8 +95,6 @@ class ParamGroup:
     def _reset(self) -> None:
         self.rows: list[torch.Tensor] = []
         """The memory of its shards (`shardwise.fsdp.shard_memory`)."""
-        self.storages_before_load: dict[int, torch.UntypedStorage] = {}
-        """The memory of its shards, while a load swaps the contents of parameters."""
         self.units: list[Unit] = []
         self.bindings: list[tuple[ParamSlot, ShardedParam]] = []
         """Each slot with its parameter."""

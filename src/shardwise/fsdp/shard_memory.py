@@ -30,7 +30,14 @@ from shardwise.fsdp.flat_buffer import lay_out_row
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param import ParamSlot, ShardedParam, Tie, accumulation_dtype, promoted_dtype
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.torch_internals import TensorBase, as_local, storage_id, storage_use_count
+from shardwise.torch_internals import (
+    TensorBase,
+    as_local,
+    own_buffers,
+    own_parameters,
+    storage_id,
+    storage_use_count,
+)
 
 REPLICATED_UNIT_BYTES = 4 << 20
 """A replicated module is reduced in units of about this number of bytes, each as soon as its
@@ -209,6 +216,8 @@ def adopt_params(groups: Sequence[ParamGroup]) -> None:
     Parameters that came apart when they got memory are tied again. Others that users have replaced
     are not tied any more. No shard is moved.
     """
+    for group in groups:
+        _follow_params(group)
     _tie_again(groups, may_untie=True)
     made: dict[int, Any] = {}
     for group in groups:
@@ -225,6 +234,7 @@ def settle(group: ParamGroup) -> None:
     groups = group.find_tied_groups()
     for each in groups:
         each.put_shards()
+        _follow_params(each)
     _tie_again(groups, may_untie=False)
     made: dict[int, Any] = {}
     has_all = True
@@ -240,6 +250,31 @@ def settle(group: ParamGroup) -> None:
         _place(group, _is_held_once)
     for each in groups:
         each.forget_empty_rows()
+
+
+def _follow_params(group: ParamGroup) -> None:
+    """Find parameters that users have moved to another place of the group's modules, as
+    `torch.nn.utils.prune` and `parametrize` do.
+
+    Masks and other buffers that they have made of shards are gathered, as modules compute with
+    gathered parameters.
+    """
+    lost = [slot for slot in group.slots if not slot.is_filled and slot.known is not None]
+    if not lost:
+        return
+    group.find_modules()
+    places = {
+        id(parameter): (module, key)
+        for module in group.own_modules
+        for key, parameter in own_parameters(module).items()
+    }
+    found = [slot for slot in lost if id(slot.known) in places]
+    for slot in found:
+        slot.move_to(*places[id(slot.known)])
+    for module in group.own_modules if found else ():
+        for key, buffer in own_buffers(module).items():
+            if isinstance(buffer, DTensor) and buffer._layout.mesh is group.info.mesh:
+                own_buffers(module)[key] = buffer.full_tensor()
 
 
 def _adopt(slot: ParamSlot, group: ParamGroup, made: dict[int, Any]) -> None:
@@ -368,14 +403,14 @@ def converting(group: ParamGroup) -> Iterator[None]:
     Tensors that shared memory with a shard keep the old memory. A warning tells of them.
     """
     group.put_shards()
-    before = find_storages(group)
+    before = _find_storages(group)
     with group.preserve_grad_dtypes():
         yield
     settle(group)
-    warn_of_aliases(group, before)
+    _warn_of_aliases(group, before)
 
 
-def find_storages(group: ParamGroup) -> dict[int, torch.UntypedStorage]:
+def _find_storages(group: ParamGroup) -> dict[int, torch.UntypedStorage]:
     """Return the memory of the shards of a group, by its identity."""
     found = {}
     with as_local():
@@ -386,14 +421,14 @@ def find_storages(group: ParamGroup) -> dict[int, torch.UntypedStorage]:
     return found
 
 
-def warn_of_aliases(group: ParamGroup, before: dict[int, torch.UntypedStorage]) -> None:
+def _warn_of_aliases(group: ParamGroup, before: dict[int, torch.UntypedStorage]) -> None:
     """Warn of tensors that share memory that shards have left.
 
     Arguments:
         before: the memory of shards before.
     """
     for each in group.find_tied_groups():
-        for key in find_storages(each):
+        for key in _find_storages(each):
             before.pop(key, None)
     if not before:
         return
