@@ -12,11 +12,15 @@ from support.fsdp_cases import (
     batch,
     check_trains_as_one,
     full,
+    in_one,
     made,
     on_ranks,
+    replicated,
     shard_all,
 )
 from torch import nn
+
+from shardwise.fsdp import fully_shard
 
 
 @dataclass
@@ -208,3 +212,47 @@ def test_frozen_parameters_are_there_for_the_gradients_of_inputs_that_nobody_see
             return self.layers[0](Opaque(torch.tanh(self.first(x))))
 
     check_trains_as_one(Hidden, shard_all)
+
+
+# ---- containers with a forward
+
+
+class Chain(nn.ModuleList):
+    def forward(self, x):
+        for each in self:
+            x = torch.tanh(each(x))
+        return x
+
+
+class Choice(nn.ModuleDict):
+    def forward(self, x):
+        return self["second"](torch.tanh(self["first"](x)))
+
+
+def chain():
+    return Chain(nn.Linear(5, 5) for _ in range(3))
+
+
+def choice():
+    return Choice({"first": nn.Linear(5, 5), "second": nn.Linear(5, 5)})
+
+
+def chain_with_a_forward_of_its_own():
+    model = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+    model.forward = lambda x: model[1](torch.tanh(model[0](x)))
+    return model
+
+
+@pytest.mark.parametrize("kind", [chain, choice, chain_with_a_forward_of_its_own])
+@pytest.mark.parametrize("shard", [in_one, replicated])
+def test_a_list_or_dict_of_modules_that_has_a_forward_is_a_module_like_others(kind, shard):
+    check_trains_as_one(kind, shard)
+
+
+def test_a_slice_of_a_list_that_has_a_forward_is_one():
+    def run(mesh):
+        model = fully_shard(made(chain), mesh=mesh)
+        part = model[1:]
+        assert type(part) is Chain and len(part) == 2
+
+    on_ranks(run)

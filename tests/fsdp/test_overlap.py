@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.comm import Pending
 from shardwise.comm.simulated import SimulatedCommunicator
 from shardwise.core import world
-from shardwise.fsdp import build, fully_shard, replicate
+from shardwise.fsdp import build, fully_shard, replicate, shard_memory
 
 LAYERS = 8
 FORWARD, BACKWARD = 2, 4
@@ -163,7 +163,7 @@ def timed(prepare, shape, delay, waits_at_once=False):
 def every_layer_travels_alone(monkeypatch):
     """However small it is."""
     monkeypatch.setattr(build, "BUCKET_BYTES", 0)
-    monkeypatch.setattr(build, "REPLICATED_UNIT_BYTES", 1)
+    monkeypatch.setattr(shard_memory, "REPLICATED_UNIT_BYTES", 1)
 
 
 ALL = LAYERS + 2

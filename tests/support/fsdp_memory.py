@@ -70,7 +70,6 @@ class Counted:
 
         It is a fraction of all parameters, for a process that runs `ranks` ranks.
         """
-        buffers = {id(unit.flat): unit.flat for unit in self.unit_set.units}
-        shards = sum(flat.nbytes for flat in buffers.values())
+        shards = sum(row.nbytes for group in self.unit_set.groups for row in group.rows)
         kept = shards + self.unit_set.pool.nbytes
         return (live_bytes() - before - ranks * kept) / self.whole

@@ -199,9 +199,11 @@ def shard(model, case):
     return mesh
 
 
-def trained(case, is_sharded):
+def trained(case, is_sharded, watch=None):
+    """Train as a case says; `watch` gets the sharded model, and checks it after every step."""
     model, inputs, targets = build(case)
     mesh = shard(model, case) if is_sharded else None
+    watched = watch(model) if watch is not None else None
     sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
     parts, place = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
     count = case.microbatches
@@ -225,6 +227,8 @@ def trained(case, is_sharded):
             loss = (output - wanted.chunk(parts)[place]).square().mean() / count
             loss.backward()
         optimizer.step()
+        if watched is not None:
+            watched.check()
     if is_sharded and case.root != "none" and not case.keeps:
         units = model._fsdp_group.schedule.unit_set.units
         assert not any(each.gathered_bytes for each in units), "gathered memory is freed"
@@ -248,9 +252,9 @@ def limited(case):
         yield
 
 
-def check_case(case):
+def check_case(case, watch=None):
     with limited(case):
-        outcomes = sw.simulate(lambda: trained(case, True), math.prod(case.mesh))
+        outcomes = sw.simulate(lambda: trained(case, True, watch), math.prod(case.mesh))
     compare_case(outcomes, case)
 
 

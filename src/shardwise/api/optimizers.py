@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -76,13 +76,37 @@ def load_value(
 
 
 def note_replaced(parameter: torch.Tensor, name: str) -> None:
-    """Note that a DTensor has replaced this parameter in its module: it gets no gradients now."""
+    """Note that another tensor has replaced this parameter in its module: it gets no gradients."""
     parameter._replaced_name = name  # type: ignore[attr-defined]
 
 
-def note_averaged(parameter: torch.Tensor, ranks: int) -> None:
-    """Note the number of ranks over which the gradient of this parameter is averaged."""
-    parameter._averaged_over = ranks  # type: ignore[attr-defined]
+def note_in_use(parameter: torch.Tensor) -> None:
+    """Note that a module has this parameter, also if another one had replaced it before."""
+    vars(parameter).pop("_replaced_name", None)
+
+
+class GradientAverage(Protocol):
+    """How the gradients of a parameter are averaged over ranks, each with a loss of its own."""
+
+    ranks: int
+    """The number of ranks."""
+
+    @property
+    def key(self) -> Any:
+        """Equal for parameters whose gradients are averaged alike."""
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss whose gradient the averaged gradient is. Every rank must call it."""
+
+
+def note_averaged(parameter: torch.Tensor, average: GradientAverage) -> None:
+    """Note that the gradient of this parameter is averaged over ranks, and how."""
+    parameter._gradient_average = average  # type: ignore[attr-defined]
+
+
+def _average_of(parameter: torch.Tensor) -> GradientAverage | None:
+    found: GradientAverage | None = getattr(parameter, "_gradient_average", None)
+    return found if found is not None and found.ranks > 1 else None
 
 
 def note_left_alone(parameters: Iterable[torch.Tensor]) -> None:
@@ -103,7 +127,7 @@ def _warn_of_forgotten(optimizer: optim.Optimizer) -> None:
         return
     _stepped.add(optimizer)
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(getattr(each, "_averaged_over", 1) > 1 for each in every):
+    if not any(_average_of(each) is not None for each in every):
         return
     forgotten = [
         each
@@ -127,21 +151,71 @@ def _check_replaced(optimizer: optim.Optimizer) -> None:
     """Refuse a step on parameters that were replaced in their module: it would have no effect."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if type(parameter) is DTensor or parameter.grad is not None:
-                continue
             name = getattr(parameter, "_replaced_name", None)
-            if name is not None:
+            if name is not None and parameter.grad is None:
                 raise OptimizerError(
                     f"{type(optimizer).__name__}: expected the parameters that the module has, got "
-                    f"{name} as it was before it became a DTensor; make the optimizer after "
-                    "fully_shard, replicate, shard_module, parallelize_module or distribute_module"
+                    f"{name} as it was before another tensor replaced it; make the optimizer after "
+                    "fully_shard, replicate, shard_module, parallelize_module, distribute_module, "
+                    "load_state_dict(assign=True) and conversions that make new parameters"
                 )
 
 
-def before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Check an optimizer's parameters: torch calls this before every step of every optimizer."""
+def before_step(
+    optimizer: optim.Optimizer, args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Any]] | None:
+    """Check an optimizer's parameters: torch calls this before every step of every optimizer.
+
+    Returns:
+        The arguments of the step, if they change.
+    """
     _check_replaced(optimizer)
     _warn_of_forgotten(optimizer)
+    has_closure = len(args) > 1 or kwargs.get("closure") is not None
+    if has_closure and type(optimizer) not in POINTWISE:
+        return _with_global_loss(optimizer, args, kwargs)
+    return None
+
+
+# ---- closures
+
+
+def _with_global_loss(
+    optimizer: optim.Optimizer, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Return the arguments of a step, with a closure that returns the loss of all ranks.
+
+    An optimizer such as LBFGS compares losses with gradients, and decides by them how often it
+    calls the closure. The gradients are those of all ranks, so the loss must be, too. A pointwise
+    optimizer only returns the loss, and leaves it as it is.
+    """
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    averages = {found.key: found for each in every if (found := _average_of(each)) is not None}
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not averages or not callable(closure):
+        return None
+    if len(averages) > 1:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}: expected parameters whose gradients are averaged over "
+            "the same ranks, with the same divide factor, as one loss decides about all; got "
+            f"{len(averages)} kinds; shard all of them on one mesh, or use an optimizer for each"
+        )
+    (average,) = averages.values()
+
+    @functools.wraps(closure)
+    def of_all_ranks() -> Any:
+        loss = closure()
+        if isinstance(loss, torch.Tensor):
+            with torch.no_grad():
+                found = loss.detach()
+                return average(found.full_tensor() if isinstance(found, DTensor) else found)
+        if isinstance(loss, int | float):
+            return average(torch.tensor(loss, dtype=torch.float64)).item()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], of_all_ranks, *args[2:]), kwargs
+    return args, {**kwargs, "closure": of_all_ranks}
 
 
 def after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

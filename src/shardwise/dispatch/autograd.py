@@ -25,7 +25,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.dispatch.collectives import on_local_tensors
 from shardwise.dtensor.call_args import Args, Kwargs, common_mesh
 from shardwise.dtensor.input_moves import check_gradient
-from shardwise.dtensor.tensor import DTensor, as_layout, unwrap, wrap
+from shardwise.dtensor.tensor import GRADIENT_SOURCE, DTensor, as_layout, unwrap, wrap
 from shardwise.dtensor.view_copy import linked, mark_gradients_outdated
 from shardwise.redistribute.autograd import with_grad_layout
 from shardwise.redistribute.plan import gradient_layout
@@ -89,7 +89,7 @@ def _backward(
         starts,
         retain_graph=retain_graph,
         create_graph=create_graph,
-        inputs=None if inputs is None else _edges(_as_list(inputs)),
+        inputs=None if inputs is None else _edges(_with_sources(_as_list(inputs))),
     )
     if linked.by_memory:
         mark_gradients_outdated("backward")
@@ -113,10 +113,57 @@ def grad(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
         if fills:
             options["allow_unused"] = True
         local, starts = _start(given, seeds)
+        if any(_source_of(each) is not None for each in wanted):
+            return _grad_of_sources(local, wanted, starts, fills, options)
         found = torch.autograd.grad(local, _edges(wanted), starts, **options)
         return tuple(_gradient(value, of, fills) for value, of in zip(found, wanted, strict=True))
 
     return call(*args, **kwargs)
+
+
+# ---- parameters that modules do not compute with: FSDP's shards
+
+
+def _source_of(tensor: Any) -> torch.Tensor | None:
+    """Return the tensor that modules compute with in the place of a parameter, if any."""
+    known = getattr(tensor, GRADIENT_SOURCE, None)
+    return None if known is None else known.source
+
+
+def _with_sources(inputs: list[Any]) -> list[Any]:
+    sources = [source for each in inputs if (source := _source_of(each)) is not None]
+    return [*inputs, *sources]
+
+
+def _grad_of_sources(
+    outputs: list[torch.Tensor],
+    wanted: list[Any],
+    starts: list[torch.Tensor | None],
+    fills: bool,
+    options: dict[str, Any],
+) -> tuple[Any, ...]:
+    """Return gradients of inputs, of which some are computed from the gradients of other tensors:
+    the sum of both, as users may compute with a parameter directly too."""
+    allows_unused = options.pop("allow_unused", None) or fills
+    edges = _edges(_with_sources(wanted))
+    found = torch.autograd.grad(outputs, edges, starts, allow_unused=True, **options)
+    direct = [_gradient(value, of, False) for value, of in zip(found, wanted, strict=False)]
+    given = [getattr(each, GRADIENT_SOURCE) for each in wanted if _source_of(each) is not None]
+    values = list(zip(given, found[len(wanted) :], strict=True))
+    with torch.set_grad_enabled(bool(options.get("create_graph"))):
+        reduced = iter(given[0].reduce(values))
+        result = []
+        for index, (each, value) in enumerate(zip(wanted, direct, strict=True)):
+            if _source_of(each) is not None:
+                other = next(reduced)
+                value = other if value is None else value if other is None else value + other
+            if value is None and not allows_unused:
+                raise RuntimeError(
+                    f"The differentiated Tensor at index {index} appears to not have been used in "
+                    "the graph. Set allow_unused=True if this is the desired behavior."
+                )
+            result.append(torch.zeros_like(each) if value is None and fills else value)
+    return tuple(result)
 
 
 def _start(

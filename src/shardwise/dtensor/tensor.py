@@ -57,6 +57,11 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     return local  # type: ignore[return-value]
 
 
+GRADIENT_SOURCE = "_gradient_source"
+"""The attribute of a parameter that is not in the graph itself, because modules compute with
+another tensor, as with FSDP: an object that gives that tensor, and reduces its gradient."""
+
+
 def unwrap(tensor: DTensor) -> torch.Tensor:
     """Return this rank's shard as a plain tensor: a differentiable alias with the same gradient."""
     if type(tensor) is not DTensor:

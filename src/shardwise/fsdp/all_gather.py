@@ -1,7 +1,8 @@
-"""All_gathers of parameters: the rows of consecutive units, from all ranks, under way."""
+"""All_gathers of parameters: the rows of some units, from all ranks, under way."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,13 +29,13 @@ SKIP_OWN_BYTES = 1 << 20
 
 
 class RowGather(PendingGather):
-    """An all_gather of the rows of units that are consecutive in a flat buffer; starts at once.
+    """An all_gather of the rows of some units, as one row; starts at once.
 
     Forward: the rows of all ranks, from which each unit fills its gathered parameters.
     Backward: `shardwise.fsdp.reduce_scatter.GradReduction` sums the gradients into the shards.
 
     Arguments:
-        units: consecutive units of a flat buffer.
+        units: neighbouring units of a bucket.
         pool: provides the row buffer.
         custom: the user's collective, in place of the communicator's.
     """
@@ -42,48 +43,75 @@ class RowGather(PendingGather):
     def __init__(
         self, units: Sequence[Unit], pool: BufferPool, custom: AllGather | None = None
     ) -> None:
-        first, last = units[0], units[-1]
+        first = units[0]
         self.first = first
-        self._start = first.offset
         self._units = units
+        self._starts = dict(zip(units, _starts_of(units), strict=True))
+        """Where each unit begins in the row."""
         self._unfilled = len(units)
         """The number of units that have neither filled their parameters nor dropped the gather."""
         self._pool = pool
         self._has_arrived = False
-        length = last.offset + last.length - first.offset
-        own = first.flat.detach()[self._start : self._start + length]
-        is_cast = own.dtype is not first.dtype or own.device != first.device
-        own = own.to(first.device, first.dtype, non_blocking=True)
+        is_cast = first.dtype is not first.shard_dtype or first.device != first.shard_device
+        row = None if is_cast or len(units) > 1 else first.row
         self._is_direct = bool(first.direct_params) and custom is None and len(units) == 1
         size = gather_buffer_size(units, self._is_direct)
         is_large = self._is_direct or size_in_bytes(size) >= SKIP_OWN_BYTES
-        self._skips_own = is_large and not is_cast and custom is None
-        if self._is_direct:
-            self._rows = pool.take(size)
-            self._start_direct(first)
-        elif custom is not None:
+        self._skips_own = is_large and row is not None and custom is None
+        if custom is not None:
             self._rows = RowBuffer(size)
+            own = self._copy_of_shards() if row is None else row
             self.pending = start_custom_gather(custom, own, self._rows, first)
         else:
             self._rows = pool.take(size)
-            if first.info.shard_mesh_size == 1:
-                self.pending = Pending.done(self._rows.matrix.copy_(own))
+            own = row if row is not None and self._skips_own else self._copy_in()
+            if self._is_direct:
+                self._start_direct(first, own)
+            elif first.info.shard_mesh_size == 1:
+                self.pending = Pending.done(self._rows.matrix)
             else:
                 shard = self._communicator()
-                with trace_gather(units):
+                with trace_gather(units):  # the own row is there already, or not needed
                     self.pending = shard.all_gather_into_async(
-                        own, self._rows.matrix, skip_own=self._skips_own
+                        own, self._rows.matrix, skip_own=True
                     )
         for unit in units:
             unit.gather = self
             unit.note_versions()
 
-    def _start_direct(self, unit: Unit) -> None:
+    def _copy_in(self) -> torch.Tensor:
+        """Copy the shards into this rank's row of the row buffer, and return it."""
+        index = self.first.info.shard_mesh_rank
+        key = "own", self._is_direct, *(unit.number for unit in self._units)
+        own = self._rows.views(key, lambda matrix: self._pieces_of(matrix[index]))
+        self._copy_shards(own[1:])
+        return own[0]
+
+    def _copy_of_shards(self) -> torch.Tensor:
+        """Return a copy of the shards as a row."""
+        _, length, dtype, device = self._rows.size
+        own = self._pieces_of(torch.zeros(length, dtype=dtype, device=device))
+        self._copy_shards(own[1:])
+        return own[0]
+
+    def _pieces_of(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return a row, and the views of it that the shards are copied to."""
+        pieces = [row]
+        for unit, start in self._starts.items():
+            part = row[start : start + unit.length]
+            pieces += unit.row_pieces(part, self._is_direct)
+        return pieces
+
+    def _copy_shards(self, pieces: list[torch.Tensor]) -> None:
+        shards = [each for unit in self._units for each in unit.shard_pieces(self._is_direct)]
+        with torch.no_grad():
+            torch._foreach_copy_(pieces, shards, non_blocking=True)
+
+    def _start_direct(self, unit: Unit, row: torch.Tensor) -> None:
         """Gather direct parameters into their own memory, and the others into the row buffer."""
         shard = self._communicator()
         unit.allocate()
-        row = unit.flat.detach()[unit.offset : unit.offset + unit.buffered_length]
-        own = [row, *map(unit.own_shard, unit.direct_params)]
+        own = [row[: unit.buffered_length], *(param.local for param in unit.direct_params)]
         targets = [list(self._rows.matrix), *(param.chunks for param in unit.direct_params)]
         with trace_gather([unit]):
             self.pending = shard.all_gather_in_place_async(own, targets).then(
@@ -102,7 +130,7 @@ class RowGather(PendingGather):
         """Wait for the rows, and fill the gathered parameters of a unit."""
         if not self._has_arrived:
             self._wait()
-        unit.fill(self._rows, unit.offset - self._start, self._skips_own, self._is_direct)
+        unit.fill(self._rows, self._starts[unit], self._skips_own, self._is_direct)
         self._release(unit)
 
     def drop(self, unit: Unit) -> None:
@@ -189,14 +217,19 @@ def post_forward_mesh(unit: Unit, count: int) -> tuple[DeviceMesh, int]:
     return DeviceMesh(device, ranks[first : first + count]), index - first
 
 
+def _starts_of(units: Sequence[Unit]) -> list[int]:
+    """Return where each unit begins in the row of all of them."""
+    return [0, *itertools.accumulate(unit.length for unit in units[:-1])]
+
+
 def gather_buffer_size(units: Sequence[Unit], is_direct: bool) -> BufferSize:
-    """Return the size of the row buffer for consecutive units.
+    """Return the size of the row buffer for neighbouring units.
 
     Arguments:
         is_direct: whether direct parameters are gathered in place; only for a single unit.
     """
-    first, last = units[0], units[-1]
-    length = first.buffered_length if is_direct else last.offset + last.length - first.offset
+    first = units[0]
+    length = first.buffered_length if is_direct else sum(unit.length for unit in units)
     return first.info.shard_mesh_size, length, first.dtype, first.device
 
 

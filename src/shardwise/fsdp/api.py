@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.api.optimizers import note_averaged, note_left_alone, note_replaced
+from shardwise.api.optimizers import note_left_alone, note_replaced
 from shardwise.api.wrappers import Manager, check_unwrapped, managers
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError
@@ -24,7 +24,13 @@ from shardwise.fsdp.config import (
     OffloadPolicy,
 )
 from shardwise.fsdp.errors import FSDPError
-from shardwise.fsdp.extensions import GatherExtension, extension_of, inner_names, values_of
+from shardwise.fsdp.extensions import (
+    GatherExtension,
+    check_can_be_split,
+    extension_of,
+    inner_names,
+    values_of,
+)
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -32,10 +38,11 @@ from shardwise.fsdp.mesh_info import (
     shard_info,
 )
 from shardwise.fsdp.module import FSDPModule, swap_class
-from shardwise.fsdp.param import GradDtype, ParamSlot, is_claimed
+from shardwise.fsdp.param import GradDtype, ParamSlot, Tie, is_claimed
 from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
 from shardwise.fsdp.param_sharding import ParamSharding, is_dense, sharded_layout
 from shardwise.fsdp.root import share_schedule
+from shardwise.fsdp.shard_memory import mark_as_sharded, place_new_shards
 from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
 
 if TYPE_CHECKING:
@@ -176,7 +183,8 @@ def _checked_modules(module: Any, function: str) -> list[nn.Module]:
                 f"{function}(module): expected a module or a list of modules, got "
                 f"{type(each).__name__}"
             )
-        if isinstance(each, nn.ModuleList | nn.ModuleDict):
+        has_forward = type(each).forward is not nn.Module.forward or "forward" in vars(each)
+        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not has_forward:
             raise FSDPError(
                 f"{function}(module): expected a module that is called, got a "
                 f"{type(each).__name__}, which has no forward; pass the modules in it, each in a "
@@ -277,21 +285,27 @@ def _make_group(
         choices.append((module, key, name, parameter, *known[id(parameter)]))
     slots = []
     made: dict[int, Any] = {}
+    new = []
     for module, key, name, parameter, layout, extension, policy in choices:
-        if id(parameter) not in made:
-            made[id(parameter)] = _shard_param(
-                parameter, layout, info, offload_policy, extension, name
-            )
-        tensor = made[id(parameter)]
+        tensor = made.get(id(parameter))
+        if tensor is None:
+            tensor = _sharded_form(parameter)
+        if tensor is None:
+            tensor = _shard_param(parameter, layout, info, offload_policy, extension, name)
+            new.append(tensor)
+        made[id(parameter)] = tensor
         strides = getattr(tensor, "_gathered_strides", None)
-        slot = ParamSlot(module, key, name, layout, strides, tensor._fsdp_extension, policy)
+        tie = getattr(tensor, "_fsdp_tie", None) or Tie()
+        extension = getattr(tensor, "_fsdp_extension", extension)
+        slot = ParamSlot(module, key, name, layout, strides, extension, policy, tie, tensor)
+        mark_as_sharded(tensor, info, slot)
         slot.put(tensor)
         slot.note_grad_dtype()
         slot.claim()
         slots.append(slot)
     note_left_alone(ignored)
     group = ParamGroup(modules, slots, info, mp_policy, offload_policy, settings)
-    group.register_params()
+    place_new_shards(group, new)
     for module in modules:
         swap_class(module, group, prefix)
 
@@ -352,6 +366,7 @@ def _layout_of(
         )
     twin = _sharded_form(parameter)
     if twin is None:
+        check_can_be_split(parameter, name)
         return sharded_layout(parameter, info, dim_of(parameter, name), name)
     layout, other = twin._layout, twin._fsdp_info
     if other != info:
@@ -380,12 +395,8 @@ def _shard_param(
     """Return the sharded form of a parameter: a new parameter that is a DTensor.
 
     It has the values of the first data-parallel rank, and the attributes, hooks and `grad_dtype`
-    that users have set on the parameter. A tied parameter that another group has already sharded
-    gets the same DTensor.
+    that users have set on the parameter.
     """
-    twin = _sharded_form(parameter)
-    if twin is not None:
-        return twin
     values = parameter.detach() if extension is None else values_of(parameter, name).detach()
     values = unwrap(values) if isinstance(values, DTensor) else values
     shard = _scatter_from_first(values, ParamSharding.of(layout, info), info)
@@ -403,9 +414,6 @@ def _shard_param(
         setattr(result, hooks, getattr(parameter, hooks))
     if not values.is_contiguous() and is_dense(values):
         result._gathered_strides = tuple(values.stride())
-    result._fsdp_info = info
-    note_averaged(result, info.mesh.size())
-    result._fsdp_extension = extension
     parameter._fsdp_sharded = result
     note_replaced(parameter, name)
     return result

@@ -47,6 +47,8 @@ class ExtendedParam:
         """The tensors of all ranks, if the gathered parameter uses their memory."""
         self.made: torch.Tensor | None = None
         """The parameter that the extension has made."""
+        self.is_padded = False
+        """Whether that has rows at its end that do not belong to the parameter."""
         self.inner: list[torch.Tensor] = []
         """The tensors that it is made of."""
 
@@ -101,7 +103,7 @@ class ExtendedUnit(Unit):
 
     def shard_on_device(self, param: ShardedParam) -> torch.Tensor:
         """Return this rank's shard on the device that computes."""
-        return self.own_shard(param).to(self.device, non_blocking=True)
+        return param.local.to(self.device, non_blocking=True)
 
     def _agree_on_specs(self, own: list[TensorSpecs]) -> None:
         """Exchange the shapes and dtypes that each rank sends, the first time; later, check that
@@ -223,7 +225,7 @@ class ExtendedUnit(Unit):
             )
         parts = inner if is_wrapper else [made, *inner]
         storages = {_address(tensor): tensor.untyped_storage() for tensor in parts}
-        if _address(self.flat) in storages:
+        if _address(param.local) in storages:
             raise FSDPError(
                 f"{param.name}: {POST} must not return the memory of the shard, as that would be "
                 "freed; return a copy"
@@ -240,14 +242,19 @@ class ExtendedUnit(Unit):
             storages.update((_address(tensor), tensor.untyped_storage()) for tensor in outputs)
         self._storages.update((key, (one, one.nbytes())) for key, one in storages.items())
         each.made, each.inner = made, inner
-        self._set_gathered(param, made)
+        shape = param.sharding.gathered_shape
+        each.is_padded = tuple(made.shape) != shape
+        if each.is_padded:
+            _check_padding(each)
+        self._set_gathered(param, made[: shape[0]] if each.is_padded else made)
 
     def _refill_param(
         self, each: ExtendedParam, outputs: list[torch.Tensor], metadata: Any
     ) -> None:
         param = each.param
         assert each.made is not None, "it was made at the first gather"
-        out = param.gathered if param.sharding.gathered_layout is None else each.made
+        is_made = param.sharding.gathered_layout is None and not each.is_padded
+        out = param.gathered if is_made else each.made
         shard = self.shard_on_device(param)
         with as_local():
             preserved = preserve_version_counter((param.gathered, each.made, *each.inner, *outputs))
@@ -332,6 +339,18 @@ def _join_rows(
                 sources.append(rows[rank, start : start + end - begin])
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def _check_padding(each: ExtendedParam) -> None:
+    """Raise `FSDPError` unless the rows beyond the parameter are at its end."""
+    sharding = each.param.sharding
+    lengths = {specs[0][0][0] for specs in each.specs}
+    if not sharding.is_chunked or lengths != {sharding.shapes[0][0]}:
+        raise FSDPError(
+            f"{each.param.name}: {POST} must return a parameter of {sharding.gathered_shape}; it "
+            f"returns more rows, and ranks send {sorted(lengths)}. Rows are cut off at the end "
+            f"only if every rank pads its shard to {sharding.shapes[0][0]} rows along dim 0"
+        )
 
 
 def _check_joinable(each: ExtendedParam, ranks: Sequence[int]) -> None:

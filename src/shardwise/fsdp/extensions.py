@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ class GatherExtension:
         else:
             found = self.pre_all_gather(shard, mesh, torch.Size(size), strides, module, policy)
         tensors = found[0] if isinstance(found, tuple | list) and len(found) == 2 else None
+        if _is_plain(tensors):
+            tensors = (tensors,)
         if not isinstance(tensors, tuple | list) or not tensors or not all(map(_is_plain, tensors)):
             raise FSDPError(
                 f"{name}: {PRE} must return (tensors to gather, metadata), the first a tuple of "
@@ -108,7 +110,10 @@ class GatherExtension:
                 f"tensors; got {_format_types(found)}"
             )
         parameter = found[0]
-        if tuple(parameter.shape) != shape or parameter.dtype is not dtype:
+        # Ranks may send padded shards, so that the last rows are no part of the parameter.
+        is_padded = bool(shape) and parameter.dim() > 0 and parameter.shape[0] > shape[0]
+        has_shape = tuple(parameter.shape[is_padded:]) == shape[is_padded:]
+        if not has_shape or parameter.dtype is not dtype:
             raise FSDPError(
                 f"{name}: {POST} must return a parameter of {dtype} {shape}, got "
                 f"{parameter.dtype} {tuple(parameter.shape)}"
@@ -132,6 +137,26 @@ class GatherExtension:
                 f"{name}: {POST} must write to `out` if that is given, and return None; got "
                 f"{_format_types(found)}"
             )
+
+
+def check_can_be_split(parameter: torch.Tensor, name: str) -> None:
+    """Raise `FSDPError` if a parameter has no memory of its own that can be split."""
+    if parameter.is_quantized or parameter.is_nested or parameter.layout is not torch.strided:
+        kind = "quantized" if parameter.is_quantized else "nested" if parameter.is_nested else None
+        raise FSDPError(
+            f"{name}: expected a dense tensor, got a {kind or parameter.layout} one, which cannot "
+            "be split; convert it, or leave it out with ignored_params"
+        )
+    if isinstance(parameter, DTensor) or extension_of(parameter, name) is not None:
+        return
+    cls = type(parameter)
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        parts = ", ".join(inner_names(parameter))
+        raise FSDPError(
+            f"{name}: it is a {cls.__name__}, a tensor subclass that is made of other tensors"
+            f"{f' ({parts})' if parts else ''} and does not say how to gather them; define "
+            f"{PRE} and {POST}, or leave it out with ignored_params"
+        )
 
 
 def extension_of(parameter: torch.Tensor, name: str) -> GatherExtension | None:
@@ -197,25 +222,41 @@ class _TensorSubclass:
         cls: the class.
         inner: for a wrapper subclass, the attribute that holds the wrapped tensor.
         context: for a wrapper subclass, the context that `__tensor_flatten__` returns.
+        empty: for a wrapper subclass whose `__tensor_unflatten__` does not give one from its parts,
+            an empty one. Its own operators make others of it.
     """
 
     cls: Any
-    inner: str | None
-    context: Any
+    inner: str | None = None
+    context: Any = None
+    empty: Any = None
 
     @staticmethod
     def of(parameter: Any, name: str) -> _TensorSubclass:
         cls = type(parameter)
         names = inner_names(parameter)
         if not names:
-            return _TensorSubclass(cls, None, None)
+            return _TensorSubclass(cls)
         inner = getattr(parameter, names[0])
         if len(names) > 1 or inner.shape != parameter.shape or inner.dtype != parameter.dtype:
             raise FSDPError(
                 f"{name}: {cls.__name__} is made of {', '.join(names)}; expected one tensor of "
                 "its own shape and dtype, which can be split"
             )
-        return _TensorSubclass(cls, names[0], parameter.__tensor_flatten__()[1])
+        made = _TensorSubclass(cls, names[0], parameter.__tensor_flatten__()[1])
+        unflatten = getattr(cls, "__tensor_unflatten__", None)
+        with torch.no_grad():
+            takes_parts = unflatten is not None and _accepts(unflatten, 4)
+            if takes_parts and isinstance(made(inner.detach()), cls):
+                return made
+            empty = parameter.detach().new_empty((0,) * parameter.dim())
+        if not isinstance(empty, cls) or not hasattr(empty, names[0]):
+            raise FSDPError(
+                f"{name}: a {cls.__name__} cannot be made of its shard; define "
+                "__tensor_unflatten__(inner_tensors, context, outer_size, outer_stride), which "
+                f"returns a {cls.__name__}"
+            )
+        return replace(made, empty=empty)
 
     def values(self, tensor: Any) -> torch.Tensor:
         found = tensor if self.inner is None else getattr(tensor, self.inner)
@@ -224,6 +265,10 @@ class _TensorSubclass:
     def __call__(self, shard: torch.Tensor) -> Any:
         if self.inner is None:
             return shard.as_subclass(self.cls)
+        if self.empty is not None:
+            result = self.empty.new_empty(shard.shape, device=shard.device)
+            setattr(result, self.inner, shard)
+            return result
         parts = {self.inner: shard}
         return self.cls.__tensor_unflatten__(parts, self.context, shard.shape, shard.stride())
 

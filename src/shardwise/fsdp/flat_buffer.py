@@ -1,6 +1,6 @@
-"""Flat buffers, which hold the shards, and row buffers, which collectives fill and send.
+"""Rows, which hold the shards of a unit, and row buffers, which collectives fill and send.
 
-Shards of a unit are consecutive in a flat buffer, as a *row* that has the same length on every
+Shards of a unit are consecutive in a *row* that has the same length on every
 rank. A `RowBuffer` has one row for each rank: an all_gather fills it, a reduce_scatter sends it.
 Row buffers are reused from group to group and from step to step, for two reasons: the operating
 system must zero the pages of new memory first, and the views of a reused buffer exist already.

@@ -24,6 +24,7 @@ from shardwise.fsdp.root import (
     set_manual,
     updated_schedule_of,
 )
+from shardwise.fsdp.shard_memory import converting, settle
 from shardwise.torch_patches import state_dicts
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class FSDPModule(_Base):
             for name, value in self.__dict__.items():
                 result.__dict__[name] = copy.deepcopy(value, memo)
         set_outer_groups(result)
+        settle(result._fsdp_group)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -96,8 +98,7 @@ class FSDPModule(_Base):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._fsdp_group.put_shards()
-        with self._fsdp_group.preserve_grad_dtypes():
+        with converting(self._fsdp_group):
             return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ---- parameters
@@ -358,7 +359,12 @@ def swap_class(module: nn.Module, group: ParamGroup, prefix: str) -> None:
         found = _classes[own, prefix] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
     module._fsdp_group = group  # type: ignore[assignment]
     module.__class__ = found
+    module.register_load_state_dict_post_hook(_settle_after_load)  # type: ignore[no-untyped-call]
     set_outer_groups(module)
+
+
+def _settle_after_load(module: Any, _: Any) -> None:
+    settle(module._fsdp_group)
 
 
 def set_outer_groups(module: Any) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, as_layout, unwrap, wrap
 from shardwise.fsdp.config import MixedPrecisionPolicy
+from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.extensions import GatherExtension
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param_sharding import ParamSharding
@@ -27,6 +29,9 @@ from shardwise.torch_internals import (
     own_parameters,
     post_accumulate_hooks_of,
 )
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.param_group import ParamGroup
 
 _grad_hooks: Callable[[torch.Tensor], dict[int, Callable[[Any], Any]] | None] = backward_hooks_of
 _post_accumulate_hooks: Callable[
@@ -66,7 +71,39 @@ def promoted_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
     return first
 
 
-@dataclass(slots=True, eq=False)
+class Tie:
+    """The slots that hold one parameter, in one group or several.
+
+    Users may replace the parameter in a slot. Where that must not untie it, `shard_memory` puts the
+    new one into all slots.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[ref[ParamSlot]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tie:
+        """Return the tie of copied slots, which are added to it as they are made."""
+        memo[id(self)] = result = Tie()
+        return result
+
+    def add(self, slot: ParamSlot) -> None:
+        """Add a slot, in the order of groups."""
+        self._slots.append(ref(slot))
+
+    def slots(self) -> list[ParamSlot]:
+        """Return the slots that hold a parameter."""
+        found = (each() for each in self._slots)
+        return [slot for slot in found if slot is not None and slot.is_filled]
+
+    def divide(self) -> None:
+        """Leave only those slots tied that hold the same parameter now."""
+        ties: dict[int, Tie] = {}
+        for slot in self.slots():
+            slot.tie = ties.setdefault(id(slot.tensor), Tie())
+            slot.tie.add(slot)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ParamSlot:
     """A place in a module that holds a parameter of a group: `module._parameters[key]`."""
 
@@ -82,6 +119,12 @@ class ParamSlot:
     """The parameter's own gather functions, if any."""
     policy: MixedPrecisionPolicy
     """Of this parameter."""
+    tie: Tie
+    """All slots of this parameter."""
+    known: torch.Tensor | None = None
+    """The parameter at rest, when it was last looked at; users may have replaced it since."""
+    group: ref[ParamGroup] | None = None
+    """The group that the slot belongs to."""
     grad_dtype: GradDtype | None = None
     """The `grad_dtype` that users have set on the parameter, if any."""
     _has_own_setter: bool = field(init=False)
@@ -91,15 +134,20 @@ class ParamSlot:
         # Some modules, such as torch's LSTM, keep their parameters in a list too.
         self._has_own_setter = type(self.module).__setattr__ is not nn.Module.__setattr__
 
-    def for_module(self, module: nn.Module) -> ParamSlot:
-        """Return the same slot of a copy of the module."""
-        return replace(self, module=module)
+    def for_copy(self, module: nn.Module, tie: Tie) -> ParamSlot:
+        """Return the same slot of a copy of the module, with the copied tie."""
+        return replace(self, module=module, tie=tie, known=None, group=None)
 
     @property
     def tensor(self) -> nn.Parameter:
         """The parameter in the slot now."""
-        found = own_parameters(self.module)[self.key]
-        assert found is not None, "only slots that hold a parameter are listed"
+        found = own_parameters(self.module).get(self.key)
+        if found is None:
+            raise StateError(
+                f"{self.name}: {type(self.module).__name__} has no {self.key!r} any more, as after "
+                "torch.nn.utils.weight_norm or a parametrization with parameters of its "
+                "own; apply them before fully_shard or replicate, which then shards what they make"
+            )
         return found
 
     @property
@@ -117,6 +165,14 @@ class ParamSlot:
             setattr(self.module, self.key, tensor)
         else:
             own_parameters(self.module)[self.key] = tensor
+
+    def move_to(self, module: nn.Module, key: str) -> None:
+        """Follow the parameter to another place, to which users have moved it."""
+        vars(self.module).get("_fsdp_keys", set()).discard(self.key)
+        self.name = self.name[: len(self.name) - len(self.key)] + key
+        self.module, self.key = module, key
+        self.__post_init__()
+        self.claim()
 
     def claim(self) -> None:
         """Record on the module that the slot belongs to a group."""
@@ -163,10 +219,15 @@ class ShardedParam:
         self.strides = slot.strides or torch.empty(shape, device="meta").stride()
         """Of the gathered parameter."""
         own = sharded.dtype
+        casts = slot.policy.param_dtype is not None and own.is_floating_point
+        self.gathered_dtype: torch.dtype = slot.policy.param_dtype if casts else own  # type: ignore[assignment]
+        """Of the gathered parameter."""
         self.grad_dtype = own if slot.grad_dtype is None else slot.grad_dtype.dtype
         """Of the shard's gradient; None means any."""
         self.sum_dtype = accumulation_dtype(slot, own)
         """In which unreduced gradients are accumulated; None means any."""
+        self.local: torch.Tensor
+        """The shard as a plain tensor of the same memory, with its own version counter."""
         self.offset = 0
         """Where the parameter begins in its unit's row."""
         self.is_direct = False

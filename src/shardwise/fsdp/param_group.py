@@ -7,7 +7,7 @@ its modules. The schedule (`shardwise.fsdp.schedule`) decides when.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,21 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.fsdp.config import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.errors import FSDPError, StateError, TrainingState
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param import ParamSlot, ShardedParam
 from shardwise.fsdp.unit import Unit
-from shardwise.torch_internals import next_sequence_number, sequence_number
+from shardwise.torch_internals import (
+    as_local,
+    next_sequence_number,
+    sequence_number,
+    storage_id,
+)
 
 if TYPE_CHECKING:
     from shardwise.fsdp.schedule import Schedule
-
-_groups_with_param: MutableMapping[torch.Tensor, list[ref[ParamGroup]]] = WeakTensorKeyDictionary()
-"""For each parameter the groups that have it: several, if it is tied."""
 
 
 class ForwardCall:
@@ -89,8 +90,11 @@ class ParamGroup:
         self.is_manual = False
         """Of a root: whether users call `finalize_backward`."""
         self._reset()
+        self._register_slots()
 
     def _reset(self) -> None:
+        self.rows: list[torch.Tensor] = []
+        """The memory of its shards (`shardwise.fsdp.shard_memory`)."""
         self.units: list[Unit] = []
         self.bindings: list[tuple[ParamSlot, ShardedParam]] = []
         """Each slot with its parameter."""
@@ -114,8 +118,13 @@ class ParamGroup:
         memo[id(self)] = result
         result._reset()
         result.schedule = result.outer = None
+        result.slots = []
         result.modules = copy.deepcopy(self.modules, memo)
-        result.slots = [slot.for_module(copy.deepcopy(slot.module, memo)) for slot in self.slots]
+        result.slots = [
+            slot.for_copy(copy.deepcopy(slot.module, memo), copy.deepcopy(slot.tie, memo))
+            for slot in self.slots
+        ]
+        result._register_slots()
         result.forward_prefetch = result.backward_prefetch = None
         return result
 
@@ -153,17 +162,30 @@ class ParamGroup:
 
     # ---- parameters and modules
 
-    def register_params(self) -> None:
+    def _register_slots(self) -> None:
         """Let other groups with the same parameters find this one."""
         for slot in self.slots:
-            _groups_with_param.setdefault(slot.tensor, []).append(ref(self))
+            slot.group = ref(self)
+            slot.tie.add(slot)
 
     def find_tied_groups(self) -> list[ParamGroup]:
-        """Return the groups that have any of its parameters, in the order of their creation."""
-        groups = (
-            found() for slot in self.slots for found in _groups_with_param.get(slot.tensor, ())
-        )
-        return list(dict.fromkeys(group for group in groups if group is not None))
+        """Return the groups that have any of its parameters: this one and others, in the order of
+        their creation."""
+        found: dict[ParamGroup, None] = {}
+        for slot in self.slots:
+            for other in slot.tie.slots():
+                group = None if other.group is None else other.group()
+                if group is not None:
+                    found[group] = None
+        return list(found) or [self]
+
+    def forget_empty_rows(self) -> None:
+        """Free the rows that hold none of its shards any more."""
+        with as_local():
+            used = {
+                storage_id(slot.tensor.untyped_storage()) for slot in self.slots if slot.is_filled
+            }
+            self.rows = [row for row in self.rows if storage_id(row.untyped_storage()) in used]
 
     def find_modules(self) -> None:
         """Collect the modules that compute with its parameters."""

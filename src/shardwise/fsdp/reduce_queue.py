@@ -69,16 +69,20 @@ class ReduceQueue:
         self.max_input_buffers = 1
         """How many reductions may be in flight while the next one is collected."""
         self._graph_task = _GraphTask()
+        self._makes_graph = False
+        """Whether the gradients of the present backward get a history."""
 
     # ---- backward
 
-    def begin(self, task: int, guard: ScheduleGuard) -> None:
+    def begin(self, task: int, guard: ScheduleGuard, makes_graph: bool) -> None:
         """Begin a backward: enqueue the reductions that are expected.
 
         Arguments:
             task: the number of the backward in autograd.
+            makes_graph: whether gradients get a history (`create_graph=True`).
         """
         self._guard = guard
+        self._makes_graph = makes_graph
         self._graph_task = _graph_tasks.setdefault(task, _GraphTask())
         self._graph_task.queues.append(self)
         for unit in (*reversed(self.used), *self._owed):
@@ -104,7 +108,8 @@ class ReduceQueue:
 
     def _make_reduction(self, unit: Unit, units: list[Unit]) -> GradReduction:
         plan = self._unit_set.bucket_of[unit].plan(units)
-        return GradReduction(plan, unit.groups[0].settings, self._unit_set.pool)
+        pool = self._unit_set.pool
+        return GradReduction(plan, unit.groups[0].settings, pool, self._makes_graph)
 
     def put(self, unit: Unit) -> None:
         """Take the gradients of a unit, which are all computed, and start reductions that are
@@ -221,6 +226,7 @@ class ReduceQueue:
         if self in self._graph_task.queues:
             self._graph_task.queues.remove(self)
         self._graph_task = _GraphTask()
+        self._makes_graph = False
         self._reduction_of.clear()
         self._waiting.clear()
         self.ready.clear()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardwise.comm import Communicator, Pending
 from shardwise.core.errors import CollectiveError
 from shardwise.fsdp.config import GroupSettings, ReduceScatter
-from shardwise.fsdp.errors import FSDPError, GatherError
+from shardwise.fsdp.errors import FSDPError, GatherError, StateError
 from shardwise.fsdp.flat_buffer import BufferPool, BufferSize, RowBuffer, aligned
 from shardwise.fsdp.mesh_info import process_group_or_communicator
 from shardwise.fsdp.param import ShardedParam, get_grad, set_grad
@@ -47,7 +47,7 @@ class ReducePlan:
     """The positions of the gradients of some units in a row.
 
     Arguments:
-        units: units of one flat buffer, with equal settings.
+        units: units of one bucket.
         is_direct: whether large gradients may be sent in place.
     """
 
@@ -102,10 +102,21 @@ class GradReduction:
         plan: the positions of the gradients in a row.
         settings: of these units' groups.
         pool: provides the row buffer.
+        makes_graph: whether the shards' gradients get a history, through which they can be
+            differentiated.
     """
 
-    def __init__(self, plan: ReducePlan, settings: GroupSettings, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        plan: ReducePlan,
+        settings: GroupSettings,
+        pool: BufferPool,
+        makes_graph: bool = False,
+    ) -> None:
         self.plan = plan
+        self._makes_graph = makes_graph
+        self._with_history: dict[ShardedParam, torch.Tensor] = {}
+        """If so, the gradients of the gathered parameters."""
         self.info = plan.units[0].info
         self.settings = settings
         self.waits_for = {unit for unit in plan.units if unit.trainable}
@@ -144,12 +155,37 @@ class GradReduction:
     def put(self, unit: Unit) -> None:
         """Move the gradients of a unit into the row buffer. If the unit has put gradients before,
         add to them."""
+        if self._makes_graph:
+            self._check_may_keep_history(unit)
         gradients = unit.take_grads()
+        if self._makes_graph:
+            self._keep_history(unit, gradients)
         if unit in self._put:
             self._add(unit, gradients)
         else:
             self._put.add(unit)
             self._copy_in(unit, gradients)
+
+    def _check_may_keep_history(self, unit: Unit) -> None:
+        """Raise `StateError` if the history of gradients would be incomplete."""
+        found = None
+        if self.is_partial:
+            found = "are not summed over the replicate axis: call set_requires_all_reduce(True)"
+        elif any(each.accumulated is not None for each in unit.params):
+            found = "were accumulated over backwards in another dtype: reduce them in each backward"
+        if found is not None:
+            raise StateError(
+                f"backward(create_graph=True): the gradients of {unit.describe()} could not be "
+                f"differentiated, because they {found}"
+            )
+
+    def _keep_history(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+        with torch.enable_grad(), as_local():
+            for entry, gradient in zip(self.plan.entries[unit], gradients, strict=True):
+                if gradient is not None:
+                    earlier = self._with_history.get(entry.param)
+                    total = gradient if earlier is None else earlier + gradient
+                    self._with_history[entry.param] = total
 
     def _copy_in(self, unit: Unit, gradients: Sequence[Any]) -> None:
         self.waits_for.discard(unit)
@@ -326,7 +362,7 @@ class GradReduction:
                 row.div_(self.settings.divide_factor or self.info.size)
             if self.settings.all_reduce_hook is not None:
                 self.settings.all_reduce_hook(self._without_flags(row))
-            device = self.plan.units[0].flat.device
+            device = self.plan.units[0].shard_device
             rows: dict[torch.dtype, torch.Tensor] = {}
             grads = []
             for entries in self.plan.entries.values():
@@ -336,6 +372,8 @@ class GradReduction:
                         if dtype not in rows:
                             rows[dtype] = row.to(device, dtype)
                         grads.append((param, param.sharding.own_shard(rows[dtype], offset)))
+        if self._makes_graph:
+            grads = [(param, self._attach_history(param, grad)) for param, grad in grads]
         grads = [(param, param.apply_grad_hooks(grad)) for param, grad in grads]
         totals, addends = [], []
         with torch.no_grad(), as_local():
@@ -343,6 +381,9 @@ class GradReduction:
                 total = get_grad(param.sharded)
                 if total is None:
                     set_grad(param.sharded, grad)
+                elif self._makes_graph:
+                    with torch.enable_grad():
+                        set_grad(param.sharded, total + grad)
                 else:
                     totals.append(total)
                     addends.append(grad)
@@ -350,6 +391,10 @@ class GradReduction:
                 torch._foreach_add_(totals, addends)
         for param, _ in grads:
             param.call_post_accumulate_hooks()
+
+    def _attach_history(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+        (unit,) = (each for each in self.plan.units if param in each.params)
+        return unit.reduction_of(param).attach(self._with_history.pop(param, None), grad)
 
     def _without_flags(self, row: torch.Tensor) -> torch.Tensor:
         """Return the gradients of a row, with zeros after shards that are shorter than others'."""

@@ -22,6 +22,7 @@ Each group also has a `TrainingState`. Events, in the order of a training step:
     module returns             leave, end_group_forward                       FORWARD -> IDLE
     outermost module returns   end_forward                FORWARD -> REST
     output gets a gradient     begin_group_backward       REST -> BACKWARD    IDLE -> PRE_BACKWARD
+    gradient gets a gradient   begin_graph_backward       REST -> BACKWARD
     unit has all gradients     _on_grads_ready            REST -> BACKWARD
     unit or inputs have all    check_group_backward_done                      PRE_ -> POST_BACKWARD
     gradients
@@ -38,6 +39,7 @@ What each event does to parameters and gradients:
     end_group_forward          reshard the units, unless backward begins with them
     end_forward                drop prefetches that were not used
     begin_group_backward       gather the units; prefetch the unit before
+    begin_graph_backward       gather all units, and keep them until the end
     _on_grads_ready            reduce the unit's gradients, once it is first in the queue
     check_group_backward_done  reshard the units
     _end_backward              start all reductions that are left, wait for them, reshard all
@@ -100,6 +102,9 @@ class Schedule:
         self._makes_graph = False
         """Whether that backward can be differentiated itself (`create_graph=True`): gathered
         parameters that it has saved must stay until the end of a backward that cannot."""
+        self._goes_through_grads = False
+        """Whether that backward computes gradients of gradients, in any order of modules: gathered
+        parameters stay until its end."""
         self._outermost: ParamGroup | None = None
         self.is_last_backward = True
         """Whether the end of a backward waits for its reductions."""
@@ -281,7 +286,19 @@ class Schedule:
         self._makes_graph = torch.is_grad_enabled()
         self.prefetcher.begin_backward(self._guards.begin("gathers"))
         engine.queue_callback(_EndOfBackward(self, task))
-        self.reduce_queue.begin(task, self._guards.begin("reductions"))
+        self.reduce_queue.begin(task, self._guards.begin("reductions"), self._makes_graph)
+
+    def begin_graph_backward(self) -> None:
+        """Event: a gradient of a shard, which has a history, gets a gradient itself.
+
+        Its backward may need any parameter before an output of a module gets a gradient.
+        """
+        self._begin_backward()
+        if not self._goes_through_grads:
+            self._goes_through_grads = True
+            for group in self.groups:
+                self.prefetcher.start(group.units)
+                self.prefetcher.finish(group)
 
     def _on_grads_ready(self, unit: Unit) -> None:
         """Event: all gradients of a unit are computed."""
@@ -307,7 +324,8 @@ class Schedule:
         group.state = transition(group.state, TrainingState.POST_BACKWARD, group.name)
         if not group.active_forwards:
             group.put_shards()
-        if group.settings.reshard_after_backward and not self._makes_graph:
+        keeps = self._makes_graph or self._goes_through_grads
+        if group.settings.reshard_after_backward and not keeps:
             self._release(group, True)
 
     def _end_backward(self) -> None:
@@ -336,6 +354,7 @@ class Schedule:
 
     def _clear_backward(self) -> None:
         self.in_backward, self._task = False, -1
+        self._goes_through_grads = False
         self.reduce_queue.clear()
         self.prefetcher.clear_backward()
 

@@ -1,7 +1,7 @@
 """Units: parameters of a group that are gathered together.
 
 The parameters of a unit have one dtype and are gathered into one piece of memory. At rest their
-shards are consecutive in a flat buffer, as a *row* that has the same length on every rank. A gather
+shards are consecutive in a *row*, which has the same length on every rank. A gather
 brings the rows of all ranks, from which one fused copy fills the gathered parameters. The gathered
 parameters are the same tensor objects as long as the unit exists; only their memory is freed after
 forward and filled again for backward. So tensors that autograd has saved in forward stay valid.
@@ -22,9 +22,10 @@ from shardwise.comm import trace
 from shardwise.comm.trace import Cause, trace_scope
 from shardwise.core import world
 from shardwise.core.tensor_state import user_attributes
-from shardwise.dtensor.tensor import wrap
+from shardwise.dtensor.tensor import GRADIENT_SOURCE, wrap
 from shardwise.fsdp.errors import ShardedState, transition
 from shardwise.fsdp.flat_buffer import RowBuffer, aligned, header_digits, lay_out_row
+from shardwise.fsdp.grad_graph import Reduction, ShardGradient
 from shardwise.fsdp.param import ShardedParam, get_grad, promoted_dtype, set_grad
 from shardwise.torch_internals import PARAMETER_FLAG, TensorBase, as_local, storage_id, version_of
 
@@ -71,19 +72,18 @@ class Unit:
         self.params = params
         self.info = groups[0].info
         self.device = device
-        own, policy = params[0].sharded.dtype, params[0].slot.policy
-        casts = policy.param_dtype is not None and own.is_floating_point
-        self.dtype: torch.dtype = policy.param_dtype if casts else own  # type: ignore[assignment]
+        self.dtype = params[0].gathered_dtype
         """Of the gathered parameters, and of the rows that are sent."""
         self.reduce_dtype = reduce_dtype
         self.follows_grad_dtypes = any(each.sum_dtype is None for each in params)
         """Whether the dtype of its reductions depends on the gradients."""
         self.length, self.buffered_length = lay_out_row(params, self.dtype, device)
         self.direct_params = [each for each in params if each.is_direct]
-        self.flat: torch.Tensor
-        """The flat buffer, which other units may share."""
-        self.offset: int
-        """Where its row begins in the flat buffer."""
+        self.row: torch.Tensor | None = None
+        """The memory of all shards; None if some shards are elsewhere."""
+        self.shard_dtype, self.shard_device = params[0].sharded.dtype, params[0].sharded.device
+        self._addresses: list[int] = []
+        """Where the shards are."""
         self.state = ShardedState.SHARDED
         self.is_alias = False
         """Whether the gathered parameters are views of the shards, which are entire."""
@@ -119,39 +119,58 @@ class Unit:
 
     # ---- memory
 
-    def place_shards(self, flat: torch.Tensor, offset: int) -> None:
-        """Move the shards into a flat buffer, where they become a row; within `as_local()`."""
-        self.flat, self.offset = flat, offset
-        row = flat[offset : offset + self.length]
-        row[:2] = torch.tensor(header_digits(self.number))
+    def find_shards(self) -> None:
+        """Note where the shards are; within `as_local()`."""
         for each in self.params:
-            own = each.sharding.own_shard(row, each.offset)
-            own.copy_(each.sharded)
-            TensorBase.data.__set__(each.sharded, own)
+            each.local = TensorBase.data.__get__(each.sharded)
+        self._addresses = [_address(each.sharded) for each in self.params]
 
     def has_shards_in_place(self) -> bool:
-        """Return whether all shards are still in the flat buffer; within `as_local()`."""
-        itemsize = self.flat.itemsize
-        start = self.flat.data_ptr() + self.offset * itemsize
-        for each in self.params:
-            address = each.sharded.data_ptr()  # 0 if it is empty
-            if address and address != start + each.offset * itemsize:
+        """Return whether all shards are still where they were; within `as_local()`."""
+        for each, address in zip(self.params, self._addresses, strict=True):
+            if each.sharded.dtype is not self.shard_dtype or _address(each.sharded) != address:
                 return False
         return True
+
+    def use_row(self, row: torch.Tensor | None) -> None:
+        """Send the shards from a row that they are in; None if they are elsewhere."""
+        self._header = torch.tensor(
+            header_digits(self.number), dtype=self.shard_dtype, device=self.shard_device
+        )
+        self.row = row
+        if row is not None:
+            row[:2] = self._header
+
+    def row_pieces(self, row: torch.Tensor, is_direct: bool) -> list[torch.Tensor]:
+        """Return the views of a row that `shard_pieces` are copied to."""
+        if self.row is not None:
+            return [row]
+        params = [each for each in self.params if not (is_direct and each.is_direct)]
+        return [row[:2], *(each.sharding.own_shard(row, each.offset) for each in params)]
+
+    def shard_pieces(self, is_direct: bool) -> list[torch.Tensor]:
+        """Return the shards as the pieces of this rank's row.
+
+        Arguments:
+            is_direct: whether direct parameters are sent in place, apart from the row.
+        """
+        if self.row is not None:
+            return [self.row[: self.buffered_length] if is_direct else self.row]
+        params = [each for each in self.params if not (is_direct and each.is_direct)]
+        return [self._header, *(each.local for each in params)]
 
     def make_gathered_params(self) -> None:
         """Create the gathered parameters: without memory, or as views of the shards if each shard
         is the whole parameter."""
         self.is_alias = (
             self.info.shard_mesh_size == 1
-            and self.dtype is self.params[0].sharded.dtype
-            and self.device == self.flat.device
+            and self.dtype is self.shard_dtype
+            and self.device == self.shard_device
         )
         self._targets: dict[Hashable, list[torch.Tensor]] = {}
         if self.is_alias:
-            row = self.flat.detach()[self.offset : self.offset + self.length]
             for each in self.params:
-                self._set_gathered(each, each.sharding.own_shard(row, each.offset))
+                self._set_gathered(each, each.local)
             return
         sizes = [aligned(torch.Size(each.sharding.gathered_shape).numel()) for each in self.params]
         # After forward it may be split into equal parts, for any divisor of the shard ranks.
@@ -177,10 +196,11 @@ class Unit:
             memory = wrap(memory.view_as(memory), param.sharding.gathered_layout)
         gathered: Any = nn.Parameter(memory, requires_grad=False)
         param.gathered = gathered
+        setattr(param.sharded, GRADIENT_SOURCE, ShardGradient(self, param))
         if param.sum_dtype is not self.dtype:
             gathered.grad_dtype = None  # else autograd would round gradients of a wider dtype
         for name, value in user_attributes(param.sharded).items():
-            if name not in ("_layout", PARAMETER_FLAG, "_gathered_strides"):
+            if name not in ("_layout", PARAMETER_FLAG, "_gathered_strides", GRADIENT_SOURCE):
                 setattr(gathered, name, value)
 
     def allocate(self) -> None:
@@ -227,10 +247,6 @@ class Unit:
 
     # ---- sharded and gathered
 
-    def own_shard(self, param: ShardedParam) -> torch.Tensor:
-        """Return this rank's shard of a parameter as a plain tensor."""
-        return param.sharding.own_shard(self.flat.detach(), self.offset + param.offset)
-
     def fill(self, rows: RowBuffer, start: int, skips_own: bool, is_direct: bool = False) -> None:
         """Fill the gathered parameters from the rows of all ranks.
 
@@ -269,12 +285,12 @@ class Unit:
         result: list[torch.Tensor] = []
         for each in self.params:
             if is_direct and each.is_direct:
-                result.append(self.own_shard(each))
+                result.append(each.local)
                 continue
             own = None
             if skips_own:
-                first = self.offset + each.offset
-                own = self.flat.detach()[first : first + each.sharding.size]
+                assert self.row is not None, "otherwise the own row was copied"
+                own = self.row[each.offset : each.offset + each.sharding.size]
             result += each.sharding.pieces_of_rows(matrix, start + each.offset, own)
         return result
 
@@ -362,6 +378,13 @@ class Unit:
                         each.accumulated.add_(gradient)
                     set_grad(each.gathered, None)
 
+    def reduction_of(self, param: ShardedParam) -> Reduction:
+        """Return how the gradient of a parameter is reduced within autograd."""
+        schedule, settings = self.groups[0].schedule, self.groups[0].settings
+        assert schedule is not None, "its forward has set it"
+        divisor = settings.divide_factor or self.info.size
+        return Reduction(param, self.info, divisor, schedule.begin_graph_backward)
+
     def take_grads(self) -> list[torch.Tensor | None]:
         """Return the gradients of the trainable parameters, and remove them here."""
         self.params_with_grad.clear()
@@ -408,6 +431,12 @@ class Unit:
             if each.reduced is not None:
                 found.add(each.reduced.dtype)
         return promoted_dtype(found or {self.dtype})
+
+
+def _address(shard: torch.Tensor) -> int:
+    """Return where a shard is; an empty one, which has no address, by the identity of its storage.
+    Within `as_local()`."""
+    return shard.data_ptr() or storage_id(shard.untyped_storage())
 
 
 # ---- causes of collectives, for listeners and for the errors of simulated ranks
