@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.state_dicts import spread, train
 from torch import nn
 
 import shardwise as sw
@@ -162,6 +163,20 @@ def test_a_copy_computes_and_trains_like_the_original(kind: str, way: str) -> No
             assert all(each.grad is None for each in model.parameters())
             with torch.no_grad():
                 torch.testing.assert_close(whole(model(X)), expected)
+
+    sw.simulate(run, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_and_its_optimizer_go_on_training_from_one_file(way: str) -> None:
+    def run() -> None:
+        model, optimizer = spread("tp")
+        train(model, optimizer, 1)
+        again = WAYS[way]((model, optimizer))
+        for each in ((model, optimizer), again):
+            train(*each)
+        for mine, theirs in zip(model.parameters(), again[0].parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 
     sw.simulate(run, 2)
 
