@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from support.rules import check_second_order, values
+from support.rules import check_second_order, heard, in_layout, ranks, values
 
-from shardwise import Replicate, init_device_mesh, simulate
+from shardwise import DeviceMesh, Replicate, Shard, init_device_mesh, simulate
 from shardwise.core.layout import Layout
 from shardwise.testing import Sample, check_rule, distributed
 
@@ -121,6 +121,18 @@ def test_there_is_no_largest_of_nothing():
         assert tuple(torch.amax(x, 1).shape) == (0,)
 
     simulate(run, 2)
+
+
+@pytest.mark.parametrize("function", [torch.max, torch.amax])
+def test_only_a_maximum_that_needs_a_gradient_counts_the_equal_elements_of_all_ranks(function):
+    def run(mesh: DeviceMesh) -> None:
+        x = in_layout(X, mesh, Shard(0))
+        assert len(heard(mesh, lambda: function(x))[0]) == 2
+        assert len(heard(mesh, lambda: function(x.detach()))[0]) == 1
+        with torch.no_grad():
+            assert len(heard(mesh, lambda: function(x))[0]) == 1
+
+    ranks(run)
 
 
 def test_the_gradient_of_the_gradient_of_max():
