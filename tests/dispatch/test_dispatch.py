@@ -128,9 +128,11 @@ def test_a_missing_rule_replicates_inputs_and_warns_once_for_each_line():
         messages = [str(each.message) for each in seen]
         return messages, [each.filename for each in seen]
 
-    messages, files = ranks(run)[0]
-    assert len(messages) == 1 and "inv" in messages[0] and "[4@0, 4]" in messages[0]
-    assert "register_rule" in messages[0] and files[0].endswith("test_dispatch.py")
+    for messages, files in ranks(run):
+        assert len(messages) == 2  # of two lines, on each rank
+        for message, file in zip(messages, files, strict=True):
+            assert "inv" in message and "[4@0, 4]" in message and "register_rule" in message
+            assert file.endswith("test_dispatch.py")
 
 
 @pytest.mark.usefixtures("inv_has_no_rule")

@@ -31,13 +31,19 @@ Instead = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs in place of torch's function, given it and its arguments, of which one is a DTensor."""
 
 
+_watching: dict[tuple[Any, str], Any] = {}
+"""What replaces each function: always the same, as tables of functions hold it."""
+
+
 def _replace_functions(owner: Any, names: str, instead: Instead, watch: Any = None) -> Undo:
     """Let `instead` run where a function of torch is called with DTensors among its arguments."""
     # Torch keeps a set of these functions, made of what its names stand for when it is first used.
     undos: list[Undo] = [device_constructors.cache_clear]
     for name in names.split():
         function = getattr(owner, name)
-        watched: Any = (watch or _watched)(function, instead, owner is torch)
+        if (owner, name) not in _watching:
+            _watching[owner, name] = (watch or _watched)(function, instead, owner is torch)
+        watched = _watching[owner, name]
         watched.__qualname__ = f"Tensor.{name}" if owner is torch.Tensor else name  # for pickle
         known = lookup(function)
         if known is not None:  # torch looks methods up by name, and hands ours to dispatch
@@ -154,6 +160,11 @@ def _with_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return function(*map(_number, args), **{name: _number(each) for name, each in kwargs.items()})
 
 
+def _new_with_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the method with numbers in place of 0-d DTensors; those of a DTensor are its own."""
+    return _with_numbers(functools.partial(function, args[0]), args[1:], kwargs)
+
+
 def _number(arg: Any) -> Any:
     is_number = isinstance(arg, DTensor) and not arg.dim() and not arg.requires_grad
     return arg.item() if is_number else arg
@@ -231,7 +242,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.Tensor.new_full",
         "The same for new_full of a plain tensor: it gets the sum.",
-        lambda: _replace_functions(torch.Tensor, "new_full", _with_numbers),
+        lambda: _replace_functions(torch.Tensor, "new_full", _new_with_numbers),
     ),
     Patch(
         "torch.sparse_coo_tensor and those of the other sparse layouts",

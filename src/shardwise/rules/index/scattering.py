@@ -280,7 +280,7 @@ def _ones_outside(value: torch.Tensor, inside: torch.Tensor, dim: int) -> torch.
         inside = inside.view([-1 if each == dim else 1 for each in range(value.dim())])
     else:
         value = crop(value, inside.shape)
-    return torch.where(inside, value, 1)
+    return value.masked_fill(~inside, 1)
 
 
 # ---- by a mask
