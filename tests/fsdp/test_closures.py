@@ -35,7 +35,7 @@ def minimized(model, x, steps=4, returns=lambda loss: loss, **options):
         optimizer.zero_grad()
         loss = mean_square(model, x) + (model(x) - 1).abs().mean()
         loss.backward()
-        return returns(loss)
+        return returns(loss.detach())
 
     losses = [float(torch.as_tensor(optimizer.step(closure)).detach()) for _ in range(steps)]
     return model, losses, len(calls)
@@ -62,7 +62,7 @@ def test_lbfgs_minimizes_as_in_one_process(shard, line_search):
     sw.simulate(run, 4)
 
 
-@pytest.mark.parametrize("returns", [lambda loss: loss.item(), lambda loss: loss.detach().float()])
+@pytest.mark.parametrize("returns", [lambda loss: loss.item(), lambda loss: loss.float()])
 def test_a_loss_may_be_a_number_or_another_dtype(returns):
     expected = minimized(made(), batch(), returns=returns, line_search_fn=None, max_iter=2)
 
@@ -94,7 +94,7 @@ def test_the_loss_has_the_scale_of_the_gradients():
                 optimizer.zero_grad()
                 loss = each(x).square().sum()
                 loss.backward()
-                return loss
+                return loss.detach()
 
             found.append(float(optimizer.step(closure)))
         assert_close(torch.tensor(found[0]), torch.tensor(found[1]))
