@@ -45,6 +45,9 @@ def changed_places() -> dict[str, Any]:
         "_add_batch_dim": vmap._add_batch_dim,
         "_wrap_for_grad": transforms._wrap_for_grad,
         "_wrap_functional_tensor": transforms._wrap_functional_tensor,
+        "vmap_increment_nesting": vmap.vmap_increment_nesting,
+        "grad_increment_nesting": transforms.grad_increment_nesting,
+        "jvp_increment_nesting": transforms.jvp_increment_nesting,
         "checkpoint": checkpoint._allowed_determinism_checks_to_fns["default"],
         "save_inputs": frame.save_inputs,
         "state": inspect.getattr_static(

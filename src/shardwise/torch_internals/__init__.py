@@ -414,6 +414,15 @@ wrap_for_grad: Any = _take(
 wrap_functional: Any = _take(
     "torch._functorch.eager_transforms._wrap_functional_tensor", "functionalize wraps its inputs"
 )
+is_transformed: Any = _take(
+    "torch._C._functorch.is_functorch_wrapped_tensor", "is a tensor wrapped by a transform?"
+)
+inside_of_transform: Any = _take(
+    "torch._C._functorch.get_unwrapped", "the tensor that a transform has wrapped"
+)
+_take("torch._functorch.vmap.vmap_increment_nesting", "the context in which vmap runs a function")
+_take("torch._functorch.eager_transforms.grad_increment_nesting", "the same for grad and vjp")
+_take("torch._functorch.eager_transforms.jvp_increment_nesting", "the same for jvp")
 vmap_module: Any = _take("torch._functorch.vmap", "where `_add_batch_dim` is looked up")
 transforms_module: Any = _take("torch._functorch.eager_transforms", "the same for the other two")
 CheckpointFrame: Any = _take(

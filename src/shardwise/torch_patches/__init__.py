@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
 from shardwise.api import optimizers
 from shardwise.comm import trace
 from shardwise.comm.trace import module_scope
-from shardwise.core.errors import DispatchError
 from shardwise.dispatch.autograd import apply_to_dtensors
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.view_copy import call_with_copies, view_copies_in
@@ -34,10 +33,15 @@ from shardwise.torch_internals import (
     default_checkpoint_metadata,
     foreach_types,
     is_torch_function_enabled,
-    transforms_module,
-    vmap_module,
 )
-from shardwise.torch_patches import collectives, constructors, script, state_dicts, wrappers
+from shardwise.torch_patches import (
+    collectives,
+    constructors,
+    script,
+    state_dicts,
+    transforms,
+    wrappers,
+)
 from shardwise.torch_patches.patch import Patch, Undo
 from shardwise.torch_patches.patch import replace as _replace
 from shardwise.torch_patches.patch import undo_all as _all
@@ -98,34 +102,6 @@ def _guard_function_apply() -> Undo:
         return apply_of(None, cls)(*args, **kwargs)
 
     return _replace(torch.autograd.Function, "apply", classmethod(guarded_apply))
-
-
-# ---- the transforms of torch.func
-
-
-def _refuse_in_transforms() -> Undo:
-    places = [
-        (vmap_module, "_add_batch_dim"),
-        (transforms_module, "_wrap_for_grad"),
-        (transforms_module, "_wrap_functional_tensor"),
-    ]
-    return _all(
-        [_replace(module, name, _refusing(getattr(module, name))) for module, name in places]
-    )
-
-
-def _refusing(wrapping: Any) -> Any:
-    @functools.wraps(wrapping)
-    def wrapped(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, DTensor):
-            raise DispatchError(
-                f"torch.func: got a DTensor {tensor._layout!r}. Its transforms (grad, vjp, jvp, "
-                "vmap, ...) would see only this rank's piece; use torch.autograd.grad or "
-                "torch.autograd.functional, or transform local tensors within sw.local_map"
-            )
-        return wrapping(tensor, *args, **kwargs)
-
-    return wrapped
 
 
 # ---- activation checkpointing
@@ -249,8 +225,16 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch._functorch.vmap._add_batch_dim, .eager_transforms._wrap_for_grad and "
         "._wrap_functional_tensor",
-        "torch.func wraps its inputs in C++, where a DTensor is only its shard: refused.",
-        _refuse_in_transforms,
+        "torch.func wraps its inputs in C++, where a DTensor is only its shard: whole ones enter "
+        "as plain tensors, others are refused.",
+        transforms.take_whole_inputs,
+    ),
+    Patch(
+        "torch._functorch.vmap.vmap_increment_nesting, .eager_transforms.grad_increment_nesting "
+        "and .jvp_increment_nesting",
+        "Within a transform, tensors that it has wrapped meet DTensors; their results are no "
+        "DTensors. Known only from here, as dispatch must not ask for it on every call.",
+        transforms.dispatch_in_transforms,
     ),
     Patch(
         "torch.utils.checkpoint._allowed_determinism_checks_to_fns['default']",
