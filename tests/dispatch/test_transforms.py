@@ -67,8 +67,8 @@ def test_a_split_parameter_in_the_transformed_function_is_refused():
     """As in vmap over a model with tensor parallelism, or over one with sharded parameters."""
 
     def run(mesh):
-        model = nn.Linear(4, 3, dtype=torch.float64)
-        sw.shard_module(model, mesh, {"weight": Shard(0), "bias": Shard(0)})
+        model = nn.Linear(4, 3, bias=False, dtype=torch.float64)
+        model.weight = nn.Parameter(split(W, mesh, Shard(0)))
         func.vmap(model)(X)
 
     with pytest.raises(sw.RankError, match=r"torch\.func: got a DTensor .*redistribute"):
