@@ -39,8 +39,8 @@ MOST_UNCHECKED = 64
 """The ranks of a mesh compare their keys at least once in this many random operators."""
 
 _REMEDY = (
-    "call sw.seed(mesh, n), or torch.manual_seed(n), on all ranks of the mesh, and draw plain random tensors on all ranks "
-    "alike, or from a torch.Generator of their own"
+    "call sw.seed(mesh, n), or torch.manual_seed(n), on all ranks of the mesh, and draw plain "
+    "random tensors on all ranks alike, or from a torch.Generator of their own"
 )
 
 

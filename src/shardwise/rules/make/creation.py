@@ -77,7 +77,7 @@ def spaced(start: Any, end: Any, steps: int, *args: Any, **kwargs: Any) -> Spec:
 
 @handler("zero_")
 def zero_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target = [*args, *kwargs.values()][0]
+    (target,) = (*args, *kwargs.values())
     check_writable("zero_", target)
     with as_local():
         func(target)

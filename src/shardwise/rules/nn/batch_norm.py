@@ -274,8 +274,8 @@ def by_batch_saving(
     """
     mean, variance = (input.new_zeros(input.shape[1]) for _ in range(2))
     if _needs_padding(input):
-        values, scale, shift = map(_padded, (input, weight, bias))
-        result, *_ = torch.native_batch_norm(values, scale, shift, None, None, True, 1.0, eps)
+        padded, weight, bias = map(_padded, (input, weight, bias))
+        result, *_ = torch.native_batch_norm(padded, weight, bias, None, None, True, 1.0, eps)
         return crop(result, input.shape), mean, variance, torch.zeros_like(mean)
     result, mean, scale = torch.native_batch_norm(
         input, weight, bias, mean, variance, True, 1.0, eps
