@@ -308,5 +308,5 @@ def refused_object(placement: Any) -> bool:
     try:
         exchanged(placement)
     except sw.LayoutError as error:
-        return "pickle: this is the piece at" in str(error)
+        return "pickle: expected to be the rank at" in str(error)
     return False

@@ -675,7 +675,7 @@ def _calls() -> Iterator[Call]:
         ),
     ):
         yield Call(code, group, run=run, **{**real, "whole": other})
-    pickled = "refused: pickle: this is the piece at"
+    pickled = "refused: pickle: expected to be the rank at"
     yield Call(
         "dist.all_gather_object(plain, {'x': x})",
         group,
