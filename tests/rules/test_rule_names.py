@@ -47,10 +47,10 @@ SAME = {
 """Functions of one short name that share a rule, for they are one operator, with one signature."""
 
 NOT_IN_ATEN = """
-    __dlpack_device__ __invert__ _is_view _typed_storage apply_ bfloat16 bool byte cdouble cfloat
-    char const_data_ptr cross_entropy data_ptr dim_order double float gaussian_nll_loss half int
-    is_shared logsigmoid long map2_ map_ new new_tensor share_memory_ short softsign storage storage_type
-    tanhshrink tolist type unique untyped_storage"""
+    __dlpack_device__ __invert__ _is_view _typed_storage apply_ bfloat16 bool byte cdouble
+    cfloat char const_data_ptr cross_entropy data_ptr dim_order double float gaussian_nll_loss
+    half int is_shared logsigmoid long map2_ map_ new new_tensor share_memory_ short softsign
+    storage storage_type tanhshrink tolist type unique untyped_storage"""
 """Names with a rule that aten does not have: should it come to have one, is that the same?"""
 
 REMOVED_FROM_ATEN = {"cholesky", "qr"}  # in torch 2.14
