@@ -83,13 +83,13 @@ def _as_plain(tensor: DTensor) -> torch.Tensor:
 # ---- within a transform
 
 
-class _Running(threading.local):
+class _TransformDepth(threading.local):
     """The number of transforms that run on this thread."""
 
     depth = 0
 
 
-class _Dispatch:
+class _TransformDispatch:
     """Chooses how functions on DTensors run.
 
     Arguments:
@@ -100,7 +100,7 @@ class _Dispatch:
         self.count = 0
         """The number of transforms that run in this process."""
         self.lock = threading.Lock()
-        self.here = _Running()
+        self.here = _TransformDepth()
         self.dispatch = dispatch
 
     def add(self, number: int) -> None:
@@ -138,7 +138,7 @@ def _with_plain(value: Any) -> Any:
 
 def dispatch_in_transforms() -> Undo:
     """Change how functions on DTensors run while a transform does."""
-    chosen = _Dispatch(DTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+    chosen = _TransformDispatch(DTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
     def noted(nesting: Any) -> Any:
         @contextmanager
