@@ -91,7 +91,12 @@ def changed_places() -> dict[str, Any]:
         **{name: inspect.getattr_static(torch.Tensor, name) for name in METHODS},
         "to_dlpack": torch.utils.dlpack.to_dlpack,
         "nested": (torch.nested.nested_tensor, torch.nested.as_nested_tensor),
-        "script": inspect.getattr_static(torch.jit.ScriptFunction, "__call__"),
+        # torch's own tests wrap it
+        **(
+            {"script": inspect.getattr_static(torch.jit.ScriptFunction, "__call__")}
+            if "torch.testing._internal.common_utils" not in sys.modules
+            else {}
+        ),
         "trace": (
             torch._C._create_function_from_trace,
             torch._C._create_function_from_trace_with_dict,

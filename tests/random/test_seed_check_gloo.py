@@ -27,9 +27,9 @@ def drawn(mesh: sw.DeviceMesh, count: int) -> list[int]:
 
 
 def compares_seldom() -> list[list[int]]:
-    mesh = sw.DeviceMesh("cpu", [0, 1, 2, 3])
+    mesh = sw.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("new",))  # nobody has drawn on it
     sw.seed(mesh, 0)
-    grid = sw.DeviceMesh("cpu", [[0, 1], [2, 3]])
+    grid = sw.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("rows", "columns"))
     return [drawn(mesh, 300), drawn(grid, 5)]
 
 

@@ -78,7 +78,7 @@ class FlopTotals:
 
 
 @dataclass
-class _Call:
+class _CountedCall:
     """A call on DTensors: what its backward would cost one process."""
 
     backward: Operators
@@ -100,7 +100,7 @@ class FlopCount:
         known: it counts as the work that this rank did for them."""
         self._local = _LocalCounter(self)
         self._measured: dict[Any, tuple[Operators, Operators]] = {}
-        self._calls: list[_Call] = []
+        self._calls: list[_CountedCall] = []
         self._starts: list[int] = []
         self._ends: list[int] = []
         """The numbers of the autograd nodes that belong to each call: from a start to an end."""
@@ -173,7 +173,7 @@ class FlopCount:
             call.tasks.add(task)
             self._add_for_one(call.modules, call.backward, call.ranks)
 
-    def _call_of_backward(self) -> _Call | None:
+    def _call_of_backward(self) -> _CountedCall | None:
         """Return the call on DTensors whose backward runs now."""
         node = current_autograd_node()
         if node is None:
@@ -219,7 +219,7 @@ class FlopCount:
         self._add_for_one(modules, forward, ranks)
         end = next_sequence_number()
         if backward and end > start:
-            self._calls.append(_Call(backward, modules, ranks))
+            self._calls.append(_CountedCall(backward, modules, ranks))
             self._starts.append(start)
             self._ends.append(end)
         return result

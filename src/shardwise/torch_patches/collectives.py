@@ -27,7 +27,7 @@ from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _GroupMethod:
     """What a method of a process group does with its tensors."""
 
     function: str
@@ -40,27 +40,27 @@ class _Call:
     """Whether a value depends on the same element of each rank alone."""
 
 
-_ALL_REDUCE = _Call("all_reduce", writes=True, gives_all_the_same=True, is_elementwise=True)
-_BROADCAST = _Call("broadcast", writes=True, gives_all_the_same=True, is_elementwise=True)
-_ALL_GATHER = _Call("all_gather", writes=True, gives_all_the_same=True)
-_REDUCE_SCATTER = _Call("reduce_scatter", writes=True)
-_ALL_TO_ALL = _Call("all_to_all", writes=True)
-_RECV = _Call("recv", writes=True)
+_ALL_REDUCE = _GroupMethod("all_reduce", writes=True, gives_all_the_same=True, is_elementwise=True)
+_BROADCAST = _GroupMethod("broadcast", writes=True, gives_all_the_same=True, is_elementwise=True)
+_ALL_GATHER = _GroupMethod("all_gather", writes=True, gives_all_the_same=True)
+_REDUCE_SCATTER = _GroupMethod("reduce_scatter", writes=True)
+_ALL_TO_ALL = _GroupMethod("all_to_all", writes=True)
+_RECV = _GroupMethod("recv", writes=True)
 
-METHODS: dict[str, _Call] = {
+METHODS: dict[str, _GroupMethod] = {
     "allreduce": _ALL_REDUCE,
     "allreduce_coalesced": _ALL_REDUCE,
     "broadcast": _BROADCAST,
-    "reduce": _Call("reduce", writes=True),
+    "reduce": _GroupMethod("reduce", writes=True),
     "allgather": _ALL_GATHER,
     "allgather_coalesced": _ALL_GATHER,
     "allgather_into_tensor_coalesced": _ALL_GATHER,
     "all_gather_single": _ALL_GATHER,
     "all_gather_single_coalesced": _ALL_GATHER,
     "_allgather_base": _ALL_GATHER,
-    "gather": _Call("gather", writes=True),
-    "gather_single": _Call("gather", writes=True),  # since torch 2.15
-    "scatter": _Call("scatter", writes=True),
+    "gather": _GroupMethod("gather", writes=True),
+    "gather_single": _GroupMethod("gather", writes=True),  # since torch 2.15
+    "scatter": _GroupMethod("scatter", writes=True),
     "reduce_scatter": _REDUCE_SCATTER,
     "reduce_scatter_single": _REDUCE_SCATTER,
     "reduce_scatter_single_coalesced": _REDUCE_SCATTER,
@@ -69,7 +69,7 @@ METHODS: dict[str, _Call] = {
     "alltoall": _ALL_TO_ALL,
     "alltoall_base": _ALL_TO_ALL,
     "all_to_all_single": _ALL_TO_ALL,
-    "send": _Call("send", writes=False),
+    "send": _GroupMethod("send", writes=False),
     "recv": _RECV,
     "recv_anysource": _RECV,
 }
@@ -94,7 +94,7 @@ def _guard_process_groups() -> Undo:
     return undo_all([*undos, replace(dist, "_broadcast_coalesced", checked_broadcast)])
 
 
-def _checked(method: Any, call: _Call) -> Any:
+def _checked(method: Any, call: _GroupMethod) -> Any:
     bind = method.__get__
 
     def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def _involves_dtensors(args: tuple[Any, ...]) -> bool:
     return False
 
 
-def _check(group: Any, call: _Call, args: tuple[Any, ...]) -> None:
+def _check(group: Any, call: _GroupMethod, args: tuple[Any, ...]) -> None:
     if not is_torch_function_enabled():
         return
     name = f"torch.distributed.{call.function}"
