@@ -309,6 +309,41 @@ def test_scaled_float8_matrices_split_in_whole_units() -> None:
     assert ranks(run, 4)[0]["n"] == ["all_gather", "all_gather"]  # 8 columns are too few
 
 
+@pytest.mark.parametrize(
+    ("count", "dims"),
+    [
+        (2, (1, 0, 1, 0)),
+        (4, (1, 0, 1, 0)),
+        (2, (0, None, 0, None)),
+        (2, (None, 1, None, 1)),
+        (2, (None, None, None, None)),
+    ],
+)
+def test_scaled_float8_matrices_with_scales_of_blocks_of_what_is_summed_over(
+    count: int, dims: tuple[int | None, ...]
+) -> None:
+    """As ranks have that scale their own parts: each multiplies its blocks, one or several."""
+    first = values(6, 64, grad=False).to(torch.float8_e4m3fn)
+    second = values(32, 64, grad=False).to(torch.float8_e4m3fn).t()
+    rows, columns = values(6, count, grad=False).abs(), values(count, 32, grad=False).abs()
+    scales = rows.float() + 0.5, columns.float() + 0.5
+    block = 64 // count
+    wide = first.float() * scales[0].repeat_interleave(block, 1)
+    want = wide @ (second.float() * scales[1].repeat_interleave(block, 0))
+
+    def run(mesh: DeviceMesh) -> None:
+        placed = [
+            in_layout(each, mesh, Replicate() if dim is None else Shard(dim))
+            for each, dim in zip((first, second, *scales), dims, strict=True)
+        ]
+        call = functools.partial(torch._scaled_mm, *placed, out_dtype=torch.bfloat16)
+        events, result = heard(mesh, call)
+        assert events == []
+        torch.testing.assert_close(result.full_tensor().float(), want, rtol=2e-2, atol=0.3)
+
+    ranks(run)
+
+
 def test_a_pending_maximum_that_is_added_to_a_split_product_is_made_whole_first():
     def run(mesh):
         first, second = values(3, 4, grad=False), values(4, 2, grad=False)

@@ -334,3 +334,21 @@ def test_only_one_of_the_tensors_beside_a_plain_input_is_a_dtensor(function, whi
             torch.testing.assert_close(whole, plain[name])
 
     ranks(run)
+
+
+def test_the_running_variance_of_one_value_per_channel_is_nan_as_torchs():
+    """`F.batch_norm` refuses one value; `torch.batch_norm`, which it calls, does not."""
+    x = values(1, 4, grad=False)
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        for held, shown in ((sw.Shard(0), sw.Replicate()), (sw.Shard(1), sw.Shard(0))):
+            running = torch.zeros(4).double(), torch.ones(4).double()
+            ours = [in_layout(each, mesh, shown) for each in running]
+            want = torch.batch_norm(x, None, None, *running, True, 0.3, 1e-5, False)
+            split = in_layout(x, mesh, held)
+            got = torch.batch_norm(split, None, None, *ours, True, 0.3, 1e-5, False)
+            assert running[1].isnan().all() and ours[1].full_tensor().isnan().all()
+            torch.testing.assert_close(ours[0].full_tensor(), running[0])
+            torch.testing.assert_close(got.full_tensor(), want)
+
+    ranks(run)

@@ -6,6 +6,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from support.rules import in_layout, ranks
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -317,3 +318,23 @@ def test_ranks_agree_on_the_moves_of_a_pending_leaf_whenever_python_collects():
         assert sw.simulate(run, 2)[1] == 23
     finally:
         gc.enable()
+
+
+def test_bitwise_operators_in_place() -> None:
+    first, second = torch.tensor([[12, 10, 7], [1, 2, 3]]), torch.tensor([[10, 3, 1], [4, 0, 2]])
+    operators = (
+        operator.iand,
+        operator.ior,
+        operator.ixor,
+        operator.ilshift,
+        operator.irshift,
+    )
+
+    def run(mesh: sw.DeviceMesh) -> None:
+        for change in operators:
+            x = before = in_layout(first.clone(), mesh, sw.Shard(1))
+            x = change(x, in_layout(second, mesh, sw.Shard(0)))
+            assert x is before and x.placements == (sw.Shard(1),)
+            assert torch.equal(x.full_tensor(), change(first.clone(), second))
+
+    ranks(run)
