@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch._dynamo import convert_frame
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -55,6 +56,7 @@ def changed_places() -> dict[str, Any]:
         ),
         "foreach": tuple(map(tuple, torch_internals.foreach_types)),
         "flops": FlopCounterMode._count_flops,
+        "compiled": convert_frame.ConvertFrame.__call__,
         "profiler": torch.autograd.profiler.profile._prepare_trace,
         "profiler's end": torch.autograd.profiler.profile.__exit__,
         **{

@@ -492,6 +492,8 @@ TORCHS_DTENSOR = "torch.distributed.tensor._api"
 """The module of torch's DTensor."""
 _take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Python")
 
+FRAME_CONVERSION = "torch._dynamo.convert_frame"
+"""The module that compiles functions for torch.compile. It takes seconds to import: as the next."""
 STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 """The module that gathers and distributes the values of state dicts. Like the next, it imports
 torch's own DTensor, and so shardwise never imports it: its names are changed when somebody does."""

@@ -36,6 +36,7 @@ from shardwise.torch_internals import (
 )
 from shardwise.torch_patches import (
     collectives,
+    compiled,
     constructors,
     script,
     state_dicts,
@@ -293,6 +294,7 @@ PATCHES: tuple[Patch, ...] = (
         count_local_flops,
     ),
     *collectives.PATCHES,
+    *compiled.PATCHES,
     *wrappers.PATCHES,
 )
 """All changes, in the order in which they are made."""
