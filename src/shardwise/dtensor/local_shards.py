@@ -118,12 +118,67 @@ def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
     sizes = layout.local_shape()
     if 0 in sizes:
         return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+    def place(dim: int) -> tuple[int, bool, int]:
+        # Of two dims with the same stride, one has size 1 here, and is the inner one.
+        return local[dim], sizes[dim] > 1, -dim
+
     result = []
-    for stride in local:
-        inner = [dim for dim, other in enumerate(local) if 0 < other < stride and sizes[dim] > 1]
-        grown = stride * math.prod(shape[dim] for dim in inner)
-        result.append(grown // math.prod(sizes[dim] for dim in inner))
+    for dim, stride in enumerate(local):
+        inner = [other for other in range(len(local)) if local[other] and place(other) < place(dim)]
+        grown = stride * math.prod(shape[other] for other in inner)
+        result.append(grown // math.prod(sizes[other] for other in inner))
     return tuple(result)
+
+
+def has_short_dims(layout: Layout) -> bool:
+    """Return whether a dim has one index in this rank's shard, and more in the global tensor.
+
+    Torch ignores the stride of a dim of size 1. So what holds for the memory of such a shard, that
+    it is contiguous or can be viewed in another shape, may not hold for those of other ranks.
+    """
+    return any(
+        here == 1 < size for here, size in zip(layout.local_shape(), layout.shape, strict=True)
+    )
+
+
+def is_globally_contiguous(
+    local: torch.Tensor,
+    layout: Layout,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> bool:
+    """Return whether the global tensor would be contiguous if it were stored as a shard is."""
+    shape, strides = layout.shape, global_stride(local.stride(), layout)
+    dims = list(range(len(shape)))
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        dims = [0, *dims[2:], 1]
+    expected = 1
+    for dim in reversed(dims):
+        if shape[dim] != 1:
+            if strides[dim] != expected:
+                return False
+            expected *= shape[dim]
+    return True
+
+
+def is_globally_viewable(local: torch.Tensor, layout: Layout, target: Sequence[int]) -> bool:
+    """Return whether the global tensor could be viewed in a shape if it were stored as a shard
+    is."""
+    # Dims that lie one in the other in memory form a block, which can be divided otherwise.
+    blocks: list[tuple[int, int]] = []
+    for size, stride in zip(layout.shape, global_stride(local.stride(), layout), strict=True):
+        if size == 1:
+            continue
+        if blocks and blocks[-1][1] == stride * size:
+            size *= blocks.pop()[0]
+        blocks.append((size, stride))
+    rest = 1
+    for size in reversed([size for size in target if size != 1]):
+        rest = blocks.pop()[0] if rest == 1 and blocks else rest
+        if rest % size:
+            return False
+        rest //= size
+    return True
 
 
 def check_class(argument: str, tensor: torch.Tensor) -> None:

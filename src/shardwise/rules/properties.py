@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dtensor.local_shards import has_short_dims, is_globally_contiguous
 from shardwise.dtensor.memory import check_whole
 from shardwise.dtensor.properties import GlobalProperties
 from shardwise.dtensor.tensor import DTensor, unwrap
@@ -22,14 +23,14 @@ _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
 
 
 @handler(
-    "is_complex", "is_floating_point", "is_signed", "is_contiguous", "is_inference", "is_conj",
+    "is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj",
     "is_neg", "is_pinned", "is_shared", "is_coalesced", "is_distributed", "is_set_to", "_is_view",
     "_is_zerotensor", "element_size", "storage_offset", "storage_type", "get_device", "dense_dim",
     "sparse_dim", "result_type", "_has_compatible_shallow_copy_type", "__dlpack_device__",
     "share_memory_",
 )  # fmt: skip
 def of_piece(func: Any, args: Any, kwargs: Any) -> Any:
-    # `is_contiguous`, `storage_offset` and `is_set_to` are about the shard's memory, which nobody
+    # `storage_offset` and `is_set_to` are about the shard's memory, which nobody
     # gets beside the global shape: see `of_memory`. `share_memory_` moves it and keeps its values.
     with as_local():
         return func(*args, **kwargs)
@@ -41,6 +42,16 @@ def of_piece(func: Any, args: Any, kwargs: Any) -> Any:
 def of_memory(func: Any, args: Any, kwargs: Any) -> Any:
     check_whole(name_of(func), args[0])
     with as_local():
+        return func(*args, **kwargs)
+
+
+@handler("is_contiguous")
+def is_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    # The same on every rank: programs decide by it.
+    tensor, *rest = args
+    with as_local():
+        if has_short_dims(tensor._layout):
+            return is_globally_contiguous(tensor, tensor._layout, *rest, **kwargs)
         return func(*args, **kwargs)
 
 

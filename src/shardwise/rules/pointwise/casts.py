@@ -6,6 +6,7 @@ differs from rounding the sum.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from shardwise.core.tensor_state import ensure_state
 from shardwise.dtensor.call_args import check_plain_tensors
 from shardwise.dtensor.composite import write_to_plain
 from shardwise.dtensor.input_moves import move_input, plan_input_move
+from shardwise.dtensor.local_shards import has_short_dims, is_globally_contiguous
 from shardwise.dtensor.tensor import DTensor, find_detaching_operator
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.helpers.local_tensors import is_summed, keeps_sums
 from shardwise.rules.pointwise.elementwise import broadcast_spec
 from shardwise.rules.registry import Function, composed, dispatched, handler, name_of, rule
-from shardwise.rules.spec import Out, Spec, dims_of, takes_shards
+from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, takes_shards
 from shardwise.torch_internals import as_local
 
 FLOATS = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
@@ -34,9 +36,26 @@ INTEGERS = {
 }
 
 
-@rule("clone", "contiguous", "cpu", "cuda", "pin_memory", *FLOATS, inplace=False)
+@rule("clone", "cpu", "cuda", "pin_memory", *FLOATS, inplace=False)
 def kept(input: Any, *args: Any, **kwargs: Any) -> Spec:
     return broadcast_spec([input], [(0,)])
+
+
+@rule("contiguous", inplace=False)
+def contiguous(input: Any, *args: Any, **kwargs: Any) -> Spec:
+    def lower(context: SplitContext) -> Any:
+        (layout,) = context.inputs
+        return partial(_copied_as_elsewhere, layout) if has_short_dims(layout) else None
+
+    return broadcast_spec([input], [(0,)], lower=lower)
+
+
+def _copied_as_elsewhere(layout: Layout, local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run `contiguous`, and copy also where only this rank's shard happens to be contiguous."""
+    result = local.contiguous(*args, **kwargs)
+    if result is local and not is_globally_contiguous(local, layout, *args, **kwargs):
+        return local.clone(memory_format=torch.contiguous_format)
+    return result
 
 
 @rule("alias", inplace=False)

@@ -16,6 +16,7 @@ import torch
 from shardwise.core import cut as cuts_of
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
+from shardwise.dtensor.local_shards import has_short_dims, is_globally_viewable
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.rules.helpers.dims import as_sizes, replace_dim
 from shardwise.rules.pointwise.casts import viewed_as
@@ -235,11 +236,24 @@ def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         # A split dim of size 1 may become another dim of the result, so all sizes are given.
         shape = context.outputs[0].local_shape()
+        if has_short_dims(context.inputs[0]):
+            return lambda x, *args, **kwargs: _copied_as_elsewhere(x, context, shape)
         if local is not None and _means(local, shape):
             return None
         return takes_shards(lambda x, *args, **kwargs: x.reshape(shape))
 
     return reshape_spec(input, target, lower=lower)
+
+
+def _copied_as_elsewhere(
+    local: torch.Tensor, context: SplitContext, shape: Sequence[int]
+) -> torch.Tensor:
+    """Run `reshape`, and copy also where only this rank's shard can be viewed in the new shape."""
+    result = local.reshape(shape)
+    if is_globally_viewable(local, context.inputs[0], context.outputs[0].shape):
+        return result
+    is_view = result.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return result.clone() if is_view else result
 
 
 @handler("view_as", "reshape_as", "expand_as")
