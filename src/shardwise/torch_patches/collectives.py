@@ -100,10 +100,15 @@ def _checked(method: Any, call: _GroupMethod) -> Any:
 
     def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
         if _involves_dtensors(args) or (kwargs and _involves_dtensors(kwargs.values())):
-            _check(group, call, (*args, *kwargs.values()))
+            _check(group, call, (*args, *(kwargs[name] for name in sorted(kwargs, key=_is_read))))
         return bind(group)(*args, **kwargs)
 
     return functools.wraps(method)(checked)
+
+
+def _is_read(keyword: str) -> bool:
+    """Tell whether a keyword is not that of the argument that is written to."""
+    return keyword.endswith("sizes") or not keyword.startswith(("output", "tensor"))
 
 
 def _involves_dtensors(args: Iterable[Any]) -> bool:
