@@ -247,6 +247,35 @@ def test_ranks_agree_on_random_numbers_after_a_checkpoint_of_fewer_ranks(
     workers2.run(random_states, str(tmp_path))
 
 
+def loop_with_accelerate(kind: str | None, rows: int) -> Any:
+    """A loop in which accelerate prepares the data loader and the optimizer, not the model."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    model = build() if kind is None else sharded(kind)
+    loader = torch.utils.data.DataLoader(Tokens(16), batch_size=rows)
+    optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), 0.01), loader)
+    norms = []
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch).loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    return norms, weights(model)
+
+
+def test_a_loop_with_accelerate_that_does_not_prepare_the_model_is_right_for_fully_shard(
+    workers2: sw.Workers,
+) -> None:
+    norms, final = loop_with_accelerate(None, 8)
+    for found, trained in workers2.run(loop_with_accelerate, "fully_shard", 4):
+        assert found == pytest.approx(norms, rel=1e-4)
+        for name, value in final.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-5)
+
+
 def refused(kind: str, folder: str) -> str:
     from transformers import Trainer
 
