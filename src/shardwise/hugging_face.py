@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,16 @@ class Trainer(transformers.Trainer):
         state = _gathered(optimizer.state_dict())
         with _replaced(self, "optimizer", SimpleNamespace(state_dict=lambda: state)):
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load random states on all ranks, or on none: a checkpoint of fewer ranks has too few."""
+        if checkpoint is not None and self.args.world_size > 1:
+            found = [False] * self.args.world_size
+            path = Path(checkpoint, f"rng_state_{self.args.process_index}.pth")
+            dist.all_gather_object(found, path.is_file())
+            if not all(found):
+                return
+        super()._load_rng_state(checkpoint)
 
 
 def _gathered(values: Any) -> Any:

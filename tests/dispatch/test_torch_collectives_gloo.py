@@ -81,6 +81,7 @@ WRITING: dict[str, Callable[[torch.Tensor], Any]] = {
     "broadcast": lambda x: dist.broadcast(x, 0),
     "all_gather": lambda x: dist.all_gather([x] * 4, torch.zeros(8, 3)),
     "the group's allreduce": lambda x: world().allreduce([x]),
+    "the group's allreduce of a tuple": lambda x: world().allreduce((x,)),
     "the group's broadcast of one": lambda x: world().broadcast(x, 0),
     "broadcast of many": lambda x: dist._broadcast_coalesced(world(), [x], 1 << 20, 0),
 }
@@ -91,6 +92,9 @@ WRITING_OWN: dict[str, Callable[[torch.Tensor], Any]] = {
     "scatter": lambda x: dist.scatter(x, like(x) if dist.get_rank() == 0 else None),
     "reduce_scatter": lambda x: dist.reduce_scatter(x, like(x)),
     "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, torch.zeros(32, 3)),
+    "the group's reduce_scatter, input first": lambda x: world().reduce_scatter(
+        input_tensors=[like(x)], output_tensors=[x]
+    ),
     "all_to_all": lambda x: dist.all_to_all([x] * 4, like(x)),
     "all_to_all_single": lambda x: dist.all_to_all_single(x, torch.zeros(8, 3)),
     "recv": lambda x: dist.recv(x, peer()),

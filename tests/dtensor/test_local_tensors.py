@@ -145,6 +145,22 @@ def test_data_on_some_ranks_only_is_refused_by_the_check() -> None:
     ranks(run)
 
 
+# ---- local_map
+
+
+def test_local_map_refuses_a_dtensor_by_keyword() -> None:
+    """It would stay a DTensor in a function of local tensors."""
+
+    def run() -> None:
+        x = plain(sw.init_device_mesh("cpu", (2,)))
+        mapped = sw.local_map(lambda *given, **named: torch.ones(2), out_placements=[Shard(0)])
+        for given in ((), (x,)):
+            with pytest.raises(LayoutError, match="got one as b="):
+                mapped(*given, b=[x])
+
+    sw.simulate(run, 2)
+
+
 # ---- local_map with inputs on several meshes
 
 

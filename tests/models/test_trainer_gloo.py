@@ -1,9 +1,11 @@
 """shardwise.hugging_face.Trainer: sharded models train, evaluate, save and resume."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,6 +73,13 @@ def sharded(kind: str) -> Any:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif kind == "both":
+        mesh = sw.init_device_mesh("cpu", (2, world // 2), ("dp", "tp"))
+        plan = plans.llama(names=plans.HUGGING_FACE)
+        shard_module(model, mesh["tp"], plan, strict=False)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
     return model
 
 
@@ -141,7 +150,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     model = build()
     folder = str(tmp_path_factory.mktemp("alone"))
-    return results(trainer(Trainer, model, folder, 8)), weights(model)
+    return results(trainer(Trainer, model, folder, 8)), weights(model), folder
 
 
 @pytest.mark.parametrize("kind", ["plan", "plan with a data axis", "fully_shard"])
@@ -150,7 +159,7 @@ def test_a_sharded_model_trains_evaluates_saves_and_resumes_as_in_one_process(
 ) -> None:
     from transformers import LlamaForCausalLM
 
-    expected, final = alone
+    expected, final, _ = alone
     folder = str(tmp_path / "out")
     for found, trained, again, resumed in workers2.run(on_a_rank, kind, folder):
         for name, value in expected.items():
@@ -164,6 +173,107 @@ def test_a_sharded_model_trains_evaluates_saves_and_resumes_as_in_one_process(
     loaded = LlamaForCausalLM.from_pretrained(f"{folder}/checkpoint-4").state_dict()
     for name, value in final.items():
         torch.testing.assert_close(loaded[name], value, rtol=1e-3, atol=1e-5)
+
+
+# A checkpoint holds whole tensors: it fits any number of ranks and any plan.
+
+
+def resumed(kind: str, rows: int, folder: str, checkpoint: str | None) -> Any:
+    from shardwise.hugging_face import Trainer
+
+    model = sharded(kind)
+    made = trainer(Trainer, model, folder, rows)
+    made.train(resume_from_checkpoint=checkpoint)
+    return made.state.global_step, weights(model)
+
+
+def test_a_checkpoint_of_one_process_resumes_on_ranks(
+    alone: Any, workers2: sw.Workers, tmp_path: Path
+) -> None:
+    _, final, folder = alone
+    for kind, rows in (("plan", 8), ("fully_shard", 4)):
+        run = workers2.run(resumed, kind, rows, str(tmp_path / kind), f"{folder}/checkpoint-2")
+        for steps, trained in run:
+            assert steps == 4
+            for name, value in final.items():
+                torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_checkpoint_of_ranks_resumes_in_one_process(
+    alone: Any, workers2: sw.Workers, tmp_path: Path
+) -> None:
+    from transformers import Trainer
+
+    _, final, _ = alone
+    folder = str(tmp_path / "out")
+    workers2.run(resumed, "fully_shard", 4, folder, None)
+    model = build()
+    trainer(Trainer, model, str(tmp_path / "alone"), 8).train(
+        resume_from_checkpoint=f"{folder}/checkpoint-2"
+    )
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, final[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_fully_shard_over_dp_beside_a_plan_over_tp_trains_as_one_process_and_resumes(
+    alone: Any, tmp_path: Path
+) -> None:
+    _, final, folder = alone
+    with sw.Workers(4, timeout=180) as workers:
+        whole = workers.run(resumed, "both", 4, str(tmp_path / "out"), None)
+        rest = workers.run(resumed, "both", 4, str(tmp_path / "rest"), f"{folder}/checkpoint-2")
+    for steps, trained in [*whole, *rest]:
+        assert steps == 4
+        for name, value in final.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-5)
+
+
+def random_states(folder: str) -> None:
+    from shardwise.hugging_face import Trainer
+
+    made = trainer(Trainer, sharded("plan"), folder, 8)
+    made._load_rng_state(f"{folder}/checkpoint-2")
+    sw.check_random_state(made.model.lm_head.weight.device_mesh)
+
+
+def test_ranks_agree_on_random_numbers_after_a_checkpoint_of_fewer_ranks(
+    workers2: sw.Workers, tmp_path: Path
+) -> None:
+    state = {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002
+    state["cpu"] = torch.Generator().manual_seed(7).get_state()
+    (tmp_path / "checkpoint-2").mkdir()
+    torch.save(state, tmp_path / "checkpoint-2" / "rng_state_0.pth")
+    workers2.run(random_states, str(tmp_path))
+
+
+def loop_with_accelerate(kind: str | None, rows: int) -> Any:
+    """A loop in which accelerate prepares the data loader and the optimizer, not the model."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    model = build() if kind is None else sharded(kind)
+    loader = torch.utils.data.DataLoader(Tokens(16), batch_size=rows)
+    optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), 0.01), loader)
+    norms = []
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch).loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    return norms, weights(model)
+
+
+def test_a_loop_with_accelerate_that_does_not_prepare_the_model_is_right_for_fully_shard(
+    workers2: sw.Workers,
+) -> None:
+    norms, final = loop_with_accelerate(None, 8)
+    for found, trained in workers2.run(loop_with_accelerate, "fully_shard", 4):
+        assert found == pytest.approx(norms, rel=1e-4)
+        for name, value in final.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-5)
 
 
 def refused(kind: str, folder: str) -> str:

@@ -1,6 +1,7 @@
 """Every change that shardwise makes to torch is listed, made once, and can be undone."""
 
 import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn, optim, overrides
 from torch._dynamo import convert_frame
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
@@ -46,9 +47,11 @@ def changed_places() -> dict[str, Any]:
         "_add_batch_dim": vmap._add_batch_dim,
         "_wrap_for_grad": transforms._wrap_for_grad,
         "_wrap_functional_tensor": transforms._wrap_functional_tensor,
-        "vmap_increment_nesting": vmap.vmap_increment_nesting,
-        "grad_increment_nesting": transforms.grad_increment_nesting,
-        "jvp_increment_nesting": transforms.jvp_increment_nesting,
+        **{
+            f"{kind}_{change}": getattr(module, f"{kind}_{change}_nesting")
+            for module, kind in ((vmap, "_vmap"), (transforms, "_grad"), (transforms, "_jvp"))
+            for change in ("increment", "decrement")
+        },
         "checkpoint": checkpoint._allowed_determinism_checks_to_fns["default"],
         "save_inputs": frame.save_inputs,
         "state": inspect.getattr_static(
@@ -309,3 +312,50 @@ def test_a_step_that_fails_leaves_dtensors_and_the_users_hooks_see_them() -> Non
         assert type(model.weight.grad) is sw.DTensor
 
     sw.simulate(train, 2)
+
+
+# Programs without DTensors, whatever was imported first.
+
+
+def test_the_contexts_of_transforms_that_compile_knows_by_identity_are_torchs_own() -> None:
+    transforms, vmap = torch_internals.transforms_module, torch_internals.vmap_module
+    for module, name in ((vmap, "vmap"), (transforms, "grad"), (transforms, "jvp")):
+        assert not is_of_shardwise(getattr(module, f"{name}_increment_nesting").__wrapped__)
+
+
+COMPILED_FIRST = """
+import torch
+import torch._dynamo
+from torch import overrides
+x = torch.ones(3, 4)
+torch.compile(torch.vmap(torch.sin), backend="eager", fullgraph=True)(x)
+import shardwise
+for transform in (torch.vmap, torch.func.jacrev, torch.func.jacfwd):
+    function = transform(torch.sin)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), function(x))
+"""
+
+
+@pytest.mark.slow
+def test_transforms_compile_also_if_something_was_compiled_before_shardwise_is_imported() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED_FIRST], capture_output=True, check=False, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_torchs_tables_of_functions_hold_the_changed_ones_also_if_made_before() -> None:
+    for change in (torch_patches.uninstall, torch_patches.install):
+        overrides.get_testing_overrides()
+        change()
+        assert {torch.tensor, torch.full, torch.arange} <= overrides.get_ignored_functions()
+        assert overrides.resolve_name(torch.Tensor.set_) == "torch.Tensor.set_"
+        assert torch.Tensor.set_ in overrides.get_testing_overrides()
+
+
+def test_changed_constructors_can_be_pickled() -> None:
+    functions = [getattr(torch, name) for name in CONSTRUCTORS]
+    functions += [getattr(torch.Tensor, name) for name in ("new_tensor", "new_full", "set_")]
+    for function in functions:
+        assert pickle.loads(pickle.dumps(function)) is function, function

@@ -274,6 +274,12 @@ class _LocalMap:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         func, options = self._func, self._options
+        for name, value in kwargs.items():
+            if any(isinstance(each, DTensor) for each in pytree.tree_leaves(value)):
+                raise LayoutError(
+                    f"local_map: expected DTensors as positional arguments, which become local "
+                    f"tensors; got one as {name}=. Pass it by position, or {name}=x.to_local()"
+                )
         flat, structure = pytree.tree_flatten(args)
         found = [arg for arg in flat if isinstance(arg, DTensor)]
         if not found:

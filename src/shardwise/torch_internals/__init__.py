@@ -420,9 +420,9 @@ is_transformed: Any = _take(
 inside_of_transform: Any = _take(
     "torch._C._functorch.get_unwrapped", "the tensor that a transform has wrapped"
 )
-_take("torch._functorch.vmap.vmap_increment_nesting", "the context in which vmap runs a function")
-_take("torch._functorch.eager_transforms.grad_increment_nesting", "the same for grad and vjp")
-_take("torch._functorch.eager_transforms.jvp_increment_nesting", "the same for jvp")
+for _names in ("vmap._vmap", "eager_transforms._grad", "eager_transforms._jvp"):
+    _take(f"torch._functorch.{_names}_increment_nesting", "called where a transform begins")
+    _take(f"torch._functorch.{_names}_decrement_nesting", "called where it ends")
 vmap_module: Any = _take("torch._functorch.vmap", "where `_add_batch_dim` is looked up")
 transforms_module: Any = _take("torch._functorch.eager_transforms", "the same for the other two")
 CheckpointFrame: Any = _take(
@@ -445,6 +445,13 @@ device_constructors: Any = _take(
     "torch.utils._device._device_constructors",
     "the functions that `with torch.device(...)` changes; made once, of what their names stand for",
 )
+override_tables: tuple[Any, ...] = (
+    _take("torch.overrides.get_ignored_functions", "functions without __torch_function__"),
+    _take("torch.overrides.get_testing_overrides", "functions with it"),
+    _take("torch.overrides._get_overridable_functions", "the same, by their owners"),
+    _take("torch.overrides._get_tensor_methods", "those of tensors"),
+)
+"""Tables of functions, each made once, like the set before."""
 register_scripted: Callable[[Any, str], None] = _take(
     "torch.jit._builtins._register_builtin",
     "tells torch.jit.script that a function of ours stands for an operator",

@@ -231,8 +231,8 @@ PATCHES: tuple[Patch, ...] = (
         transforms.take_whole_inputs,
     ),
     Patch(
-        "torch._functorch.vmap.vmap_increment_nesting, .eager_transforms.grad_increment_nesting "
-        "and .jvp_increment_nesting",
+        "torch._functorch.vmap._vmap_increment_nesting and _vmap_decrement_nesting, and the same "
+        "of _grad and _jvp in .eager_transforms",
         "Within a transform, tensors that it has wrapped meet DTensors; their results are no "
         "DTensors. Known only from here, as dispatch must not ask for it on every call.",
         transforms.dispatch_in_transforms,

@@ -7,6 +7,7 @@ were imported before shardwise) call a method of `ProcessGroup`, and so may a us
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,18 +99,23 @@ def _checked(method: Any, call: _GroupMethod) -> Any:
     bind = method.__get__
 
     def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if _involves_dtensors(args) or (kwargs and _involves_dtensors(tuple(kwargs.values()))):
-            _check(group, call, (*args, *kwargs.values()))
+        if _involves_dtensors(args) or (kwargs and _involves_dtensors(kwargs.values())):
+            _check(group, call, (*args, *(kwargs[name] for name in sorted(kwargs, key=_is_read))))
         return bind(group)(*args, **kwargs)
 
     return functools.wraps(method)(checked)
 
 
-def _involves_dtensors(args: tuple[Any, ...]) -> bool:
+def _is_read(keyword: str) -> bool:
+    """Tell whether a keyword is not that of the argument that is written to."""
+    return keyword.endswith("sizes") or not keyword.startswith(("output", "tensor"))
+
+
+def _involves_dtensors(args: Iterable[Any]) -> bool:
     """Tell whether tensors among the arguments are DTensors, aliases of them, or have notes."""
     for arg in args:
-        if type(arg) is list:
-            if _involves_dtensors(tuple(arg)):
+        if isinstance(arg, list | tuple):
+            if _involves_dtensors(arg):
                 return True
         elif isinstance(arg, torch.Tensor) and (arg.__dict__ or isinstance(base_of(arg), DTensor)):
             return True

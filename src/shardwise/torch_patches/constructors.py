@@ -23,6 +23,7 @@ from shardwise.torch_internals import (
     device_constructors,
     is_torch_function_enabled,
     is_torch_function_mode_enabled,
+    override_tables,
     register_scripted,
 )
 from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
@@ -37,23 +38,30 @@ _watching: dict[tuple[Any, str], Any] = {}
 
 def _replace_functions(owner: Any, names: str, instead: Instead, watch: Any = None) -> Undo:
     """Let `instead` run where a function of torch is called with DTensors among its arguments."""
-    # Torch keeps a set of these functions, made of what its names stand for when it is first used.
-    undos: list[Undo] = [device_constructors.cache_clear]
+    undos: list[Undo] = [_renew_tables]
     for name in names.split():
         function = getattr(owner, name)
         if (owner, name) not in _watching:
             _watching[owner, name] = (watch or _watched)(function, instead, owner is torch)
         watched = _watching[owner, name]
-        watched.__qualname__ = f"Tensor.{name}" if owner is torch.Tensor else name  # for pickle
+        is_method = owner is torch.Tensor  # a pickle of a function holds its names
+        watched.__qualname__ = f"Tensor.{name}" if is_method else name
+        watched.__module__ = "torch" if is_method else owner.__name__
         known = lookup(function)
         if known is not None:  # torch looks methods up by name, and hands ours to dispatch
             add_op_info(watched, known)
         if owner is torch:
             register_scripted(watched, f"aten::{name}")
-        is_static = isinstance(function, BuiltinMethodType) and owner is torch.Tensor
+        is_static = isinstance(function, BuiltinMethodType) and is_method
         undos.append(replace(owner, name, staticmethod(watched) if is_static else watched))
-    device_constructors.cache_clear()
+    _renew_tables()
     return undo_all(undos)
+
+
+def _renew_tables() -> None:
+    """Let torch make its tables of functions again, of what the names stand for now."""
+    for table in (device_constructors, *override_tables):
+        table.cache_clear()
 
 
 def _watched(function: Any, instead: Instead, is_shown: bool) -> Any:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -140,24 +139,23 @@ def dispatch_in_transforms() -> Undo:
     """Change how functions on DTensors run while a transform does."""
     chosen = _TransformDispatch(DTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
-    def noted(nesting: Any) -> Any:
-        @contextmanager
-        @functools.wraps(nesting)
-        def entered(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            chosen.add(1)
-            try:
-                with nesting(*args, **kwargs) as level:
-                    yield level
-            finally:
-                chosen.add(-1)
+    def noted(change: Any, number: int) -> Any:
+        @functools.wraps(change)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            chosen.add(number)
+            return change(*args, **kwargs)
 
-        return entered
+        return changed
 
-    places = [
-        (vmap_module, "vmap_increment_nesting"),
-        (transforms_module, "grad_increment_nesting"),
-        (transforms_module, "jvp_increment_nesting"),
-    ]
+    # Not the contexts that call these: torch.compile knows the contexts by identity.
+    places = [(vmap_module, "_vmap"), (transforms_module, "_grad"), (transforms_module, "_jvp")]
     return undo_all(
-        [replace(module, name, noted(getattr(module, name))) for module, name in places]
+        [
+            replace(module, name, noted(getattr(module, name), number))
+            for module, kind in places
+            for name, number in (
+                (f"{kind}_increment_nesting", 1),
+                (f"{kind}_decrement_nesting", -1),
+            )
+        ]
     )
