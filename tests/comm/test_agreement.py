@@ -67,6 +67,64 @@ def test_ranks_along_any_axis_are_compared(axis: str) -> None:
         sw.simulate(run, 4)
 
 
+def test_a_collective_of_more_ranks_does_not_compare_tensors_of_different_ranks() -> None:
+    def run() -> list[float]:
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        x = made(mesh["tp"], 2 + mesh.get_local_rank("dp"))
+        sw.communicator(mesh).barrier()
+        return [x.sum().item()]
+
+    assert sw.simulate(run, 4) == [[12.0], [12.0], [18.0], [18.0]]
+
+
+def test_ranks_of_a_part_of_a_mesh_are_compared_in_a_collective_of_more() -> None:
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        made(mesh["tp"], 2 + mesh.get_rank())
+        sw.communicator(mesh).barrier()
+
+    with pytest.raises(MismatchError, match=r"rank 0: .*\[4@tp, 3\](.|\n)*rank 1: .*\[6@tp, 3\]"):
+        sw.simulate(run, 4)
+
+
+def test_tensors_that_one_rank_makes_alone_do_not_count_against_it() -> None:
+    def run(mesh: DeviceMesh) -> None:
+        for _ in range(6 if is_last(mesh) else 0):
+            made(mesh, 2)
+            sw.communicator(mesh).barrier()
+        for _ in range(0 if is_last(mesh) else 6):
+            sw.communicator(mesh).barrier()
+        made(mesh, 2)  # the last rank does not state it any more
+        made(mesh, 3)
+        sw.communicator(mesh).barrier()
+
+    ranks(run)
+
+
+@pytest.mark.parametrize("limit", ["_MOST_PENDING", "_MOST_KNOWN"])
+def test_tensors_on_other_meshes_do_not_change_what_ranks_compare(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, limit, 4)
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        for rows in range(1, 4):
+            made(mesh, rows)
+        sw.communicator(mesh).barrier()
+        if mesh.get_local_rank("tp") == 0:  # a pipeline's stage, whose ranks do not communicate
+            for rows in range(1, 4):
+                made(mesh["dp"], rows)
+        for rows in range(1, 4):
+            made(mesh, rows)
+            if limit == "_MOST_KNOWN":
+                made(mesh, rows + 10)
+        sw.communicator(mesh, "tp").barrier()
+        sw.communicator(mesh, "dp").barrier()
+
+    sw.simulate(run, 4)
+
+
 def test_ranks_that_say_the_same_go_on() -> None:
     def run(mesh: DeviceMesh) -> None:
         for rows in (1, 2, 2, 1, 3):

@@ -47,6 +47,28 @@ def test_a_rank_that_states_a_fact_alone_neither_waits_nor_fails(workers4):
     workers4.run(one_rank_alone)
 
 
+def parts_of_a_mesh():
+    """Return the error of this rank, if any, where parts of a mesh differ, and where ranks do."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+    found = []
+    for more in (mesh.get_local_rank("dp"), mesh.get_rank()):
+        rows = 5 + more
+        DTensor.from_local(torch.ones(rows), mesh["tp"], [Shard(0)], shape=(2 * rows,))
+        try:
+            sw.communicator(mesh).barrier()
+            found.append("")
+        except MismatchError as error:
+            found.append(str(error))
+            sw.communicator(mesh).barrier()  # the others wait in it
+    return found
+
+
+def test_only_ranks_of_the_same_part_of_a_mesh_are_compared(workers4):
+    parts, single = zip(*workers4.run(parts_of_a_mesh), strict=True)
+    assert parts == ("",) * 4
+    assert [sum(map(bool, single[:2])), sum(map(bool, single[2:]))] == [1, 1]
+
+
 def differing_reshard():
     spec = sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
     x = sharded.zeros(spec, 4, 4)

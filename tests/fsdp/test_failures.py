@@ -294,3 +294,17 @@ def test_tensors_in_place_of_parameters_are_refused_as_they_would_get_no_gradien
         assert_same(train(model, mine(batch(), mesh)), plain)
 
     on_ranks(run)
+
+
+def test_a_backward_after_its_weights_were_changed_raises_as_in_one_process():
+    def train(model, x):
+        loss = mean_square(model, x)
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    train(made(), batch())
+    on_ranks(lambda mesh: train(shard_all(made(), mesh), mine(batch(), mesh)))

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import shardwise as sw
-from shardwise.fsdp import StateError
+from shardwise.fsdp import StateError, fully_shard
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 class Symmetric(nn.Module):
@@ -60,6 +61,29 @@ def test_what_changes_after_the_model_was_sharded_trains_as_in_one_process(chang
         assert list(model.state_dict()) == list(plain.state_dict())
 
     on_ranks(run)
+
+
+@pytest.mark.parametrize("name", ["l1", "rows", "bias"])
+def test_masks_of_tensor_parallel_modules_are_gathered_over_data_parallel_ranks(name):
+    def pruned(model, x):
+        CHANGES[name](model[0])
+        prune.custom_from_mask(model[2], "weight", torch.arange(40).reshape(5, 8) % 3 > 0)
+        train(model, x)
+        return model
+
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5)).double()
+    expected = pruned(copy.deepcopy(start), batch(width=4))
+
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        model = copy.deepcopy(start)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        fully_shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"])
+        rows = batch(width=4).chunk(2)[mesh.get_local_rank("dp")]
+        assert_same(pruned(model, rows), expected)
+
+    sw.simulate(run, 4)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -179,6 +179,26 @@ def with_a_regularizer(model, x):
     return torch.autograd.grad(loss, parameters)
 
 
+def with_hooks(model, x):
+    parameters = list(model.parameters())
+    handles = [each.register_hook(lambda gradient: gradient.tanh() * 3) for each in parameters]
+    gradients = torch.autograd.grad(mean_square(model, x), parameters, create_graph=True)
+    products = torch.autograd.grad(gradients, parameters, directions(parameters))
+    for handle in handles:
+        handle.remove()
+    return [*gradients, *products]
+
+
+def with_hooks_in_backward(model, x):
+    parameters = list(model.parameters())
+    handles = [each.register_hook(lambda gradient: gradient.tanh() * 3) for each in parameters]
+    mean_square(model, x).backward(create_graph=True)
+    gradients = [each.grad for each in parameters]
+    for handle in handles:
+        handle.remove()
+    return torch.autograd.grad(gradients, parameters, directions(parameters))
+
+
 PROGRAMS = [
     first_order,
     first_order_and_backward,
@@ -190,6 +210,8 @@ PROGRAMS = [
     accumulated,
     chosen_inputs,
     with_a_regularizer,
+    with_hooks,
+    with_hooks_in_backward,
 ]
 
 

@@ -17,14 +17,17 @@ two, of which it waits for the first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.agreement import difference
+from shardwise.comm.agreement import Group, difference
 from shardwise.comm.buffers import (
     Shape,
     as_bytes,
@@ -48,9 +51,24 @@ from shardwise.torch_internals import (
 
 T = TypeVar("T")
 
-_collectives: WeakKeyDictionary[dist.ProcessGroup, list[int]] = WeakKeyDictionary()
-"""How many collectives of all its ranks each process group has begun, in a list of one."""
 _MOST_LEFT_IN_STORE = 64
+"""The most keys with facts of ranks that a rank leaves in a store."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where a process group is; the same on all of its ranks."""
+
+    generation: int
+    """How many groups of this name there were: they may share a store, as after another
+    `init_process_group` under torchrun."""
+    collectives: int = 0
+    """How many collectives of all its ranks have begun."""
+
+
+_progress: WeakKeyDictionary[dist.ProcessGroup, _Progress] = WeakKeyDictionary()
+_generations: Counter[str] = Counter()
+"""How many process groups of each name there were."""
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -79,7 +97,10 @@ class C10dCommunicator(Communicator):
         super().__init__(ranks, index, axes)
         # Weak, so that destroy_process_group frees the group.
         self._group_reference = ref(group)
-        self._collectives = _collectives.setdefault(group, [0])
+        if group not in _progress:
+            _generations[group.group_name] += 1
+            _progress[group] = _Progress(_generations[group.group_name])
+        self._progress = _progress[group]
         self._left_in_store: list[str] = []
         self._exchanges = 0
         self._messages: dict[int, tuple[list[Any], tuple[torch.Tensor, ...]]] = {}
@@ -109,23 +130,27 @@ class C10dCommunicator(Communicator):
     # ---- facts that all ranks must state alike
 
     def _begin(self) -> None:
-        self._collectives[0] += 1
+        self._progress.collectives += 1
         super()._begin()
 
-    def _compare_facts(self, facts: str) -> None:
+    def _compare_facts(self, group: Group, facts: str) -> None:
         _, store = world_of_torch.pg_map.get(self._group, (None, None))
-        key = f"shardwise facts/{self._group.group_name}/{self._collectives[0]}"
+        if store is None:
+            return
+        ranks = blake2b(repr(sorted(group)).encode(), digest_size=8).hexdigest()
+        number = f"{self._progress.generation}/{self._progress.collectives}"
+        key = f"shardwise facts/{self._group.group_name}/{number}/{ranks}"
         try:
-            first = facts if store is None else store.compare_set(key, "", facts).decode()
+            first = store.compare_set(key, "", facts).decode()
+            if first == facts:  # this rank came first, and cleans up
+                self._left_in_store.append(key)
+                if len(self._left_in_store) > _MOST_LEFT_IN_STORE:
+                    store.delete_key(self._left_in_store.pop(0))
         except (RuntimeError, TypeError):  # a store that cannot compare, or is gone
             return
         if problem := difference(first, facts):
-            self._collectives[0] -= 1  # this one does not begin
+            self._progress.collectives -= 1  # this one does not begin
             raise MismatchError(problem)
-        if first == facts and store is not None:  # this rank came first, and cleans up
-            self._left_in_store.append(key)
-            if len(self._left_in_store) > _MOST_LEFT_IN_STORE:
-                store.delete_key(self._left_in_store.pop(0))
 
     # ---- reductions
 

@@ -83,12 +83,11 @@ class Engine(ABC):
     def _begin(self) -> None:
         """Begin a collective of all ranks: compare the facts that each has stated before it."""
         if agreement.stated.facts:
-            facts = agreement.take(self.ranks)
-            if facts:
-                self._compare_facts(agreement.as_text(self.ranks[self.index], facts))
+            for group, facts in agreement.take(self.ranks).items():
+                self._compare_facts(group, agreement.as_text(self.ranks[self.index], facts))
 
-    def _compare_facts(self, facts: str) -> None:  # noqa: B027 - engines without peers do nothing
-        """Compare the facts of this rank with those of the others, without waiting for them."""
+    def _compare_facts(self, group: agreement.Group, facts: str) -> None:  # noqa: B027 - engines without peers do nothing
+        """Compare the facts of this rank with those of the group, without waiting for them."""
 
     # ---- what every engine implements
 

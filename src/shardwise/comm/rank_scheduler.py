@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.agreement import difference
+from shardwise.comm.agreement import Group, difference
 from shardwise.comm.buffers import format_list
 from shardwise.comm.process_state import ProcessState, current_state, own_copy, set_state
 from shardwise.comm.trace import Cause, current_cause
@@ -60,8 +60,8 @@ class CollectiveCall:
     """The inputs, which must not change until the collective is complete."""
     payload: Any
     site: str
-    facts: str = ""
-    """What this rank has stated before; see `agreement`."""
+    facts: dict[Group, str] = field(default_factory=dict)
+    """What this rank has stated before, by the group that compares it; see `agreement`."""
     cause: Cause = field(default_factory=current_cause)
     versions: list[int] = field(init=False)
 
@@ -185,9 +185,12 @@ class RankScheduler:
             turn = self._counts.get((call.rank, place), 0)
             self._counts[call.rank, place] = turn + 1
             meeting = self._meetings.setdefault((place, turn), Meeting(members))
-            others = [other.facts for other in meeting.calls.values() if other.facts]
-            if call.facts and others and (problem := difference(others[0], call.facts)):
-                self._stop_with(problem)
+            for group, facts in call.facts.items():
+                others = (
+                    each.facts[group] for each in meeting.calls.values() if group in each.facts
+                )
+                if problem := difference(next(others, facts), facts):
+                    self._stop_with(problem)
             meeting.calls[call.rank] = call
             first = meeting.calls[next(iter(meeting.calls))]
             if (call.kind, call.agreed) != (first.kind, first.agreed):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import Group
 from shardwise.comm.buffers import Shape, contiguous_copy, format_dtype_and_shape
 from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator
@@ -36,8 +37,8 @@ class SimulatedCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, index, axes)
         self._scheduler = scheduler
-        self._facts = ""
-        """The facts that this rank states in its next collective."""
+        self._facts: dict[Group, str] = {}
+        """The facts that this rank states in its next collective, by the group that compares."""
         self._group = SimulatedGroup(
             ranks, channel, scheduler.generation(ranks[index], (ranks, channel))
         )
@@ -171,8 +172,8 @@ class SimulatedCommunicator(Communicator):
 
     # ---- inside
 
-    def _compare_facts(self, facts: str) -> None:
-        self._facts = facts
+    def _compare_facts(self, group: Group, facts: str) -> None:
+        self._facts[group] = facts
 
     @property
     def _rank(self) -> int:
@@ -189,7 +190,7 @@ class SimulatedCommunicator(Communicator):
         call = CollectiveCall(
             self._rank, kind, self.axes, agreed, tensors, payload, user_line(), self._facts
         )
-        self._facts = ""
+        self._facts = {}
         meeting = self._scheduler.join((self._group, None), self.ranks, call, combine)
         return Pending(lambda: self._scheduler.wait(self._rank, meeting))
 

@@ -53,8 +53,9 @@ class World(ABC):
         """The communicators made so far, by mesh, axes and channel."""
         self.aborted: WeakSet[DeviceMesh] = WeakSet()
         """Root meshes that this rank aborted and has not made again."""
-        self.facts: dict[Any, int] = {}
-        """How often this rank has stated each fact that others must state alike."""
+        self.facts: dict[Any, dict[Any, int]] = {}
+        """How often this rank has stated each fact that others must state alike, by the mesh or
+        group of ranks that state it."""
         self.unfinished: list[Any] = []
         """Redistributions of several collectives that are under way, in the order of their
         start."""

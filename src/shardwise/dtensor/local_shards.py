@@ -261,7 +261,7 @@ def state_layout(layout: Layout) -> None:
     """State the layout of a tensor that was made without communication: the next collectives of
     these ranks compare what each says."""
     mesh = layout.mesh
-    if mesh.is_abstract or not agreement.is_due(layout) or mesh.get_coordinate() is None:
+    if mesh.is_abstract or not agreement.is_due(layout, mesh) or mesh.get_coordinate() is None:
         return
     groups = [mesh.ranks_along([axis]) for axis in range(mesh.ndim)]
     agreement.state(f"DTensor.from_local({layout!r})", groups)

@@ -161,7 +161,8 @@ class ShardGradient:
     def reduce(
         self, gradients: Sequence[tuple[ShardGradient, torch.Tensor | None]]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of shards. Every rank must call it, with the same parameters.
+        """Return the gradients of shards, after the hooks of these. Every rank must call it, with
+        the same parameters.
 
         Arguments:
             gradients: for each parameter this rank's gradient of its source, if it has one.
@@ -177,7 +178,8 @@ class ShardGradient:
             if gradient is None or (torch.is_grad_enabled() and not gradient.requires_grad):
                 zeros: Any = _Zeros.apply(how.param.gathered)  # type: ignore[no-untyped-call]
                 gradient = zeros if gradient is None else gradient + zeros
-            result.append(wrap(how.reduce(gradient), how.shard))
+            reduced = how.param.apply_grad_hooks(how.reduce(gradient), torch.is_grad_enabled())
+            result.append(wrap(reduced, how.shard))
         return result
 
     def _reduction(self) -> Reduction:

@@ -247,17 +247,23 @@ class ShardedParam:
         """The name of the parameter, for messages."""
         return self.slot.name
 
-    def apply_grad_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the shard's new gradient after the hooks that users have registered on it."""
+    def apply_grad_hooks(self, gradient: torch.Tensor, has_history: bool) -> torch.Tensor:
+        """Return the shard's new gradient after the hooks that users have registered on it.
+
+        Arguments:
+            has_history: whether the gradient can be differentiated (`create_graph=True`).
+        """
         hooks = _grad_hooks(self.sharded)
         if not hooks:
             return gradient
-        found: Any = wrap(gradient, self.sharded._layout)
-        for hook in list(hooks.values()):
-            changed = hook(found)
-            if changed is not None:
-                found = as_layout(changed.detach(), self.sharded._layout, f"hook of {self.name}")
-        return unwrap(found)
+        with torch.set_grad_enabled(has_history):
+            found: Any = wrap(gradient, self.sharded._layout)
+            for hook in list(hooks.values()):
+                changed = hook(found)
+                if changed is not None:
+                    changed = changed if has_history else changed.detach()
+                    found = as_layout(changed, self.sharded._layout, f"hook of {self.name}")
+            return unwrap(found)
 
     def call_post_accumulate_hooks(self) -> None:
         """Call the hooks that users have registered to run once the shard has its gradient."""

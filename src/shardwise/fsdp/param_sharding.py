@@ -20,9 +20,10 @@ from shardwise.core.box import Range, chunk
 from shardwise.core.errors import MeshError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.fsdp.errors import FSDPError
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
+from shardwise.redistribute import redistribute_local
 
 Shape = tuple[int, ...]
 
@@ -65,6 +66,18 @@ def _joint_mesh(data: DeviceMesh, other: DeviceMesh, name: str) -> DeviceMesh:
         return data.root[(*names, *others)]
     except MeshError as error:
         raise FSDPError(f"{name}: no mesh has both {names} and {others}: {error}") from None
+
+
+def gather_buffer(buffer: DTensor, info: DataParallelMeshInfo) -> torch.Tensor:
+    """Return a buffer that is laid out as a shard, such as a mask, as modules compute with it."""
+    before = buffer._layout
+    gathered = ParamSharding.of(before, info).gathered_layout
+    if gathered is None:
+        return buffer.full_tensor()
+    data_axes = info.mesh.ndim
+    order = [[axis for axis in axes if axis >= data_axes] for axes in before.shard_order]
+    whole = before.relaid(shard_order=order, partial={}, cuts=before.cuts)
+    return wrap(redistribute_local(unwrap(buffer), before, whole), gathered)
 
 
 @dataclass(frozen=True)

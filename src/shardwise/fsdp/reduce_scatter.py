@@ -374,7 +374,7 @@ class GradReduction:
                         grads.append((param, param.sharding.own_shard(rows[dtype], offset)))
         if self._makes_graph:
             grads = [(param, self._attach_history(param, grad)) for param, grad in grads]
-        grads = [(param, param.apply_grad_hooks(grad)) for param, grad in grads]
+        grads = [(param, param.apply_grad_hooks(grad, self._makes_graph)) for param, grad in grads]
         totals, addends = [], []
         with torch.no_grad(), as_local():
             for param, grad in grads:

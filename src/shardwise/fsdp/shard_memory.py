@@ -30,6 +30,7 @@ from shardwise.fsdp.flat_buffer import lay_out_row
 from shardwise.fsdp.mesh_info import DataParallelMeshInfo
 from shardwise.fsdp.param import ParamSlot, ShardedParam, Tie, accumulation_dtype, promoted_dtype
 from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.param_sharding import gather_buffer
 from shardwise.torch_internals import (
     TensorBase,
     as_local,
@@ -271,10 +272,11 @@ def _follow_params(group: ParamGroup) -> None:
     found = [slot for slot in lost if id(slot.known) in places]
     for slot in found:
         slot.move_to(*places[id(slot.known)])
+    meshes = {slot.layout.mesh for slot in group.slots}
     for module in group.own_modules if found else ():
         for key, buffer in own_buffers(module).items():
-            if isinstance(buffer, DTensor) and buffer._layout.mesh is group.info.mesh:
-                own_buffers(module)[key] = buffer.full_tensor()
+            if isinstance(buffer, DTensor) and buffer._layout.mesh in meshes:
+                own_buffers(module)[key] = gather_buffer(buffer, group.info)
 
 
 def _adopt(slot: ParamSlot, group: ParamGroup, made: dict[int, Any]) -> None:

@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from shardwise.comm import trace
 from shardwise.comm.trace import Cause, trace_scope
@@ -320,9 +321,19 @@ class Unit:
             self.state = transition(self.state, ShardedState.SHARDED, self.name)
 
     def note_versions(self) -> None:
-        """Remember the versions of the shards that are being gathered."""
+        """Remember the versions of the shards that are being gathered.
+
+        A gathered parameter gets another version where its shard has: a backward that has saved the
+        former values then raises, as in one process.
+        """
         with as_local():
-            self.versions = [version_of(each.sharded) for each in self.params]
+            before, self.versions = (
+                self.versions,
+                [version_of(each.sharded) for each in self.params],
+            )
+            if before and before != self.versions:
+                each = zip(self.params, before, self.versions, strict=True)
+                increment_version([param.gathered for param, old, new in each if old != new])
 
     def is_stale(self) -> bool:
         """Return whether the shards were changed since they were gathered."""

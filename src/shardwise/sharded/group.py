@@ -144,7 +144,7 @@ class ShardOwnership:
 
     def state(self, call: str, group: RankGroup) -> None:
         """State what a call makes of a tensor: the next collective of the group compares it."""
-        if len(group.ranks) > 1 and agreement.is_due((call, self)):
+        if len(group.ranks) > 1 and agreement.is_due((call, self), group.ranks):
             shards = ", ".join(
                 f"rank {owner}: {list(zip(box.start, box.stop, strict=True))}"
                 for box, owner in zip(self.boxes, self.owners, strict=True)
