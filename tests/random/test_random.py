@@ -428,3 +428,13 @@ def test_activation_checkpointing_repeats_the_dropout(use_reentrant: bool) -> No
         assert torch.equal(y, again) and torch.allclose(gradient, same) and gradient.any()
 
     on_ranks(run, (2,))
+
+
+def test_integers_below_a_number_begin_with_zero() -> None:
+    def program() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        for arguments in ((1, (8, 4)), (0, 1, (8, 4))):
+            x = factories.randint(*arguments, device_mesh=mesh, placements=[sw.Shard(0)])
+            assert not x.full_tensor().any()
+
+    sw.simulate(program, 2)

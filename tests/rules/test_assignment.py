@@ -241,3 +241,20 @@ def test_an_indexed_row_of_a_split_dim_is_written_to() -> None:
 def test_put_into_a_number(accumulate: bool) -> None:
     sample = Sample(torch.tensor(2.0).double(), torch.tensor(0), torch.tensor(5.0).double())
     check_rule(lambda x, i, v: x.put(i, v, accumulate), [sample], allow_missing=True)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_is_written_to_another_place_or_to_the_same_of_another_tensor(dim: int) -> None:
+    """Only the assignment that ends `x[key] += 1` has nothing left to write."""
+    whole = torch.arange(24.0).reshape(4, 6)
+
+    def main() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, y = (distribute_tensor(each, mesh, [Shard(dim)]) for each in (whole, -whole))
+        want = whole.clone()
+        x[1], want[1] = x[0], want[0]
+        x[2:4], want[2:4] = x[0:2], want[0:2]
+        x[0], want[0] = y[0], -whole[0]
+        assert torch.equal(x.full_tensor(), want)
+
+    run(main)
