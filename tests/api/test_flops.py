@@ -247,9 +247,9 @@ def test_torchs_counter_sees_the_shards_in_a_backward_too() -> None:
 
     def run() -> int:
         mesh = sw.init_device_mesh("cpu", (2,))
-        formula = {aten._scaled_dot_product_flash_attention_for_cpu_backward: shapes}
-        with FlopCounterMode(display=False, custom_mapping=formula) as counter:
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        with FlopCounterMode(display=False, custom_mapping={backward: shapes}) as counter:
             CASES["attention"](on(mesh)).sum().backward()
-        return counter.get_total_flops()
+        return counter.get_flop_counts()["Global"][backward]
 
     assert sw.simulate(run, 2) == [2 * 2 * 6 * 8] * 2

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
 
 # torch's forward mode scripts its decompositions
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 
 W, X = values(3, 4, grad=False), values(5, 4, seed=1, grad=False)
 
