@@ -47,7 +47,7 @@ def contiguous(input: Any, *args: Any, **kwargs: Any) -> Spec:
         (layout,) = context.inputs
         return partial(_copied_as_elsewhere, layout) if has_short_dims(layout) else None
 
-    return broadcast_spec([input], [(0,)], lower=lower)
+    return broadcast_spec([input], [(0,)], lower=lower, positions=())
 
 
 def _copied_as_elsewhere(layout: Layout, local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
