@@ -285,6 +285,7 @@ def test_a_sharded_table_is_gathered_too():
     sw.simulate(run, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("first", ["torch.distributed.checkpoint.state_dict", "shardwise"])
 def test_the_helpers_are_right_whichever_was_imported_first(first: str):

@@ -48,6 +48,7 @@ def compare(found, expected):
     assert found[2] == expected[2], "as many calls of the closure"
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("shard", [shard_all, in_one, replicated, hybrid])
 @pytest.mark.parametrize("line_search", ["strong_wolfe", None])
 def test_lbfgs_minimizes_as_in_one_process(shard, line_search):

@@ -211,6 +211,7 @@ def check_events(way, events, count=4):
     sw.simulate(run, count)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_event_moves_a_shard(way):
     check_events(way, EVENTS)
@@ -272,6 +273,7 @@ def test_updates_of_an_alias_reach_the_model():
     on_ranks(run)
 
 
+@pytest.mark.sampled(every=3)
 def test_a_state_dict_taken_at_the_start_is_that_of_every_step():
     def run(mesh):
         model = shard_all(made(), mesh)
@@ -386,6 +388,7 @@ def test_memory_that_a_meta_model_gets_is_its_place():
 # ---- conversions, which torch does with new memory
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("take", [DTensor.detach, DTensor.to_local, lambda each: each.data[:1]])
 def test_a_conversion_warns_of_tensors_that_keep_the_old_memory(has_run, take):
@@ -409,6 +412,7 @@ def test_a_conversion_warns_of_tensors_that_keep_the_old_memory(has_run, take):
     on_ranks(run)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_conversion_whose_memory_nobody_holds_is_silent(way):
     def run():

@@ -47,6 +47,7 @@ def steps(model, x, optimizer, count=2):
         optimizer.step()
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("shard", [shard_all, in_one, replicated, hybrid])
 @pytest.mark.parametrize("change", [convert, load_shards, load_whole])
 @pytest.mark.parametrize("has_run", [False, True])

@@ -153,6 +153,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results(trainer(Trainer, model, folder, 8)), weights(model), folder
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", ["plan", "plan with a data axis", "fully_shard"])
 def test_a_sharded_model_trains_evaluates_saves_and_resumes_as_in_one_process(
     kind: str, alone: Any, workers2: sw.Workers, tmp_path: Path
@@ -187,6 +188,7 @@ def resumed(kind: str, rows: int, folder: str, checkpoint: str | None) -> Any:
     return made.state.global_step, weights(model)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_process_resumes_on_ranks(
     alone: Any, workers2: sw.Workers, tmp_path: Path
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_checkpoint_of_one_process_resumes_on_ranks(
                 torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ranks_resumes_in_one_process(
     alone: Any, workers2: sw.Workers, tmp_path: Path
 ) -> None:
@@ -237,6 +240,7 @@ def random_states(folder: str) -> None:
     sw.check_random_state(made.model.lm_head.weight.device_mesh)
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_random_numbers_after_a_checkpoint_of_fewer_ranks(
     workers2: sw.Workers, tmp_path: Path
 ) -> None:
@@ -266,6 +270,7 @@ def loop_with_accelerate(kind: str | None, rows: int) -> Any:
     return norms, weights(model)
 
 
+@pytest.mark.slow
 def test_a_loop_with_accelerate_that_does_not_prepare_the_model_is_right_for_fully_shard(
     workers2: sw.Workers,
 ) -> None:
@@ -288,6 +293,7 @@ def refused(kind: str, folder: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", ["plan", "fully_shard"])
 def test_the_original_refuses_a_sharded_model_before_it_changes_it(
     kind: str, workers2: sw.Workers, tmp_path: Path

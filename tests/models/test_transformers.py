@@ -326,6 +326,7 @@ def test_sampling_is_that_of_one_rank():
     assert torch.equal(on_ranks((2, 2), lambda: run((2, 2))), one)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 @meshes
 @models
