@@ -62,9 +62,9 @@ def the_default_group():
     store = dist.distributed_c10d._get_default_store()
     mesh.abort()
     assert not dist.is_initialized() and mesh.get_rank() == rank
-    for use in (lambda: sw.communicator(mesh), lambda: sw.init_device_mesh("cpu", (2,))):
+    for unusable in (mesh, sw.init_device_mesh("cpu", (2,))):
         with pytest.raises(MeshError, match="init_process_group again, then make the mesh again"):
-            use()
+            sw.communicator(unusable)
     with pytest.raises(MeshError, match="there is no torch process group here: this rank has ab"):
         mesh.get_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)

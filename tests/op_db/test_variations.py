@@ -26,6 +26,8 @@ JOINED_OR_PADDED = [
 ]
 """Operators that lost the graph of second gradients on ranks with empty pieces, or failed there."""
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+
 OF_SEVERAL_TENSORS = ["nn.functional.batch_norm", "addmm", "where", "index_put", "kron", "lerp"]
 
 

@@ -164,6 +164,8 @@ def is_globally_contiguous(
 def is_globally_viewable(local: torch.Tensor, layout: Layout, target: Sequence[int]) -> bool:
     """Return whether the global tensor could be viewed in a shape if it were stored as a shard
     is."""
+    if 0 in target:
+        return True
     # Dims that lie one in the other in memory form a block, which can be divided otherwise.
     blocks: list[tuple[int, int]] = []
     for size, stride in zip(layout.shape, global_stride(local.stride(), layout), strict=True):
