@@ -13,6 +13,7 @@ def on_ranks(run):
 
 
 @pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_after_every_step_nothing_is_alive_but_shards_and_a_few_buffers(reshard):
     before = live_bytes()

@@ -50,6 +50,7 @@ def generate_on_ranks() -> list[list[int]]:
     return generated(spread())
 
 
+@pytest.mark.slow
 def test_generation_with_a_static_cache_is_that_of_one_process(workers4):
     assert workers4.run(generate_on_ranks) == [generated(made())] * 4
 

@@ -212,6 +212,7 @@ def test_the_command_is_installed(installed, tmp_path):
     assert run(*command, cwd=tmp_path, env=environment()).startswith("usage: shardwise demo")
 
 
+@pytest.mark.slow
 def test_an_installed_example_trains_on_processes(installed, tmp_path):
     options = ("--mesh", "2x1", "--steps", "2", "--batch", "2", "--length", "8")
     command = (installed / "python", "-m", "shardwise.examples.train_llama", *options)
