@@ -232,7 +232,7 @@ def check_pickled(local: torch.Tensor, layout: Layout, place: tuple[int, ...] | 
     """Refuse a shard that was pickled elsewhere and that this rank does not have.
 
     A process without other ranks, such as one that collects the results of `launch`, may have any
-    shard: whatever needs the other shards fails there.
+    shard: an operator that needs the other shards fails there.
 
     Arguments:
         place: the coordinate of the rank that pickled it; None for a rank outside of the mesh.

@@ -8,7 +8,7 @@ a history: that of the gathered parameters' gradients, through the reduction.
 The two moves between a rank's own tensor and a shard are each other's backward:
 
     _Reduce    sum over ranks, divided as gradients are; each rank gets its shard
-    _Gather    each rank gets the whole of a tensor of which it has a shard
+    _Gather    all-gather: each rank gets the whole tensor
 
 By this convention a rank's own loss counts as the part of a mean: whatever reaches a gathered
 parameter, also from a gradient that all ranks share, is averaged over ranks in the end.
