@@ -32,6 +32,7 @@ class TensorState:
         "key",
         "link",
         "moves",
+        "pending",
         "reduced",
         "viewed_copy",
     )
@@ -62,6 +63,9 @@ class TensorState:
         self.link: Any = None
         """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
         `view_copy`; ends when `data` is assigned."""
+        self.pending: Any = None
+        """The data that a tensor waits for (`Pending`). Set and read by `WaitingDTensor`; ends when
+        they are there."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
 
