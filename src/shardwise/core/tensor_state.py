@@ -34,6 +34,7 @@ class TensorState:
         "moves",
         "pending",
         "reduced",
+        "relabelled",
         "viewed_copy",
     )
 
@@ -50,6 +51,10 @@ class TensorState:
         self.gathered_from: torch.Tensor | None = None
         """The piece that a gather made this tensor of. Set and read by `redistribute`, which sums
         gradients directly into the pieces."""
+        self.relabelled: tuple[torch.Tensor, Any] | None = None
+        """The local tensor that this is an alias of, and the layout in which its gradient is
+        wanted, if as contributions (`from_local(grad_placements=)`). Set and read by
+        `redistribute`, which then computes no sums."""
         self.is_gradient = False
         """Whether it is the `grad` of a DTensor: backward adds to it unseen. Set by `DTensor.grad`;
         read by `view_copy`."""
