@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm import Pending, carries_values
 from shardwise.core.box import Box
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.layout_input import short_dtype
 from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
@@ -157,7 +157,8 @@ class DTensor(GlobalProperties):
                 so that the shape is right for uneven shards, too.
             stride: accepted because torch does; strides follow from the local tensor.
             grad_placements: the placements of the gradient of `local_tensor`; by default those of
-                the shards, with pending sums reduced.
+                the shards, with pending sums reduced. `Partial()` where the tensor is not split:
+                each rank gets its own contribution, and nothing is summed.
         """
         mesh = as_mesh(device_mesh)
         _check_plain("local_tensor", local_tensor)
@@ -174,6 +175,7 @@ class DTensor(GlobalProperties):
         wanted = back
         if grad_placements is not None:
             wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
+            _check_same_shards(wanted, layout)
         return wrap(with_grad_layout(local_tensor, back, wanted), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -189,6 +191,7 @@ class DTensor(GlobalProperties):
         if grad_placements is not None:
             layout = self._layout
             given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+            _check_same_shards(given, layout)
             local = with_grad_layout(local, given, gradient_layout(layout))
         if PARAMETER_FLAG in self.__dict__:  # as in torch, isinstance(local, nn.Parameter)
             setattr(local, PARAMETER_FLAG, self.__dict__[PARAMETER_FLAG])
@@ -562,14 +565,29 @@ def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor
 def _check_plain(argument: str, tensor: Any) -> None:
     """Refuse a local tensor that is none, or that cannot be a shard."""
     if isinstance(tensor, DTensor):
-        raise LayoutError.also(RuntimeError)(
+        raise also(LayoutError, RuntimeError)(
             f"{argument}: expected a plain tensor, got a DTensor: it is one already"
         )
     if not isinstance(tensor, torch.Tensor):
-        raise LayoutError.also(AttributeError)(
+        raise also(LayoutError, AttributeError)(
             f"{argument}: expected a plain tensor, got {type(tensor).__name__}"
         )
     check_supported(argument, tensor)
+
+
+def _check_same_shards(gradient: Layout, layout: Layout) -> None:
+    """Refuse a layout of a gradient whose shards have other shapes than those of the tensor."""
+    sizes = layout.mesh.shape
+    splits = [
+        [[axis for axis in axes if sizes[axis] > 1] for axes in each.shard_order]
+        for each in (gradient, layout)
+    ]
+    if splits[0] != splits[1] or gradient.cuts != layout.cuts:
+        raise also(LayoutError, RuntimeError)(
+            f"grad_placements: expected the same dims to be split as in {layout!r}, as the gradient "
+            f"of a local tensor has its shape; got {gradient.placements}. Replicate() and Partial() "
+            "may differ"
+        )
 
 
 def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Sequence[Placement]:
