@@ -17,7 +17,7 @@ from shardwise.core.box import Box
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.layout_input import short_dtype
-from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current, unpickled
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
@@ -110,7 +110,7 @@ class DTensor(GlobalProperties):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | TorchMesh,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -124,7 +124,7 @@ class DTensor(GlobalProperties):
 
         Arguments:
             local_tensor: this rank's shard. The result shares its memory.
-            device_mesh: the mesh of the ranks.
+            device_mesh: the mesh of the ranks; by default that of `with mesh:`.
             placements: one per axis of the mesh; all `Replicate()` by default.
             run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
                 (they are compared, never overwritten).
@@ -134,7 +134,7 @@ class DTensor(GlobalProperties):
             grad_placements: the placements of the gradient of `local_tensor`; by default those of
                 the shards, with pending sums reduced.
         """
-        mesh = as_mesh(device_mesh)
+        mesh = mesh_or_current(device_mesh)
         if not isinstance(local_tensor, torch.Tensor) or isinstance(local_tensor, DTensor):
             raise LayoutError(
                 f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
