@@ -17,7 +17,7 @@ from shardwise.core.box import Box
 from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.layout_input import short_dtype
-from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current, unpickled
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
@@ -135,7 +135,7 @@ class DTensor(GlobalProperties):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | TorchMesh,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -149,7 +149,7 @@ class DTensor(GlobalProperties):
 
         Arguments:
             local_tensor: this rank's shard. The result shares its memory.
-            device_mesh: the mesh of the ranks.
+            device_mesh: the mesh of the ranks; by default that of `with mesh:`.
             placements: one per axis of the mesh; all `Replicate()` by default.
             run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
                 (they are compared, never overwritten).
@@ -160,7 +160,7 @@ class DTensor(GlobalProperties):
                 the shards, with pending sums reduced. `Partial()` where the tensor is not split:
                 each rank gets its own contribution, and nothing is summed.
         """
-        mesh = as_mesh(device_mesh)
+        mesh = mesh_or_current(device_mesh)
         _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if shape is None:

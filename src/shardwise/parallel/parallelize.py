@@ -184,7 +184,8 @@ def parallelize_module(
 
     Arguments:
         module: any module; every rank has one like it.
-        device_mesh: the axis of tensor parallelism, such as `mesh["tp"]`.
+        device_mesh: the axis of tensor parallelism, such as `mesh["tp"]`; by default the mesh of
+            `with mesh:`.
         parallelize_plan: a style for the module itself, or styles by name pattern:
             `{"layers.*.attention.wq": ColwiseParallel()}`. The parts of a pattern between dots are
             matched one by one; `""` is the module itself; plans may be nested.
