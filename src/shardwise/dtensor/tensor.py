@@ -32,6 +32,7 @@ from shardwise.dtensor.local_shards import (
 )
 from shardwise.dtensor.memory import NoExchangeApi, check_whole
 from shardwise.dtensor.properties import GlobalProperties
+from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
 from shardwise.redistribute.plan import gradient_layout, with_placements
 from shardwise.torch_internals import (
@@ -241,6 +242,8 @@ class DTensor(GlobalProperties):
     @property
     def grad(self) -> DTensor | None:
         """The gradient, in the layout of this tensor, with pending sums reduced."""
+        if accumulate.current.accumulation is not None:
+            self._complete_gradient(accumulate.current.accumulation)
         local = locally(_grad_of, (), (self,))
         if local is None:
             return None
@@ -257,6 +260,8 @@ class DTensor(GlobalProperties):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if accumulate.current.accumulation is not None:
+            accumulate.current.accumulation.forget(self)
         if value is not None:
             value = as_layout(value, gradient_layout(self._layout), "grad")
             notes = ensure_state(value)
@@ -268,6 +273,13 @@ class DTensor(GlobalProperties):
             notes.is_gradient = True
         with as_local():
             TensorBase.grad.__set__(self, value)
+
+    def _complete_gradient(self, accumulation: accumulate.Accumulation) -> None:
+        """Reduce the gradient that `accumulate()` has put off, as somebody reads it."""
+        source = getattr(self, GRADIENT_SOURCE, None)
+        if source is not None:
+            source.complete()
+        accumulation.complete(self)
 
     @property
     def data(self) -> DTensor:
