@@ -33,6 +33,7 @@ from shardwise.dtensor.local_shards import (
 )
 from shardwise.dtensor.memory import NoExchangeApi, check_whole
 from shardwise.dtensor.properties import GlobalProperties
+from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import (
     redistribute_later,
     redistribute_local,
@@ -288,6 +289,8 @@ class DTensor(GlobalProperties):
     @property
     def grad(self) -> DTensor | None:
         """The gradient, in the layout of this tensor, with pending sums reduced."""
+        if accumulate.current.accumulation is not None:
+            self._complete_gradient(accumulate.current.accumulation)
         local = locally(_grad_of, (), (self,))
         if local is None:
             return None
@@ -304,6 +307,8 @@ class DTensor(GlobalProperties):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if accumulate.current.accumulation is not None:
+            accumulate.current.accumulation.forget(self)
         if value is not None:
             value = as_layout(value, gradient_layout(self._layout), "grad")
             notes = ensure_state(value)
@@ -315,6 +320,13 @@ class DTensor(GlobalProperties):
             notes.is_gradient = True
         with as_local():
             TensorBase.grad.__set__(self, value)
+
+    def _complete_gradient(self, accumulation: accumulate.Accumulation) -> None:
+        """Reduce the gradient that `accumulate()` has put off, as somebody reads it."""
+        source = getattr(self, GRADIENT_SOURCE, None)
+        if source is not None:
+            source.complete()
+        accumulation.complete(self)
 
     @property
     def data(self) -> DTensor:
@@ -584,9 +596,9 @@ def _check_same_shards(gradient: Layout, layout: Layout) -> None:
     ]
     if splits[0] != splits[1] or gradient.cuts != layout.cuts:
         raise also(LayoutError, RuntimeError)(
-            f"grad_placements: expected the same dims to be split as in {layout!r}, as the gradient "
-            f"of a local tensor has its shape; got {gradient.placements}. Replicate() and Partial() "
-            "may differ"
+            f"grad_placements: expected the same dims to be split as in {layout!r}, as the "
+            f"gradient of a local tensor has its shape; got {gradient.placements}. Replicate() and "
+            "Partial() may differ"
         )
 
 
