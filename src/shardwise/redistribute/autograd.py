@@ -91,8 +91,8 @@ class Move:
             self._group[:] = ref(world.current()), local.dtype, ref(group)
         return result
 
-    def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
-        """Start it on this rank's piece."""
+    def start(self, local: torch.Tensor, starts_all: bool = False) -> Pending[torch.Tensor]:
+        """Start it on this rank's piece. For `starts_all` see `execute`."""
         wire = local if self.dtype is None else local.to(self.dtype)
         key: Any = wire.dtype
         if self.source.is_cut or self.target.is_cut:
@@ -103,7 +103,7 @@ class Move:
             plan = self._plans[key] = plan_redistribute(
                 self.source, self.target, wire.dtype, peak_bytes=self.peak_bytes, costs=self.costs
             )
-        pending = execute(plan, wire)
+        pending = execute(plan, wire, starts_all)
         return pending if self.factor == 1 else pending.then(lambda x: x * self.factor)
 
 
@@ -293,6 +293,36 @@ def redistribute_local(
             return apply_move(local, pair, started)
 
     return Pending(finish)
+
+
+def redistribute_later(
+    local: torch.Tensor,
+    src: Layout,
+    dst: Layout,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, Pending[torch.Tensor]]:
+    """Start a move whose result is waited for later, or never; differentiable.
+
+    All collectives have started when this returns. For the arguments see `redistribute_local`.
+
+    Returns:
+        A tensor with the shape and history of the result, and one element of memory; and what
+        its data will be.
+    """
+    check_arguments(src, dst, forward_dtype, backward_dtype)
+    costs = planning_costs(None, src, dst)
+    pair = cached_pair(src, dst, (), forward_dtype, backward_dtype, costs)
+    needs_grad = torch.is_grad_enabled() and local.requires_grad
+    if needs_grad:
+        check_linear(src)
+        check_linear(dst)
+    started = pair.forward.start(local.detach(), starts_all=True)
+    shape = dst.local_shape()
+    result = local.detach().new_empty_strided(shape, (0,) * len(shape), dtype=forward_dtype)
+    if needs_grad:
+        result = apply_move(local, pair, Pending.done(result))
+    return result, started
 
 
 def with_grad_layout(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
