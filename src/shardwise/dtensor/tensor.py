@@ -31,8 +31,7 @@ from shardwise.dtensor.local_shards import (
     infer_layout,
     state_layout,
 )
-from shardwise.dtensor.memory import NoExchangeApi, check_whole
-from shardwise.dtensor.properties import GlobalProperties
+from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
 from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import (
     redistribute_later,
