@@ -13,9 +13,9 @@ import torch
 
 from shardwise.comm import standing_in
 from shardwise.core.checks import as_int, as_ints
-from shardwise.core.errors import LayoutError, MeshError
+from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, mesh_or_current
 from shardwise.core.placement import Placement, Replicate
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.random import samplers
@@ -41,9 +41,10 @@ def _on_every_rank(make: Callable[_Arguments, DTensor]) -> Callable[_Arguments, 
     @functools.wraps(make)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> DTensor:
         given: Any = kwargs.get("device_mesh")
-        mesh = None if given is None else as_mesh(given)
-        if mesh is None or mesh.get_coordinate() is not None:
+        mesh = mesh_or_current(given)
+        if mesh.get_coordinate() is not None:
             return make(*args, **kwargs)
+        kwargs["device_mesh"] = mesh
         with standing_in(mesh), torch.device("meta"):
             made = make(*args, **kwargs)
         like = torch.empty(0, dtype=made.dtype, device=mesh.device_type)
@@ -68,8 +69,8 @@ def empty(
         dtype: by default torch's default dtype.
         layout: `torch.strided`; no other layout is supported.
         requires_grad: whether gradients are recorded for it.
-        device_mesh: the mesh of the tensor. On an abstract mesh, and within
-            `torch.device("meta")`, it has no memory.
+        device_mesh: the mesh of the tensor; by default that of `with mesh:`. On an abstract
+            mesh, and within `torch.device("meta")`, it has no memory.
         placements: one per axis of the mesh; all `Replicate()` by default.
 
     Example:
@@ -321,14 +322,9 @@ def _target_layout(
     device_mesh: Mesh,
     placements: Placements,
 ) -> Layout:
-    if device_mesh is None:
-        raise MeshError(
-            f"{name}(device_mesh): expected a DeviceMesh, got None; make one with "
-            "sw.init_device_mesh and pass it"
-        )
     if strided is not torch.strided:
         raise LayoutError(f"{name}(layout): expected torch.strided, got {strided}")
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     return Layout.from_placements(mesh, shape, placements or [Replicate()] * mesh.ndim)
 
 

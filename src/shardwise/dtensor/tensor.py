@@ -17,7 +17,7 @@ from shardwise.core.box import Box
 from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.layout_input import short_dtype
-from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current, unpickled
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
@@ -32,8 +32,8 @@ from shardwise.dtensor.local_shards import (
     infer_layout,
     state_layout,
 )
-from shardwise.dtensor.memory import NoExchangeApi, check_whole
-from shardwise.dtensor.properties import GlobalProperties
+from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
+from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import (
     redistribute_later,
     redistribute_local,
@@ -143,7 +143,7 @@ class DTensor(GlobalProperties):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | TorchMesh,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -158,7 +158,7 @@ class DTensor(GlobalProperties):
         Arguments:
             local_tensor: this rank's shard. The result shares its memory. On a rank outside of the
                 mesh the result has no data.
-            device_mesh: the mesh of the ranks.
+            device_mesh: the mesh of the ranks; by default that of `with mesh:`.
             placements: one per axis of the mesh; all `Replicate()` by default.
             run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
                 (they are compared, never overwritten).
@@ -169,7 +169,7 @@ class DTensor(GlobalProperties):
                 the shards, with pending sums reduced. `Partial()` where the tensor is not split:
                 each rank gets its own contribution, and nothing is summed.
         """
-        mesh = as_mesh(device_mesh)
+        mesh = mesh_or_current(device_mesh)
         _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if mesh.get_coordinate() is None:
@@ -275,7 +275,7 @@ class DTensor(GlobalProperties):
         else:
             target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
-        if mesh is source.mesh and mesh.get_coordinate() is None:
+        if type(self) is not DTensor and _is_outside(source, target):
             return DTensor._outside(target, local, dtype=forward_dtype)
         if target is source and forward_dtype is None and backward_dtype is None:
             return wrap(local, source)
@@ -290,6 +290,8 @@ class DTensor(GlobalProperties):
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
         )
+        if mesh is not source.mesh and mesh.get_coordinate() is None:
+            return DTensor._outside(target, moved)
         return _as_new(moved, local, target)
 
     def wait(self) -> DTensor:
@@ -302,6 +304,8 @@ class DTensor(GlobalProperties):
     @property
     def grad(self) -> DTensor | None:
         """The gradient, in the layout of this tensor, with pending sums reduced."""
+        if accumulate.current.accumulation is not None:
+            self._complete_gradient(accumulate.current.accumulation)
         local = locally(_grad_of, (), (self,))
         if local is None:
             return None
@@ -318,6 +322,8 @@ class DTensor(GlobalProperties):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if accumulate.current.accumulation is not None:
+            accumulate.current.accumulation.forget(self)
         if value is not None:
             value = as_layout(value, gradient_layout(self._layout), "grad")
             notes = ensure_state(value)
@@ -329,6 +335,13 @@ class DTensor(GlobalProperties):
             notes.is_gradient = True
         with as_local():
             TensorBase.grad.__set__(self, value)
+
+    def _complete_gradient(self, accumulation: accumulate.Accumulation) -> None:
+        """Reduce the gradient that `accumulate()` has put off, as somebody reads it."""
+        source = getattr(self, GRADIENT_SOURCE, None)
+        if source is not None:
+            source.complete()
+        accumulation.complete(self)
 
     @property
     def data(self) -> DTensor:
@@ -511,13 +524,18 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
 def redistribute_to(tensor: DTensor, layout: Layout) -> DTensor:
     """Return a DTensor in another layout of the same shape; differentiable."""
     local = unwrap(tensor)
+    if type(tensor) is not DTensor and _is_outside(tensor._layout, layout):
+        return DTensor._outside(layout, local)
     return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
+
+
+def _is_outside(source: Layout, target: Layout) -> bool:
+    """Tell whether a move takes place on one mesh, which this rank is not in."""
+    return source.mesh is target.mesh and target.mesh.get_coordinate() is None
 
 
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Wrap the result of a move, which is the input itself if nothing had to move."""
-    if layout.mesh.get_coordinate() is None:
-        return DTensor._outside(layout, moved)
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
 
 
