@@ -24,7 +24,7 @@ from shardwise.core.cut import nonempty_ranges
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Shard, _StridedShard, as_placement
+from shardwise.core.placement import Partial, Placement, Shard, _StridedShard, as_placement
 from shardwise.dtensor.local_shards import check_shard
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 
@@ -70,6 +70,26 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
     if tensor.is_leaf and tensor.requires_grad:
         result.requires_grad_(True)
     return result
+
+
+def placement_to_torch(placement: Placement) -> Any:
+    """Return torch's placement of the same meaning; refuse one that cuts a dim in pieces.
+
+    For functions of torch: those of shardwise take the placements of both.
+    """
+    placement = as_placement(placement, "placement")
+    match placement:
+        case Shard(dim):
+            if placement.pieces is not None or placement.unit != 1:
+                raise LayoutError(
+                    f"placement: torch has none for a dim that is cut in pieces: {placement}"
+                )
+            if isinstance(placement, _StridedShard):
+                return TorchStridedShard(dim, split_factor=placement.split_factor)
+            return TorchShard(dim)
+        case Partial(op):
+            return TorchPartial(op)
+    return TorchReplicate()
 
 
 @lru_cache(maxsize=1024)

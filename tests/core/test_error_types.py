@@ -4,8 +4,11 @@ import copy
 import pickle
 
 import pytest
+import torch
+from torch import nn
 
 import shardwise as sw
+from shardwise.core.errors import also
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,46 @@ def test_a_rank_error_keeps_its_rank():
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is sw.RankError
         assert (str(other), other.rank) == ("rank 3 raised KeyError", 3)
+
+
+@pytest.mark.parametrize(
+    "builtin", [TypeError, KeyError, AttributeError, IndexError, AssertionError]
+)
+def test_an_error_can_be_of_one_of_pythons_types_too(builtin):
+    kind = also(sw.LayoutError, builtin)
+    assert issubclass(kind, sw.LayoutError) and issubclass(kind, builtin)
+    assert (
+        also(sw.LayoutError, builtin) is kind and also(sw.LayoutError, ValueError) is sw.LayoutError
+    )
+    error = kind("placements: expected a list")
+    for other in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is kind and str(other) == "placements: expected a list"
+    with pytest.raises(builtin, match="expected a list"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda mesh: sw.Shard("rows"), TypeError),
+        (lambda mesh: mesh["unknown"], KeyError),
+        (lambda mesh: mesh.size(5), IndexError),
+        (lambda mesh: mesh.get_group, None),
+        (lambda mesh: sw.distribute_tensor(torch.ones(4), mesh, 3), TypeError),
+        (lambda mesh: sw.zeros(4, device_mesh=mesh, placements=[sw.Shard(1)] * 2), IndexError),
+        (lambda mesh: sw.distribute_tensor([1.0], mesh, [sw.Shard(0)]), AttributeError),
+        (lambda mesh: sw.zeros(4, layout=torch.sparse_coo, device_mesh=mesh), AssertionError),
+        (lambda mesh: sw.zeros("a", device_mesh=mesh), TypeError),
+        (lambda mesh: sw.DTensor.from_local(sw.zeros(4, device_mesh=mesh), mesh), RuntimeError),
+        (lambda mesh: sw.distribute_module(nn.Linear(1, 1), mesh, input_fn=print), None),
+        (lambda mesh: sw.distribute_module(nn.Linear(1, 1), mesh, input_fn=len), ValueError),
+    ],
+)
+def test_errors_are_of_torchs_types(call, kind):
+    mesh = sw.DeviceMesh.abstract((2, 2), ("dp", "tp"))
+    if kind is None:
+        call(mesh)
+        return
+    with pytest.raises(kind) as caught:
+        call(mesh)
+    assert isinstance(caught.value, sw.ShardwiseError)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import RandomStateError, check_random_state
 from shardwise.random.samplers import draw_key
+from shardwise.random.seed_check import manual_seed
 
 MESHES = [(1,), (2,), (3,), (2, 2)]
 
@@ -294,3 +295,17 @@ def test_seeds_that_differ_are_refused_on_every_rank() -> None:
             sw.seed(mesh, 2**64)
 
     on_ranks(run, 2)
+
+
+def test_manual_seed_is_torchs_without_communication():
+    def run():
+        mesh = sw.DeviceMesh("cpu", [0, 1])
+        if mesh.get_coordinate() is None:
+            with pytest.raises(RuntimeError, match="expected a mesh that this rank is in"):
+                manual_seed(3, mesh)
+            return None
+        manual_seed(3, mesh)
+        return sw.rand(4, device_mesh=mesh, placements=[sw.Shard(0)]).full_tensor()
+
+    first, second, outside = sw.simulate(run, 3)
+    assert torch.equal(first, second) and outside is None

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.rules import full, leaf, ranks, split
+from support.rules import full, in_layout, leaf, ranks, split
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -276,3 +276,55 @@ def test_a_parameter_of_a_tensor_cut_in_pieces_is_cut_so_and_nothing_moves():
         return parameter.to_local().tolist()
 
     assert on_two_ranks(run) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+
+
+NEW = {
+    "new_zeros": lambda x: x.new_zeros(x.shape),
+    "new_zeros of numbers": lambda x: x.new_zeros(5, 3),
+    "new_ones": lambda x: x.new_ones((5, 3), dtype=torch.int32),
+    "new_full": lambda x: x.new_full((5, 3), 7.0),
+    "new_full of a tensor": lambda x: x.new_full(size=(5, 3), fill_value=torch.tensor(2.0)),
+    "new_empty": lambda x: x.new_empty(size=(5, 3)).fill_(2),
+    "new_empty_strided": lambda x: x.new_empty_strided((5, 3), (1, 5)).fill_(3),
+    "new_empty_strided by name": lambda x: x.new_empty_strided(size=(5, 3), stride=(3, 1)).fill_(3),
+    "requires_grad": lambda x: x.new_ones((5, 3), requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("call", NEW.values(), ids=NEW)
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Shard(1), sw.Replicate(), sw.Partial()])
+@pytest.mark.parametrize("count", [2, 4])
+def test_new_tensors_of_the_models_shape_lie_as_the_model_does(call, placement, count):
+    expected = call(full(5, 3))
+
+    def run(mesh):
+        x = in_layout(full(5, 3), mesh, placement)
+        made = call(x.detach())
+        assert made.placements == (sw.Replicate() if placement.is_partial() else placement,)
+        assert torch.equal(made.full_tensor(), expected) and made.dtype is expected.dtype
+        assert made.requires_grad is expected.requires_grad
+        if made.to_local().numel():
+            assert made.stride() == expected.stride()
+        wanted = sw.Layout.from_placements(mesh, (5, 3), made.placements).local_shape()
+        assert made.to_local().shape == wanted
+
+    ranks(run, count)
+
+
+def test_new_tensors_of_another_shape_are_whole():
+    def run(mesh):
+        x = in_layout(full(5, 3), mesh, sw.Shard(0)).detach()
+        calls = (
+            lambda x: x.new_zeros(3, 5),
+            lambda x: x.new_ones([]),
+            lambda x: x.new_full((2,), 1),
+        )
+        for call in calls:
+            assert call(x).placements == (sw.Replicate(),)
+            assert torch.equal(call(x).full_tensor(), call(full(5, 3)))
+        gaps = x.new_empty_strided((5, 3), (8, 2))  # no piece has such strides
+        assert gaps.placements == (sw.Replicate(),) and gaps.stride() == (8, 2)
+        with pytest.raises(TypeError):
+            x.new_zeros()
+
+    ranks(run)

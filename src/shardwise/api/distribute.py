@@ -4,6 +4,7 @@ and functions of local tensors that run on DTensors."""
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -17,7 +18,7 @@ from shardwise.api.optimizers import note_replaced
 from shardwise.api.wrappers import check_unwrapped
 from shardwise.comm import communicator
 from shardwise.core.checks import as_int
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current
 from shardwise.core.placement import Partial, Placement, Replicate
@@ -54,7 +55,9 @@ def distribute_tensor(
     """
     mesh = mesh_or_current(device_mesh)
     if not isinstance(tensor, torch.Tensor):
-        raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+        raise also(LayoutError, AttributeError)(
+            f"tensor: expected a tensor, got {type(tensor).__name__}"
+        )
     check_supported("tensor", tensor)
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.from_placements(mesh, tensor.shape, placements, shard_order)
@@ -192,10 +195,22 @@ def distribute_module(
     for submodule in module.modules():
         _replicate(submodule, mesh, made)
     if input_fn is not None:
+        _check_count("input_fn", input_fn)
         module.register_forward_pre_hook(functools.partial(_enter, input_fn, mesh))
     if output_fn is not None:
+        _check_count("output_fn", output_fn)
         module.register_forward_hook(functools.partial(_leave, output_fn, mesh))
     return module
+
+
+def _check_count(argument: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that does not take a module, its inputs or outputs, and the mesh."""
+    parameters = inspect.signature(function).parameters.values()
+    if len(parameters) != 3 and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        raise LayoutError(
+            f"{argument}: expected a function of the module, its values and the mesh; got one of "
+            f"{len(parameters)} arguments"
+        )
 
 
 # Hooks are no closures, so that modules can be pickled.
@@ -331,7 +346,7 @@ class _LocalMap:
 
 def _per_argument(given: Any, count: int, argument: str) -> list[Any]:
     if not isinstance(given, list | tuple) or len(given) != count:
-        raise LayoutError(
+        raise also(LayoutError, AssertionError)(
             f"{argument}: expected {count} entries, one per flattened argument (None for one that "
             f"is no tensor); got {given!r}"
         )
@@ -347,7 +362,9 @@ def _move_inputs(flat: list[Any], in_placements: Any, redistribute_inputs: bool)
     ):
         if isinstance(arg, DTensor):
             if wanted is None:
-                raise LayoutError(f"in_placements[{at}]: expected placements, as it is a DTensor")
+                raise also(LayoutError, AssertionError)(
+                    f"in_placements[{at}]: expected placements, as it is a DTensor"
+                )
             layout = Layout.from_placements(arg._layout.mesh, arg.shape, wanted)
             if arg._layout is not layout:
                 if not redistribute_inputs:
@@ -357,7 +374,9 @@ def _move_inputs(flat: list[Any], in_placements: Any, redistribute_inputs: bool)
                     )
                 arg = arg.redistribute(placements=wanted)
         elif wanted is not None and not isinstance(arg, torch.Tensor):
-            raise LayoutError(f"in_placements[{at}]: expected None, as the argument is {arg!r}")
+            raise also(LayoutError, AssertionError)(
+                f"in_placements[{at}]: expected None, as the argument is {arg!r}"
+            )
         result.append(arg)
     return result
 
@@ -466,7 +485,7 @@ def _global_outputs(
     if several and len(flat) == 1 and wanted and isinstance(wanted[0], Placement):
         wanted = [out_placements]  # one result, whose placements came as a tuple
     if len(wanted) != len(flat):
-        raise LayoutError(
+        raise also(LayoutError, AssertionError)(
             f"out_placements: expected {len(flat)}, a tuple with one entry per result; "
             f"got {out_placements!r}"
         )
@@ -474,7 +493,9 @@ def _global_outputs(
     for at, (value, placements) in enumerate(zip(flat, wanted, strict=True)):
         if not isinstance(value, torch.Tensor):
             if placements is not None:
-                raise LayoutError(f"out_placements[{at}]: expected None, as the result is {value}")
+                raise also(LayoutError, AssertionError)(
+                    f"out_placements[{at}]: expected None, as the result is {value}"
+                )
         elif isinstance(value, DTensor):
             raise LayoutError(f"func: expected a local tensor as result {at}, got a DTensor")
         else:

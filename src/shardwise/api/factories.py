@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm import standing_in
 from shardwise.core.checks import as_int, as_ints
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, mesh_or_current
 from shardwise.core.placement import Placement, Replicate
@@ -323,8 +323,14 @@ def _target_layout(
     placements: Placements,
 ) -> Layout:
     if strided is not torch.strided:
-        raise LayoutError(f"{name}(layout): expected torch.strided, got {strided}")
+        raise also(LayoutError, AssertionError)(
+            f"{name}(layout): expected torch.strided, got {strided}"
+        )
     mesh = mesh_or_current(device_mesh)
+    if isinstance(placements, Sequence) and len(placements) not in (0, mesh.ndim):
+        raise also(LayoutError, AssertionError)(
+            f"{name}(placements): expected {mesh.ndim}, one per axis of {mesh!r}; got {placements}"
+        )
     return Layout.from_placements(mesh, shape, placements or [Replicate()] * mesh.ndim)
 
 
@@ -412,5 +418,5 @@ def _as_shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     given = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     shape = as_ints(given)
     if shape is None:
-        raise LayoutError(f"size: expected ints, got {sizes!r}")
+        raise also(LayoutError, TypeError)(f"size: expected ints, got {sizes!r}")
     return shape

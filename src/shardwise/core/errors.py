@@ -51,22 +51,26 @@ class ShardwiseError(Exception):
         return _rebuilt, (kind, self.args, vars(self))
 
 
-class MeshError(ShardwiseError, ValueError):
-    """A device mesh that cannot be made, or a mesh that does not have what was asked for."""
+class MeshError(ShardwiseError, ValueError, RuntimeError):
+    """A device mesh that cannot be made, or a mesh that does not have what was asked for.
+
+    Torch raises ValueError for some of these and RuntimeError for others.
+    """
 
 
 class MeshKeyError(MeshError, KeyError):
     """The name of an axis that a mesh does not have."""
-
-    __str__ = Exception.__str__  # a KeyError shows the repr of its message
 
 
 class MeshTypeError(MeshError, TypeError):
     """An axis that is not given by its name, as by a loop over a mesh."""
 
 
-class LayoutError(ShardwiseError, ValueError):
-    """A placement or layout that does not fit its mesh or its tensor."""
+class LayoutError(ShardwiseError, ValueError, RuntimeError):
+    """A placement or layout that does not fit its mesh or its tensor.
+
+    Torch raises ValueError for some of these and RuntimeError for others.
+    """
 
 
 class DispatchError(ShardwiseError, RuntimeError):

@@ -23,7 +23,7 @@ from shardwise.core import cut as cuts_of
 from shardwise.core import layout_input
 from shardwise.core.box import Box, Range, chunk
 from shardwise.core.cut import Cut
-from shardwise.core.errors import LayoutError, format_value
+from shardwise.core.errors import LayoutError, also, format_value
 from shardwise.core.layout_input import (
     as_cuts,
     as_dim,
@@ -139,8 +139,9 @@ class Layout:
                 (`_StridedShard`).
         """
         mesh, shape = as_mesh(mesh), as_shape(shape)
-        if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
-            raise LayoutError(
+        is_list = isinstance(placements, Sequence)
+        if not is_list or len(placements) != mesh.ndim:
+            raise (LayoutError if is_list else also(LayoutError, TypeError))(
                 f"placements: expected a list of {mesh.ndim}, one per axis of {mesh!r}; "
                 f"got {format_value(placements)}"
             )

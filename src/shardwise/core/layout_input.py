@@ -18,7 +18,7 @@ import torch
 from shardwise.core import cut as cuts_of
 from shardwise.core.checks import as_int, as_ints
 from shardwise.core.cut import Cut
-from shardwise.core.errors import LayoutError, format_value
+from shardwise.core.errors import LayoutError, also, format_value
 from shardwise.core.mesh import Axis, DeviceMesh
 from shardwise.core.placement import Shard, _StridedShard, order_by_factors
 
@@ -38,7 +38,7 @@ def as_dim(dim: int, ndim: int, argument: str) -> int:
     """Return a dim as a position from the front; negative dims count from the end."""
     position = as_int(dim)
     if position is None or not -ndim <= position < ndim:
-        raise LayoutError(
+        raise also(LayoutError, IndexError)(
             f"{argument}: expected a dim of a {ndim}-d tensor, got {format_value(dim)}"
         )
     return position % ndim

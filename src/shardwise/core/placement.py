@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.core.checks import as_int, as_ints
 from shardwise.core.cut import Cut
-from shardwise.core.errors import LayoutError, format_value
+from shardwise.core.errors import LayoutError, also, format_value
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp as TorchReduceOp
@@ -21,10 +21,21 @@ ReduceOp: TypeAlias = "str | TorchReduceOp | TorchReduceOp.RedOpType"
 """A reduction: a name, or torch's `ReduceOp`."""
 
 
-class Placement:
+class _PlacementType(type):
+    """The type of placements: a placement of torch is an instance of ours of the same meaning."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if type.__instancecheck__(cls, instance):
+            return True
+        kind = type(instance)
+        return _is_of_torch(kind) and issubclass(_OURS[kind.__name__], cls)
+
+
+class Placement(metaclass=_PlacementType):
     """Base of `Shard`, `Replicate` and `Partial`. Immutable and hashable.
 
-    A placement equals torch's placement of the same meaning, and has its hash.
+    A placement equals torch's placement of the same meaning, and has its hash; torch's is an
+    instance of ours. Ours is no instance of torch's: C++ code would take its memory for its own.
     """
 
     __slots__ = ()
@@ -80,7 +91,9 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         dim = as_int(self.dim)
         if dim is None:
-            raise LayoutError(f"Shard(dim): expected an int, got {_describe(self.dim)}")
+            raise also(LayoutError, TypeError)(
+                f"Shard(dim): expected an int, got {_describe(self.dim)}"
+            )
         object.__setattr__(self, "dim", dim)
         if self.pieces is not None or type(self.unit) is not int or self.unit != 1:
             self._check_pieces()
@@ -297,28 +310,39 @@ class Partial(Placement):
         return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
 
 
-_FROM_TORCH: dict[str, Callable[[Any], Placement]] = {
-    "Shard": lambda theirs: Shard(theirs.dim),
-    "_StridedShard": lambda theirs: _StridedShard(theirs.dim, split_factor=theirs.split_factor),
-    "Replicate": lambda theirs: Replicate(),
-    "Partial": lambda theirs: Partial(theirs.reduce_op),
+# ---- torch's placements, without importing them
+
+_TORCHS_MODULE = "torch.distributed.tensor"
+_OURS: dict[str, type[Placement]] = {
+    kind.__name__: kind for kind in (Placement, Shard, _StridedShard, Replicate, Partial)
 }
+"""Our placements by the names of torch's."""
 
 
-def _from_torch(placement: object) -> Placement | None:
+def _is_of_torch(kind: type) -> bool:
+    return kind.__name__ in _OURS and kind.__module__.startswith(_TORCHS_MODULE)
+
+
+def _from_torch(placement: Any) -> Placement | None:
     """Return the placement of shardwise for one of torch; None for anything else."""
     kind = type(placement)
-    ours = _FROM_TORCH.get(kind.__name__)
-    if ours is None or not kind.__module__.startswith("torch.distributed.tensor"):
+    if not _is_of_torch(kind):
         return None
-    return ours(placement)
+    match kind.__name__:
+        case "Shard":
+            return Shard(placement.dim)
+        case "_StridedShard":
+            return _StridedShard(placement.dim, split_factor=placement.split_factor)
+        case "Partial":
+            return Partial(placement.reduce_op)
+    return Replicate()
 
 
 def as_placement(placement: Any, argument: str) -> Placement:
     """Return a placement of shardwise for one of shardwise or torch; the error for anything else
     names the argument."""
-    if isinstance(placement, Shard | Replicate | Partial):
-        return placement
+    if issubclass(type(placement), (Shard, Replicate, Partial)):
+        return placement  # type: ignore[no-any-return]
     found = _from_torch(placement)
     if found is None:
         raise LayoutError(

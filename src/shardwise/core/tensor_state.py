@@ -38,6 +38,7 @@ class TensorState:
         "reduced",
         "relabelled",
         "replaced_by",
+        "stand_in",
         "viewed_copy",
     )
 
@@ -80,6 +81,9 @@ class TensorState:
         self.pending: Any = None
         """The data that a tensor waits for (`Pending`). Set and read by `WaitingDTensor`; ends when
         they are there."""
+        self.stand_in: Any = None
+        """The meta tensor that operators run on in place of a DTensor without data, on a rank
+        outside of its mesh. Set and read by `dispatch.outside`."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
 

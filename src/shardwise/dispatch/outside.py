@@ -15,6 +15,7 @@ import torch
 
 from shardwise.comm import standing_in
 from shardwise.core.errors import DispatchError, ShardwiseError, also
+from shardwise.core.tensor_state import ensure_state
 from shardwise.dispatch import autograd, collectives, scalars
 from shardwise.dtensor.call_args import Args, Kwargs
 from shardwise.dtensor.kinds import OutsideDTensor
@@ -68,6 +69,7 @@ def _run_on_meta(func: Any, args: Args, kwargs: Kwargs) -> Any:
         with torch.set_grad_enabled(needs_grad):
             made = OutsideDTensor.of(value._layout, *given, dtype=value.dtype)
         if original is None:
+            ensure_state(made).stand_in = value  # it knows what was reduced of it, as on the mesh
             return made
         original._layout = value._layout  # type: ignore[attr-defined]
         if needs_grad and not original.requires_grad:  # written to in place
@@ -84,12 +86,15 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             return tensor  # of another mesh: refused by dispatch, as on the ranks of the mesh
         return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+    notes = ensure_state(tensor)
     layout = tensor._layout
-    made = wrap(torch.empty(layout.local_shape(), dtype=tensor.dtype, device="meta"), layout)
-    made.requires_grad = tensor.requires_grad
-    with as_local():
-        is_leaf = tensor.is_leaf
-    return made if is_leaf else made.clone()  # a leaf that requires grad cannot be written to
+    if notes.stand_in is None or notes.stand_in._layout is not layout:
+        local = torch.empty(layout.local_shape(), dtype=tensor.dtype, device="meta")
+        notes.stand_in = wrap(local, layout)
+    made: DTensor = notes.stand_in
+    if made.is_leaf and made.requires_grad != tensor.requires_grad:
+        made.requires_grad_(tensor.requires_grad)
+    return made
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -177,13 +182,16 @@ _ON_LOCAL = {
     TensorBase.grad_fn.__get__,
     TensorBase.retains_grad.__get__,
     TensorBase.output_nr.__get__,
+    TensorBase.is_meta.__get__,
+    TensorBase.is_cpu.__get__,
+    TensorBase.is_cuda.__get__,
     version_of,
     torch.equal,
     _Tensor.equal,
     torch.allclose,
     _Tensor.allclose,
 }
-"""Functions that run on the local tensors: of the place of a tensor in the graph of autograd; and
-comparisons, as empty tensors are equal."""
+"""Functions that run on the local tensors: about the graph of autograd and devices; comparisons, as
+empty tensors are equal."""
 
 OutsideDTensor.__torch_function__ = MethodType(dispatch_outside, OutsideDTensor)  # type: ignore[method-assign]

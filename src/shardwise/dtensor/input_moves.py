@@ -27,6 +27,7 @@ from shardwise.redistribute.autograd import (
     find_gather,
     is_passed,
     make_move_pair,
+    wants_contributions,
 )
 from shardwise.redistribute.plan import gradient_layout, plan_redistribute
 from shardwise.torch_internals import (
@@ -147,7 +148,7 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
     needs_grad = _is_grad_enabled() and _requires_grad(tensor)
     if move.is_enter and not needs_grad:
         return tensor  # only a gradient would move
-    if move.stages is not None:
+    if move.stages is not None and not (needs_grad and wants_contributions(tensor)):
         reduction, enter = move.stages
         return move_input(move_input(tensor, reduction, operator), enter, operator)
     # All ranks must agree on what is shared: moving its gradients back is a collective.

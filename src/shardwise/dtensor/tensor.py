@@ -200,6 +200,8 @@ class DTensor(GlobalProperties):
                 tensor, with pending sums reduced.
         """
         local = unwrap(self)
+        if local.requires_grad and not torch.is_grad_enabled():
+            local = local.detach()
         if grad_placements is not None:
             layout = self._layout
             given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
@@ -572,7 +574,7 @@ def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Seq
         return [Replicate()] * mesh.ndim
     if isinstance(placements, Sequence) and not isinstance(placements, str):
         return placements
-    raise LayoutError(
+    raise also(LayoutError, TypeError)(
         f"placements: expected a list of {mesh.ndim}, one per axis of {mesh!r}; got {placements!r}"
     )
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from shardwise.api.optimizers import note_left_alone, note_replaced
 from shardwise.api.wrappers import Manager, check_unwrapped, managers
 from shardwise.core.checks import as_int
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout_input import as_dim
 from shardwise.core.placement import Placement, Replicate, Shard, as_placement
 from shardwise.core.tensor_state import user_attributes
@@ -179,7 +179,7 @@ def _checked_modules(module: Any, function: str) -> list[nn.Module]:
         raise FSDPError(f"{function}(module): expected a module or several, got an empty list")
     for each in modules:
         if not isinstance(each, nn.Module):
-            raise FSDPError(
+            raise also(FSDPError, TypeError)(
                 f"{function}(module): expected a module or a list of modules, got "
                 f"{type(each).__name__}"
             )
@@ -191,7 +191,7 @@ def _checked_modules(module: Any, function: str) -> list[nn.Module]:
                 "call or all as one list"
             )
         if isinstance(each, FSDPModule):
-            raise FSDPError(
+            raise also(FSDPError, AssertionError)(
                 f"{function}(module): expected a module that is not data-parallel yet, got "
                 f"{type(each).__name__}; call it once for each module"
             )
@@ -241,7 +241,7 @@ def _shard_dim_fn(
         try:
             return as_dim(placement.dim, parameter.dim(), where)
         except LayoutError as error:
-            raise FSDPError(error.args[0]) from None
+            raise also(FSDPError, AssertionError)(error.args[0]) from None
 
     return dim_of
 

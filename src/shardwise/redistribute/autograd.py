@@ -54,6 +54,7 @@ from shardwise.torch_internals import (
     backward_hooks_of,
     backward_node,
     is_torch_function_enabled,
+    version_of,
 )
 
 _is_leaf = TensorBase.is_leaf.__get__
@@ -341,12 +342,29 @@ def redistribute_later(
     if needs_grad:
         check_linear(src)
         check_linear(dst)
-    started = pair.forward.start(local.detach(), starts_all=True)
+    started = _unless_written(local, pair.forward.start(local.detach(), starts_all=True))
     shape = dst.local_shape()
     result = local.detach().new_empty_strided(shape, (0,) * len(shape), dtype=forward_dtype)
     if needs_grad:
         result = apply_move(local, pair, Pending.done(result))
     return result, started
+
+
+def _unless_written(local: torch.Tensor, started: Pending[torch.Tensor]) -> Pending[torch.Tensor]:
+    """Refuse the result of a move if its input was written to while the move was under way."""
+    if local.is_inference():  # it has no version
+        return started
+    version = version_of(local)
+
+    def check(result: torch.Tensor) -> torch.Tensor:
+        if version_of(local) != version:
+            raise LayoutError(
+                "redistribute(async_op=True): the tensor was written to while it was sent, so the "
+                "result is undefined; use the result, or wait() for it, before writing"
+            )
+        return result
+
+    return started.then(check)
 
 
 def with_grad_layout(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
@@ -400,21 +418,28 @@ def apply_to_relabelled(
     Forward: `pair.forward`. Backward: the gradient goes directly to the layout in which it is
     wanted; the sum that `pair.backward` would compute is never made.
 
-    Returns None for any other tensor, and if a hook or `retain_grad` looks at the gradient.
+    Returns None for any other tensor.
     """
-    notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
-    if type(notes) is not TensorState or notes.relabelled is None:
+    if not wants_contributions(tensor):
         return None
-    node = tensor.grad_fn
-    # Changed in place, it has another history.
-    if not isinstance(node, _RELABEL) or backward_hooks_of(tensor) or tensor.retains_grad:
-        return None
+    node: Any = tensor.grad_fn
     node.is_passed = True
-    local, wanted = notes.relabelled
+    local, wanted = ensure_state(tensor).relabelled  # type: ignore[misc]
     back = pair.backward
     move = _gradient_move(back.source, wanted)
     move = replace(move, factor=move.factor * back.factor)
     return apply_move(local, MovePair(pair.forward, move), started)
+
+
+def wants_contributions(tensor: torch.Tensor) -> bool:
+    """Tell whether the gradient of a tensor is wanted as contributions (`with_grad_layout`), and no
+    hook or `retain_grad` looks at the sum of them."""
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
+    if type(notes) is not TensorState or notes.relabelled is None:
+        return False
+    # Changed in place, it has another history.
+    is_own = isinstance(tensor.grad_fn, _RELABEL)
+    return is_own and not backward_hooks_of(tensor) and not tensor.retains_grad
 
 
 def is_passed(tensor: torch.Tensor) -> bool:

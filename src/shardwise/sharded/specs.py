@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.box import Box, chunk
 from shardwise.core.checks import as_int, as_ints
-from shardwise.core.errors import ShardedTensorError
+from shardwise.core.errors import ShardedTensorError, also
 from shardwise.sharded.metadata import (
     Placement,
     ShardedTensorMetadata,
@@ -76,7 +76,8 @@ class ChunkShardingSpec(ShardingSpec):
     def __init__(self, dim: int, placements: Sequence[Placement]) -> None:
         number = as_int(dim)
         if number is None:
-            raise ShardedTensorError(f"dim: expected the number of a dim, got {dim!r}")
+            kind = NotImplementedError if isinstance(dim, str) else ValueError  # as torch
+            raise also(ShardedTensorError, kind)(f"dim: expected the number of a dim, got {dim!r}")
         if isinstance(placements, str) or not isinstance(placements, Sequence) or not placements:
             raise ShardedTensorError(
                 f"placements: expected one for each chunk, and at least one; got {placements!r}"
@@ -245,7 +246,7 @@ def as_size(sizes: Any, argument: str) -> torch.Size:
 def as_spec(spec: Any, argument: str) -> ShardingSpec:
     """Return a spec; refuse other types."""
     if not isinstance(spec, ShardingSpec):
-        raise ShardedTensorError(
+        raise also(ShardedTensorError, NotImplementedError)(
             f"{argument}: expected a ShardingSpec, such as ChunkShardingSpec(0, ['rank:0/cpu', "
             f"...]); got {spec!r} ({type(spec).__name__})"
         )

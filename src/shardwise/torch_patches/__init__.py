@@ -38,6 +38,7 @@ from shardwise.torch_patches import (
     collectives,
     compiled,
     constructors,
+    placements,
     script,
     state_dicts,
     transforms,
@@ -279,6 +280,7 @@ PATCHES: tuple[Patch, ...] = (
         _name_running_modules,
     ),
     *constructors.PATCHES,
+    *placements.PATCHES,
     *script.PATCHES,
     *state_dicts.PATCHES,
     Patch(

@@ -87,7 +87,8 @@ class _Finder:
         """Return the module's spec; None for all other modules."""
         if name != self._name:
             return None
-        others: list[Any] = [each for each in sys.meta_path if not isinstance(each, _Finder)]
+        # Those after this one, among them other changes of the same module.
+        others: list[Any] = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (each.find_spec(name, path, target) for each in others)
         spec = next((each for each in specs if each is not None), None)
         if spec is not None and spec.loader is not None:
