@@ -19,7 +19,7 @@ from shardwise.comm import communicator
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current
 from shardwise.core.placement import Partial, Placement, Replicate
 from shardwise.dtensor.local_shards import check_supported
 from shardwise.dtensor.tensor import DTensor, wrap
@@ -34,7 +34,7 @@ Placements = Sequence[Placement]
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: DeviceMesh | TorchMesh,
+    device_mesh: DeviceMesh | TorchMesh | None = None,
     placements: Placements | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -44,13 +44,13 @@ def distribute_tensor(
 
     Arguments:
         tensor: a leaf. On ranks other than the source only its shape and dtype count.
-        device_mesh: the mesh of the result.
+        device_mesh: the mesh of the result; by default that of `with mesh:`.
         placements: one per axis of the mesh; all `Replicate()` by default.
         src_data_rank: the position, along every axis, of the rank whose data is distributed; None
             lets each rank take its shard of its own tensor, without communication.
         shard_order: for each dim that several axes split, those axes outer to inner.
     """
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
     check_supported("tensor", tensor)
@@ -140,7 +140,7 @@ def _scatter_shard(whole: torch.Tensor, layout: Layout, source: int) -> torch.Te
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: DeviceMesh | TorchMesh,
+    device_mesh: DeviceMesh | TorchMesh | None = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
     input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
@@ -148,13 +148,14 @@ def distribute_module(
     """Make the parameters and buffers of a module DTensors, in place.
 
     Arguments:
+        device_mesh: the mesh of the parameters; by default that of `with mesh:`.
         partition_fn: called with each submodule's name, the submodule and the mesh; it makes its
             parameters DTensors. Parameters that it leaves plain are replicated; tied parameters
             stay tied.
         input_fn: called with the module, the tuple of its inputs and the mesh before each forward.
         output_fn: called with the module, its outputs and the mesh after each forward.
     """
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     check_unwrapped("distribute_module", module)
     slots = [
         (parameter, submodule, key)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.core.checks import as_int, as_ints
-from shardwise.core.errors import LayoutError, MeshError
+from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, mesh_or_current
 from shardwise.core.placement import Placement, Replicate
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.random import samplers
@@ -44,8 +44,8 @@ def empty(
         dtype: by default torch's default dtype.
         layout: `torch.strided`; no other layout is supported.
         requires_grad: whether gradients are recorded for it.
-        device_mesh: the mesh of the tensor. On an abstract mesh, and within
-            `torch.device("meta")`, it has no memory.
+        device_mesh: the mesh of the tensor; by default that of `with mesh:`. On an abstract
+            mesh, and within `torch.device("meta")`, it has no memory.
         placements: one per axis of the mesh; all `Replicate()` by default.
 
     Example:
@@ -286,14 +286,9 @@ def _target_layout(
     device_mesh: Mesh,
     placements: Placements,
 ) -> Layout:
-    if device_mesh is None:
-        raise MeshError(
-            f"{name}(device_mesh): expected a DeviceMesh, got None; make one with "
-            "sw.init_device_mesh and pass it"
-        )
     if strided is not torch.strided:
         raise LayoutError(f"{name}(layout): expected torch.strided, got {strided}")
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     return Layout.from_placements(mesh, shape, placements or [Replicate()] * mesh.ndim)
 
 

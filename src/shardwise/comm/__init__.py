@@ -18,6 +18,7 @@ from shardwise.comm.trace import Cause, Event, listen
 from shardwise.core import world
 from shardwise.core.checks import as_int
 from shardwise.core.errors import MeshError
+from shardwise.core.lineage import check_not_aborted
 from shardwise.core.mesh import Axis, DeviceMesh, as_mesh
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def carries_values(mesh: DeviceMesh) -> bool:
 def _made(
     own_world: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
 ) -> Communicator:
-    world.check_not_aborted(mesh)
+    check_not_aborted(mesh)
     ranks = mesh.ranks_along(positions)
     if max(ranks) >= own_world.size:  # the mesh was made in another world
         raise MeshError(

@@ -41,17 +41,6 @@ class ShardwiseError(Exception):
         is_named = not rank or message.endswith(f"[{rank}]")
         super().__init__(message if is_named else f"{message} [{rank}]")
 
-    @classmethod
-    def also(cls: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
-        """Return this class as one that derives from one of Python's as well.
-
-        For calls for which torch raises that: code that catches it goes on working.
-
-        Example:
-            >>> raise LayoutError.also(TypeError)("placements: expected a list, got 3")
-        """
-        return cls if issubclass(cls, builtin) else _combined(cls, builtin)
-
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError would quote it
 
@@ -65,6 +54,16 @@ class ShardwiseError(Exception):
 
 class MeshError(ShardwiseError, ValueError):
     """A device mesh that cannot be made, or a mesh that does not have what was asked for."""
+
+
+class MeshKeyError(MeshError, KeyError):
+    """The name of an axis that a mesh does not have."""
+
+    __str__ = Exception.__str__  # a KeyError shows the repr of its message
+
+
+class MeshTypeError(MeshError, TypeError):
+    """An axis that is not given by its name, as by a loop over a mesh."""
 
 
 class LayoutError(ShardwiseError, ValueError):
@@ -121,13 +120,22 @@ class TorchVersionWarning(UserWarning):
 
 
 @lru_cache(maxsize=256)
-def _combined(kind: Any, builtin: type[Exception]) -> Any:
+def also(kind: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
+    """Return an error class of shardwise as one that derives from one of Python's as well.
+
+    For calls for which torch raises that: code that catches it goes on working.
+
+    Example:
+        >>> raise also(LayoutError, TypeError)("placements: expected a list, got 3")
+    """
+    if issubclass(kind, builtin):
+        return kind
     fields = {
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
         "__qualname__": f"{kind.__name__}.also({builtin.__name__})",
     }
-    return type(kind.__name__, (kind, builtin), fields)
+    return type(kind.__name__, (kind, builtin), fields)  # type: ignore[return-value]
 
 
 def _rebuilt(
@@ -136,7 +144,7 @@ def _rebuilt(
     fields: dict[str, Any],
 ) -> ShardwiseError:
     if isinstance(kind, tuple):
-        kind = _combined(*kind)
+        kind = also(*kind)
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(fields)

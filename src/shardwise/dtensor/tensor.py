@@ -14,10 +14,10 @@ import torch
 
 from shardwise.comm import Pending, carries_values
 from shardwise.core.box import Box
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.layout_input import short_dtype
-from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current, unpickled
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
@@ -31,8 +31,8 @@ from shardwise.dtensor.local_shards import (
     infer_layout,
     state_layout,
 )
-from shardwise.dtensor.memory import NoExchangeApi, check_whole
-from shardwise.dtensor.properties import GlobalProperties
+from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
+from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import (
     redistribute_later,
     redistribute_local,
@@ -135,7 +135,7 @@ class DTensor(GlobalProperties):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | TorchMesh,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -149,7 +149,7 @@ class DTensor(GlobalProperties):
 
         Arguments:
             local_tensor: this rank's shard. The result shares its memory.
-            device_mesh: the mesh of the ranks.
+            device_mesh: the mesh of the ranks; by default that of `with mesh:`.
             placements: one per axis of the mesh; all `Replicate()` by default.
             run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
                 (they are compared, never overwritten).
@@ -157,9 +157,10 @@ class DTensor(GlobalProperties):
                 so that the shape is right for uneven shards, too.
             stride: accepted because torch does; strides follow from the local tensor.
             grad_placements: the placements of the gradient of `local_tensor`; by default those of
-                the shards, with pending sums reduced.
+                the shards, with pending sums reduced. `Partial()` where the tensor is not split:
+                each rank gets its own contribution, and nothing is summed.
         """
-        mesh = as_mesh(device_mesh)
+        mesh = mesh_or_current(device_mesh)
         _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if shape is None:
@@ -174,6 +175,7 @@ class DTensor(GlobalProperties):
         wanted = back
         if grad_placements is not None:
             wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
+            _check_same_shards(wanted, layout)
         return wrap(with_grad_layout(local_tensor, back, wanted), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -189,6 +191,7 @@ class DTensor(GlobalProperties):
         if grad_placements is not None:
             layout = self._layout
             given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+            _check_same_shards(given, layout)
             local = with_grad_layout(local, given, gradient_layout(layout))
         if PARAMETER_FLAG in self.__dict__:  # as in torch, isinstance(local, nn.Parameter)
             setattr(local, PARAMETER_FLAG, self.__dict__[PARAMETER_FLAG])
@@ -285,6 +288,8 @@ class DTensor(GlobalProperties):
     @property
     def grad(self) -> DTensor | None:
         """The gradient, in the layout of this tensor, with pending sums reduced."""
+        if accumulate.current.accumulation is not None:
+            self._complete_gradient(accumulate.current.accumulation)
         local = locally(_grad_of, (), (self,))
         if local is None:
             return None
@@ -301,6 +306,8 @@ class DTensor(GlobalProperties):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if accumulate.current.accumulation is not None:
+            accumulate.current.accumulation.forget(self)
         if value is not None:
             value = as_layout(value, gradient_layout(self._layout), "grad")
             notes = ensure_state(value)
@@ -312,6 +319,13 @@ class DTensor(GlobalProperties):
             notes.is_gradient = True
         with as_local():
             TensorBase.grad.__set__(self, value)
+
+    def _complete_gradient(self, accumulation: accumulate.Accumulation) -> None:
+        """Reduce the gradient that `accumulate()` has put off, as somebody reads it."""
+        source = getattr(self, GRADIENT_SOURCE, None)
+        if source is not None:
+            source.complete()
+        accumulation.complete(self)
 
     @property
     def data(self) -> DTensor:
@@ -562,14 +576,29 @@ def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor
 def _check_plain(argument: str, tensor: Any) -> None:
     """Refuse a local tensor that is none, or that cannot be a shard."""
     if isinstance(tensor, DTensor):
-        raise LayoutError.also(RuntimeError)(
+        raise also(LayoutError, RuntimeError)(
             f"{argument}: expected a plain tensor, got a DTensor: it is one already"
         )
     if not isinstance(tensor, torch.Tensor):
-        raise LayoutError.also(AttributeError)(
+        raise also(LayoutError, AttributeError)(
             f"{argument}: expected a plain tensor, got {type(tensor).__name__}"
         )
     check_supported(argument, tensor)
+
+
+def _check_same_shards(gradient: Layout, layout: Layout) -> None:
+    """Refuse a layout of a gradient whose shards have other shapes than those of the tensor."""
+    sizes = layout.mesh.shape
+    splits = [
+        [[axis for axis in axes if sizes[axis] > 1] for axes in each.shard_order]
+        for each in (gradient, layout)
+    ]
+    if splits[0] != splits[1] or gradient.cuts != layout.cuts:
+        raise also(LayoutError, RuntimeError)(
+            f"grad_placements: expected the same dims to be split as in {layout!r}, as the "
+            f"gradient of a local tensor has its shape; got {gradient.placements}. Replicate() and "
+            "Partial() may differ"
+        )
 
 
 def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Sequence[Placement]:

@@ -263,7 +263,8 @@ default_group: Any = _take(f"{_c10d}._get_default_group", "all ranks; an error b
 new_process_group: Any = _take(
     f"{_c10d}._new_process_group_helper",
     "makes a group under a name of ours, by its members only",
-    "group_size group_rank global_ranks_in_group backend store group_name timeout group_desc",
+    "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout "
+    "group_desc",
 )
 device_for_objects: Any = _take(
     f"{_c10d}._get_object_coll_device", "the device on which a group sends bytes", "group"
