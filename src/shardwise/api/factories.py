@@ -41,8 +41,8 @@ def _on_every_rank(make: Callable[_Arguments, DTensor]) -> Callable[_Arguments, 
     @functools.wraps(make)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> DTensor:
         given: Any = kwargs.get("device_mesh")
-        mesh = None if given is None else as_mesh(given)
-        if mesh is None or mesh.get_coordinate() is not None:
+        mesh = mesh_or_current(given)
+        if mesh.get_coordinate() is not None:
             return make(*args, **kwargs)
         with standing_in(mesh), torch.device("meta"):
             made = make(*args, **kwargs)
