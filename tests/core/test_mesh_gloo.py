@@ -73,7 +73,6 @@ def by_hand(api: Any) -> dict[str, Any]:
         "a": grid["a"],
         "b": grid["b"],
         "plain": plain,
-        "flat": grid._flatten(),
         "finer": grid._unflatten("b", (2, 1), ("c", "d")),
         "group": api.DeviceMesh.from_group(dist.group.WORLD, "cpu"),
     }

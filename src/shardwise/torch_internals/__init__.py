@@ -338,7 +338,12 @@ def start_reduce_scatter(group: Any, out: torch.Tensor, packed: torch.Tensor, op
 
 def timeout_of(group: Any) -> Any:
     """Return the timeout of a group's collectives."""
-    return group._get_backend(torch.device(device_for_objects(group))).options._timeout
+    return timeout_in(group._get_backend(torch.device(device_for_objects(group))).options)
+
+
+def timeout_in(options: Any) -> Any:
+    """Return the timeout that the options of a backend give."""
+    return options._timeout
 
 
 # ---- exported programs
