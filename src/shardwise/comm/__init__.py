@@ -6,12 +6,13 @@ abstract meshes and groups of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardwise.comm.buffers import is_large
 from shardwise.comm.interface import Communicator
-from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator
+from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator, StandInWorld
 from shardwise.comm.pending import Pending
 from shardwise.comm.process_groups import process_world
 from shardwise.comm.trace import Cause, Event, listen
@@ -33,6 +34,7 @@ __all__ = [
     "communicator",
     "is_large",
     "listen",
+    "standing_in",
 ]
 
 world.provide(process_world)
@@ -96,6 +98,18 @@ def carries_values(mesh: DeviceMesh) -> bool:
     They have none on an abstract mesh, and where collectives are only recorded.
     """
     return not mesh.is_abstract and mesh.device_type != "meta" and world.current().carries_values
+
+
+@contextmanager
+def standing_in(mesh: DeviceMesh) -> Iterator[None]:
+    """Act as the first rank of a mesh that this rank is not in, on meta tensors.
+
+    So operators find the shapes, dtypes and layouts that the ranks of the mesh find.
+    """
+    here = world.current()
+    first = int(mesh.mesh.flatten()[0])
+    with world.use(here.stand_ins.setdefault(first, StandInWorld(first, here.size))):
+        yield
 
 
 def _made(

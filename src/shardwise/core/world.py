@@ -49,6 +49,8 @@ class World(ABC):
 
     is_simulated = False
     """Whether the ranks are threads of one process."""
+    is_stand_in = False
+    """Whether this is a rank outside of a mesh that acts as one of the mesh."""
     carries_values = True
     """Whether tensors have values and collectives are run."""
     shares_random_state = False
@@ -79,6 +81,8 @@ class World(ABC):
         self.facts: dict[Any, dict[Any, int]] = {}
         """How often this rank has stated each fact that others must state alike, by the mesh or
         group of ranks that state it."""
+        self.stand_ins: dict[int, World] = {}
+        """The worlds in which this rank acts as a rank of a mesh that it is not in."""
         self.unfinished: list[Any] = []
         """Redistributions of several collectives that are under way, in the order of their
         start."""

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from shardwise.comm import Pending
-from shardwise.core.errors import LayoutError, PolicyError
+from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of
-from shardwise.dtensor.state import state
+from shardwise.dtensor.state import ExplicitRedistributionContext, state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import (
     MovePair,
@@ -165,8 +165,8 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
             if keeps_reduced:
                 remember_reduced(tensor, found, needs_grad)  # type: ignore[arg-type]
             return found
-    if state.explicit:
-        _refuse_communication(move, tensor.dtype, operator)
+    if state.explicit is not None:
+        _refuse_implicit_move(state.explicit, move, tensor.dtype, operator)
     if needs_grad:
         if not move.is_linear:
             raise LayoutError(
@@ -289,13 +289,15 @@ def _moves_of_leaf(leaf: torch.Tensor) -> dict[Any, Any]:
     return leaf_moves.of_parameters if is_parameter else leaf_moves.of_inputs
 
 
-def _refuse_communication(move: InputMove, dtype: torch.dtype, operator: str) -> None:
-    """Refuse a move that communicates, within `sw.explicit()`."""
+def _refuse_implicit_move(
+    explicit: ExplicitRedistributionContext, move: InputMove, dtype: torch.dtype, operator: str
+) -> None:
+    """Refuse a move that communicates, within `sw.explicit()`; if that is strict, any move."""
     plan = plan_redistribute(move.source, move.target, dtype)
-    if not any(step.communicates for step in plan.moves):
+    if not any(step.communicates for step in plan.moves) and not (explicit.strict and plan.moves):
         return
     wanted = ", ".join(map(repr, move.target.placements))
-    raise PolicyError(
+    explicit.refuse(
         f"{operator}: within explicit(), but an input must move to fit:\n{plan.explain()}\n"
         f"Say so: x.redistribute(placements=[{wanted}])"
     )

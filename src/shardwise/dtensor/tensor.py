@@ -7,8 +7,8 @@ and sizes are properties that read the layout, and every torch function goes thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from shardwise.dtensor.local_shards import (
     check_replicas,
     check_shard,
     check_supported,
+    guess_layout,
     infer_layout,
     state_layout,
 )
@@ -111,6 +112,11 @@ class DTensor(GlobalProperties):
         (torch.Size([8]), torch.Size([4]), 56.0)
     """
 
+    _waiting: ClassVar[Callable[[torch.Tensor, Layout, Pending[torch.Tensor]], DTensor]]
+    """Makes a tensor whose data are under way. Set by `kinds`, which lies above."""
+    _outside: ClassVar[Callable[..., DTensor]]
+    """Makes the tensor of a rank outside of the mesh. Set by `kinds`."""
+
     def __new__(
         cls, local_tensor: torch.Tensor, spec: Any, *, requires_grad: bool = False
     ) -> DTensor:
@@ -125,6 +131,8 @@ class DTensor(GlobalProperties):
         """
         _check_plain("local_tensor", local_tensor)
         layout = layout_of_spec(spec)
+        if layout.mesh.get_coordinate() is None:
+            return DTensor._outside(layout, local_tensor.detach(), requires_grad=requires_grad)
         check_shard(local_tensor, layout)
         result = wrap(local_tensor.detach(), layout)
         result.requires_grad = requires_grad
@@ -148,7 +156,8 @@ class DTensor(GlobalProperties):
         Forward: nothing moves. Backward: the gradient moves to `grad_placements`.
 
         Arguments:
-            local_tensor: this rank's shard. The result shares its memory.
+            local_tensor: this rank's shard. The result shares its memory. On a rank outside of the
+                mesh the result has no data.
             device_mesh: the mesh of the ranks; by default that of `with mesh:`.
             placements: one per axis of the mesh; all `Replicate()` by default.
             run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
@@ -163,6 +172,9 @@ class DTensor(GlobalProperties):
         mesh = mesh_or_current(device_mesh)
         _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
+        if mesh.get_coordinate() is None:
+            layout = guess_layout(local_tensor, mesh, placements, shape)
+            return DTensor._outside(layout, local_tensor)
         if shape is None:
             layout = infer_layout(local_tensor, mesh, placements)
         else:
@@ -263,12 +275,14 @@ class DTensor(GlobalProperties):
         else:
             target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
+        if mesh is source.mesh and mesh.get_coordinate() is None:
+            return DTensor._outside(target, local, dtype=forward_dtype)
         if target is source and forward_dtype is None and backward_dtype is None:
             return wrap(local, source)
         if async_op and carries_values(mesh) and communicates(source, target):
             dtypes = forward_dtype, backward_dtype
             moved, started = redistribute_later(local, source, target, *dtypes)
-            return WaitingDTensor.of(moved, target, started)
+            return DTensor._waiting(moved, target, started)
         moved = redistribute_local(
             local,
             source,
@@ -457,66 +471,6 @@ class DTensor(GlobalProperties):
         return dcp.chunk_at(unwrap(self).detach(), self._layout, index.offset)
 
 
-class WaitingDTensor(DTensor):
-    """A DTensor whose data are under way; `redistribute(async_op=True)` makes it.
-
-    It waits for them when it is used, and is an ordinary DTensor from then on. Its class is another
-    one so that ordinary tensors pay nothing for the question.
-    """
-
-    @staticmethod
-    def of(local: torch.Tensor, layout: Layout, started: Pending[torch.Tensor]) -> WaitingDTensor:
-        """Make one of a tensor with the shape and the history of the result, and of its data."""
-        result = wrap(local, layout)
-        ensure_state(result).pending = started
-        result.__class__ = WaitingDTensor
-        return result  # type: ignore[return-value]
-
-    def _renew(self) -> None:
-        notes = ensure_state(self)
-        pending: Pending[torch.Tensor] = notes.pending
-        with as_local(), torch.no_grad():
-            TensorBase.data.__set__(self, pending.wait())
-        notes.pending = None
-        self.__class__ = DTensor  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for each in tensors_in((args, kwargs or {})):
-            if type(each) is WaitingDTensor:
-                each._renew()
-        kinds = tuple(DTensor if kind is WaitingDTensor else kind for kind in types)
-        return DTensor.__torch_function__(func, kinds, args, kwargs)
-
-    # What does not call `__torch_function__`:
-
-    @property
-    def data(self) -> DTensor:
-        """The tensor without its history, sharing memory."""
-        return self.wait().data
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        self.wait().data = value
-
-    def stride(self, dim: int | None = None) -> Any:
-        return self.wait().stride(dim)
-
-    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
-        return self.wait().set_(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.wait())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return self.wait().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.wait().__reduce_ex__(protocol)
-
-
 def rebuilt(
     local: torch.Tensor,
     layout: Layout,
@@ -526,7 +480,10 @@ def rebuilt(
 ) -> DTensor:
     """Make a DTensor from its pickle, on the rank at the same place of the mesh."""
     check_pickled(local, layout, place)
-    result = wrap(local, layout)
+    if place is None:
+        result = DTensor._outside(layout, local)
+    else:
+        result = wrap(local, layout)
     result.requires_grad = requires_grad
     if is_param:
         setattr(result, PARAMETER_FLAG, True)
@@ -570,6 +527,8 @@ def redistribute_to(tensor: DTensor, layout: Layout) -> DTensor:
 
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Wrap the result of a move, which is the input itself if nothing had to move."""
+    if layout.mesh.get_coordinate() is None:
+        return DTensor._outside(layout, moved)
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
 
 
@@ -595,8 +554,8 @@ def _check_same_shards(gradient: Layout, layout: Layout) -> None:
     ]
     if splits[0] != splits[1] or gradient.cuts != layout.cuts:
         raise also(LayoutError, RuntimeError)(
-            f"grad_placements: expected the same dims to be split as in {layout!r}, as the "
-            f"gradient of a local tensor has its shape; got {gradient.placements}. Replicate() and "
+            f"grad_placements: expected the same dims to be split as in {layout!r}, as a local "
+            f"tensor and its gradient have one shape; got {gradient.placements}. Replicate() and "
             "Partial() may differ"
         )
 

@@ -175,6 +175,15 @@ functional_collectives: Any = _take(
 )
 
 
+def functional_operators() -> Any:
+    """Return the functional collectives by the names by which torch's CommDebugMode counts them.
+
+    Importing the module defines them.
+    """
+    importlib.import_module("torch.distributed._functional_collectives")
+    return torch.ops.c10d_functional
+
+
 def schema_of(operator: Any) -> Any:
     """Return the signature of an operator's overload: its arguments and what it writes to."""
     return operator._schema
