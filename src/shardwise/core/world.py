@@ -31,6 +31,8 @@ class World(ABC):
 
     is_simulated = False
     """Whether the ranks are threads of one process."""
+    has_process_groups = True
+    """Whether torch.distributed knows these ranks."""
     carries_values = True
     """Whether tensors have values and collectives are run."""
     shares_random_state = False

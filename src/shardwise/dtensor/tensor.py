@@ -29,6 +29,7 @@ from shardwise.dtensor.local_shards import (
     check_supported,
     infer_layout,
     state_layout,
+    waited,
 )
 from shardwise.dtensor.memory import NoExchangeApi, check_whole
 from shardwise.dtensor.properties import GlobalProperties
@@ -140,6 +141,7 @@ class DTensor(GlobalProperties):
                 f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
                 + (": it is one already" if isinstance(local_tensor, DTensor) else "")
             )
+        local_tensor = waited(local_tensor)
         check_supported("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if shape is None:
@@ -432,6 +434,7 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
                 f"got {tuple(value.shape)}"
             )
         return redistribute_to(value, layout)
+    value = waited(value)
     check_class(argument, value)
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)
