@@ -420,7 +420,9 @@ def test_a_key_that_matches_nothing_is_an_error_with_near_matches():
         with pytest.raises(PlanError, match=r"layers\.\*\.attn\.wq.*layers\.0\.attention\.wq"):
             parallelize_module(model, mesh, {"layers.*.attn.wq": ColwiseParallel()})
         assert not any(isinstance(each, DTensor) for each in model.parameters())
-        parallelize_module(model, mesh, {"layers.*.attn.wq": ColwiseParallel()}, strict=False)
+        with pytest.warns(UserWarning, match=r"layers\.\*\.attn\.wq.*matches nothing.*left out"):
+            parallelize_module(model, mesh, {"layers.*.attn.wq": ColwiseParallel()}, strict=False)
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
 
     on(2, run)
 
@@ -541,8 +543,8 @@ def test_tied_parameters_stay_tied():
 
 def test_a_tie_is_not_broken_silently():
     def run(mesh):
-        with pytest.raises(PlanError, match=r"embedding\.weight: it is tied to head\.weight"):
-            parallelize_module(Tied(), mesh, {"head": ColwiseParallel()})
+        model = parallelize_module(Tied(), mesh, {"head": ColwiseParallel()})
+        assert model.head.weight is model.embedding.weight
         plan = {"head": ColwiseParallel(), "embedding": ColwiseParallel()}
         with pytest.raises(PlanError, match=r"tied to .*\[7, 4@tp\].*\[7@tp, 4\]"):
             parallelize_module(Tied(), mesh, plan)
@@ -560,10 +562,6 @@ def test_bad_meshes_plans_and_styles_are_named():
             parallelize_module(linear, None, ColwiseParallel())
         with pytest.raises(PlanError, match="expected a style"):
             parallelize_module(linear, mesh["tp"], {"": "colwise"})
-        from torch.distributed.tensor.parallel import ColwiseParallel as Theirs
-
-        with pytest.raises(PlanError, match=r"torch's own: import it from shardwise\.parallel"):
-            parallelize_module(linear, mesh["tp"], Theirs())
         with pytest.raises(PlanError, match=r"ColwiseParallel fits .* this is LayerNorm"):
             parallelize_module(nn.LayerNorm(4), mesh["tp"], ColwiseParallel())
         parallelize_module(linear, mesh["tp"], ColwiseParallel())

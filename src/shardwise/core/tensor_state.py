@@ -9,6 +9,7 @@ ordinary attributes (`optimizers`, `fsdp`).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -32,7 +33,11 @@ class TensorState:
         "key",
         "link",
         "moves",
+        "origin",
+        "pending",
         "reduced",
+        "relabelled",
+        "replaced_by",
         "viewed_copy",
     )
 
@@ -49,6 +54,16 @@ class TensorState:
         self.gathered_from: torch.Tensor | None = None
         """The piece that a gather made this tensor of. Set and read by `redistribute`, which sums
         gradients directly into the pieces."""
+        self.origin: Any = None
+        """The layout of the DTensor whose local shard this plain tensor is. Set and read by
+        `local_shards`; only for tensors that are not in a graph, whose node has the note else."""
+        self.replaced_by: dict[int, weakref.ref[torch.Tensor]] | None = None
+        """The DTensors that have replaced this parameter in a module, by rank, as simulated ranks
+        may share a parameter. Set and read by `parallel`, which keeps ties."""
+        self.relabelled: tuple[torch.Tensor, Any] | None = None
+        """The local tensor that this is an alias of, and the layout in which its gradient is
+        wanted, if as contributions (`from_local(grad_placements=)`). Set and read by
+        `redistribute`, which then computes no sums."""
         self.is_gradient = False
         """Whether it is the `grad` of a DTensor: backward adds to it unseen. Set by `DTensor.grad`;
         read by `view_copy`."""
@@ -62,6 +77,9 @@ class TensorState:
         self.link: Any = None
         """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
         `view_copy`; ends when `data` is assigned."""
+        self.pending: Any = None
+        """The data that a tensor waits for (`Pending`). Set and read by `WaitingDTensor`; ends when
+        they are there."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
 

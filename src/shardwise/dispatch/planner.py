@@ -112,8 +112,13 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
         per_dtype = PerDtypeCall(name, paths, plan_again)
         per_dtype.returns_views, per_dtype.keys = spec.is_view, spec.keys
         return per_dtype
+    if choice is None and outplace is None:
+        raise RuleError(
+            f"{name}: no sharding that its rule lists fits inputs of layouts {layouts}; list "
+            "([Replicate()], [Replicate(), ...]) as well, which always does"
+        )
     if choice is None:
-        assert outplace is not None, "only a result with a given layout can be impossible"
+        assert outplace is not None, "checked above"
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
     lowered = None if spec.lower is None else spec.lower(choice.context)
     if lowered is not None and outplace is not None and not spec.writes:

@@ -51,6 +51,28 @@ def piece_sizes(policy: str) -> Policy:
     return Policy(_setting, "piece_sizes", policy, ("ask", "even"))
 
 
+def guess_layout(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+) -> Layout:
+    """Return the layout of shards without asking other ranks.
+
+    If the global shape is not given, all shards are taken to be like this one.
+    """
+    if shape is not None:
+        return Layout.from_placements(mesh, shape, placements)
+    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
+    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
+    probe = Layout.from_placements(mesh, local.shape, ordinary)
+    shape = [
+        size * math.prod(mesh.shape[axis] for axis in axes)
+        for size, axes in zip(probe.shape, probe.shard_order, strict=True)
+    ]
+    return Layout.from_placements(mesh, shape, placements)
+
+
 def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """Return the layout of shards whose global shape was not given.
 
@@ -60,11 +82,7 @@ def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
     probe = Layout.from_placements(mesh, local.shape, ordinary)
     if not any(probe.shard_order) or mesh.is_abstract or _setting.piece_sizes == "even":
-        shape = [
-            size * math.prod(mesh.shape[axis] for axis in axes)
-            for size, axes in zip(probe.shape, probe.shard_order, strict=True)
-        ]
-        return Layout.from_placements(mesh, shape, placements)
+        return guess_layout(local, mesh, placements)
     sizes = _all_sizes(local, mesh)
     shape = []
     for dim, axes in enumerate(probe.shard_order):
@@ -129,6 +147,25 @@ def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
         inner = [other for other in range(len(local)) if local[other] and place(other) < place(dim)]
         grown = stride * math.prod(shape[other] for other in inner)
         result.append(grown // math.prod(sizes[other] for other in inner))
+    return tuple(result)
+
+
+def shard_stride(layout: Layout, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of this rank's shard of a dense global tensor with these strides.
+
+    The dims of the shard lie in memory in the same order. None for strides that overlap or leave
+    gaps.
+    """
+    shape, sizes = layout.shape, layout.local_shape()
+    inner_first = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim] > 1, -dim))
+    expected, step = 1, 1
+    result = [1] * len(shape)
+    for dim in inner_first:
+        if shape[dim] > 1 and strides[dim] != expected:
+            return None
+        result[dim] = step
+        expected *= max(shape[dim], 1)
+        step *= max(sizes[dim], 1)
     return tuple(result)
 
 

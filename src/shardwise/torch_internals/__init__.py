@@ -175,6 +175,15 @@ functional_collectives: Any = _take(
 )
 
 
+def functional_operators() -> Any:
+    """Return the functional collectives by the names by which torch's CommDebugMode counts them.
+
+    Importing the module defines them.
+    """
+    importlib.import_module("torch.distributed._functional_collectives")
+    return torch.ops.c10d_functional
+
+
 def schema_of(operator: Any) -> Any:
     """Return the signature of an operator's overload: its arguments and what it writes to."""
     return operator._schema
@@ -263,7 +272,8 @@ default_group: Any = _take(f"{_c10d}._get_default_group", "all ranks; an error b
 new_process_group: Any = _take(
     f"{_c10d}._new_process_group_helper",
     "makes a group under a name of ours, by its members only",
-    "group_size group_rank global_ranks_in_group backend store group_name timeout group_desc",
+    "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout "
+    "group_desc",
 )
 device_for_objects: Any = _take(
     f"{_c10d}._get_object_coll_device", "the device on which a group sends bytes", "group"
