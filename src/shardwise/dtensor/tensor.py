@@ -31,6 +31,7 @@ from shardwise.dtensor.local_shards import (
     guess_layout,
     infer_layout,
     state_layout,
+    waited,
 )
 from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
 from shardwise.redistribute import accumulate
@@ -170,6 +171,7 @@ class DTensor(GlobalProperties):
                 each rank gets its own contribution, and nothing is summed.
         """
         mesh = mesh_or_current(device_mesh)
+        local_tensor = waited(local_tensor)
         _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if mesh.get_coordinate() is None:
@@ -509,6 +511,7 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
                 f"got {tuple(value.shape)}"
             )
         return redistribute_to(value, layout)
+    value = waited(value)
     check_class(argument, value)
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)
