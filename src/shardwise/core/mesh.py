@@ -302,6 +302,12 @@ class DeviceMesh(RankGrid):
         result = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         for group in groups:
             world.current().adopt(group)
+        root = world.current().root_of_torch_mesh(mesh)
+        if root is not mesh:
+            ranks = as_ranks(root.mesh)
+            lineage.record_cut(
+                result, _intern(mesh.device_type, ranks, root.mesh_dim_names, is_abstract=False)
+            )
         return result
 
     def to_torch(self) -> TorchMesh:
