@@ -27,11 +27,11 @@ from shardwise.dtensor.local_shards import (
     check_replicas,
     check_shard,
     check_supported,
-    infer_layout,
     state_layout,
 )
 from shardwise.dtensor.memory import NoExchangeApi, check_whole
 from shardwise.dtensor.properties import GlobalProperties
+from shardwise.dtensor.shard_sizes import infer_layout, note_origin
 from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
 from shardwise.redistribute.plan import gradient_layout, with_placements
 from shardwise.torch_internals import (
@@ -165,11 +165,13 @@ class DTensor(GlobalProperties):
             grad_placements: the placements of the gradient of the result; by default those of this
                 tensor, with pending sums reduced.
         """
-        if grad_placements is None:
-            return unwrap(self)
         layout = self._layout
-        given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
-        return with_grad_layout(unwrap(self), given, gradient_layout(layout))
+        local = unwrap(self)
+        if grad_placements is not None:
+            given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+            local = with_grad_layout(local, given, gradient_layout(layout))
+        note_origin(local, layout)
+        return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor, on every rank; differentiable.
