@@ -64,6 +64,7 @@ from shardwise.redistribute import (
     plan_redistribute,
     redistribute_local,
 )
+from shardwise.redistribute.accumulate import accumulate
 from shardwise.rules.registry import RuleError, register_rule
 from shardwise.run.launch import Workers, launch
 from shardwise.run.simulate import simulate
@@ -111,12 +112,14 @@ __all__ = [
     "ShardwiseError",
     "TorchVersionWarning",
     "Workers",
+    "accumulate",
     "arange",
     "cache_clear",
     "cache_info",
     "calibrate",
     "check_random_state",
     "communicator",
+    "device_mesh",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -149,13 +152,19 @@ __all__ = [
     "seed",
     "sharded",
     "simulate",
+    "tensor",
     "testing",
     "zeros",
 ]
 
 
+_SUBMODULES = {
+    *("device_mesh", "export", "fsdp", "interop", "parallel", "sharded", "tensor", "testing"),
+}
+
+
 def __getattr__(name: str) -> object:
     """Submodules that few programs need, and that take long to import."""
-    if name in ("export", "fsdp", "interop", "parallel", "sharded", "testing"):
+    if name in _SUBMODULES:
         return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -7,11 +7,13 @@ rank on which the error was raised, so the code that raises does not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 whereabouts: Callable[[], str] = str
 """Return which rank this is as text, or "" outside a distributed program. `world` sets it."""
 
+
+_Kind = TypeVar("_Kind", bound="ShardwiseError")
 
 _MOST_SHOWN = 2000
 """The most characters of a value that a message quotes."""
@@ -38,13 +40,29 @@ class ShardwiseError(Exception):
         is_named = not rank or message.endswith(f"[{rank}]")
         super().__init__(message if is_named else f"{message} [{rank}]")
 
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would quote it
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Calling the class again would add the rank that unpickles the error to the message.
-        return _rebuilt, (type(self), self.args, vars(self))
+        kind = type(self)
+        if kind.__name__ != kind.__qualname__:  # made by `also`: its bases can be pickled
+            return _rebuilt, (kind.__bases__, self.args, vars(self))
+        return _rebuilt, (kind, self.args, vars(self))
 
 
 class MeshError(ShardwiseError, ValueError):
     """A device mesh that cannot be made, or a mesh that does not have what was asked for."""
+
+
+class MeshKeyError(MeshError, KeyError):
+    """The name of an axis that a mesh does not have."""
+
+    __str__ = Exception.__str__  # a KeyError shows the repr of its message
+
+
+class MeshTypeError(MeshError, TypeError):
+    """An axis that is not given by its name, as by a loop over a mesh."""
 
 
 class LayoutError(ShardwiseError, ValueError):
@@ -100,9 +118,40 @@ class TorchVersionWarning(UserWarning):
     """shardwise is not tested with this version of torch."""
 
 
+def also(kind: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
+    """Return an error class of shardwise as one that derives from one of Python's as well.
+
+    For calls for which torch raises that: code that catches it goes on working.
+
+    Example:
+        >>> raise also(LayoutError, TypeError)("placements: expected a list, got 3")
+    """
+    if issubclass(kind, builtin):
+        return kind
+    if (kind, builtin) not in _combined:
+        _combined[kind, builtin] = _combine(kind, builtin)
+    return _combined[kind, builtin]  # type: ignore[no-any-return]
+
+
+_combined: dict[tuple[type, type], Any] = {}
+
+
+def _combine(kind: type, builtin: type) -> type:
+    fields = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": f"{kind.__name__}.also({builtin.__name__})",
+    }
+    return type(kind.__name__, (kind, builtin), fields)
+
+
 def _rebuilt(
-    kind: type[ShardwiseError], arguments: tuple[Any, ...], fields: dict[str, Any]
+    kind: type[ShardwiseError] | tuple[type[ShardwiseError], type[Exception]],
+    arguments: tuple[Any, ...],
+    fields: dict[str, Any],
 ) -> ShardwiseError:
+    if isinstance(kind, tuple):
+        kind = also(*kind)
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(fields)

@@ -33,7 +33,9 @@ class TensorState:
         "key",
         "link",
         "moves",
+        "pending",
         "reduced",
+        "relabelled",
         "replaced_by",
         "viewed_copy",
     )
@@ -54,6 +56,10 @@ class TensorState:
         self.replaced_by: dict[int, weakref.ref[torch.Tensor]] | None = None
         """The DTensors that have replaced this parameter in a module, by rank, as simulated ranks
         may share a parameter. Set and read by `parallel`, which keeps ties."""
+        self.relabelled: tuple[torch.Tensor, Any] | None = None
+        """The local tensor that this is an alias of, and the layout in which its gradient is
+        wanted, if as contributions (`from_local(grad_placements=)`). Set and read by
+        `redistribute`, which then computes no sums."""
         self.is_gradient = False
         """Whether it is the `grad` of a DTensor: backward adds to it unseen. Set by `DTensor.grad`;
         read by `view_copy`."""
@@ -67,6 +73,9 @@ class TensorState:
         self.link: Any = None
         """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
         `view_copy`; ends when `data` is assigned."""
+        self.pending: Any = None
+        """The data that a tensor waits for (`Pending`). Set and read by `WaitingDTensor`; ends when
+        they are there."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
 

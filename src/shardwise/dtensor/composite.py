@@ -15,9 +15,10 @@ import torch
 
 from shardwise.core.errors import DispatchError
 from shardwise.core.layout import Layout
+from shardwise.dtensor.local_shards import waited
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.writes import check_writable, is_split, refuse_plain_target
-from shardwise.torch_internals import OpOverload
+from shardwise.torch_internals import OpOverload, pytree
 
 Run = Callable[..., Any]
 
@@ -168,6 +169,16 @@ def call_with_numbers(func: Any, keywords: list[str]) -> Run:
     return run
 
 
+def call_when_waited(func: Any) -> Run:
+    """Return a call that waits for results of functional collectives among its arguments."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, waited, (args, kwargs))
+        return func(*args, **kwargs)
+
+    return run
+
+
 # ---- functions that torch wrote in Python
 
 
@@ -184,6 +195,8 @@ def decompose(func: Any) -> Run | None:
     names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
     if not names or "overrides" in func.__code__.co_names:  # it asks through torch.overrides
         return None
+    if func.__name__ in func.__code__.co_names and "__class__" in func.__code__.co_freevars:
+        return None  # it calls super()'s method, which torch dispatches as this function again
     changed = {**func.__globals__, **dict.fromkeys(names, _never)}
     copy = types.FunctionType(
         func.__code__, changed, func.__name__, func.__defaults__, func.__closure__

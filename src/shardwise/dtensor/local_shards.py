@@ -16,6 +16,7 @@ from shardwise.core import world
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
+from shardwise.torch_internals import functional_collectives
 
 
 def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -36,6 +37,25 @@ def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
         inner = [other for other in range(len(local)) if local[other] and place(other) < place(dim)]
         grown = stride * math.prod(shape[other] for other in inner)
         result.append(grown // math.prod(sizes[other] for other in inner))
+    return tuple(result)
+
+
+def shard_stride(layout: Layout, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of this rank's shard of a dense global tensor with these strides.
+
+    The dims of the shard lie in memory in the same order. None for strides that overlap or leave
+    gaps.
+    """
+    shape, sizes = layout.shape, layout.local_shape()
+    inner_first = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim] > 1, -dim))
+    expected, step = 1, 1
+    result = [1] * len(shape)
+    for dim in inner_first:
+        if shape[dim] > 1 and strides[dim] != expected:
+            return None
+        result[dim] = step
+        expected *= max(shape[dim], 1)
+        step *= max(sizes[dim], 1)
     return tuple(result)
 
 
@@ -89,6 +109,19 @@ def is_globally_viewable(local: torch.Tensor, layout: Layout, target: Sequence[i
             return False
         rest //= size
     return True
+
+
+def is_under_way(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is the result of a functional collective of torch that nobody has
+    waited for yet: a wrapper without memory."""
+    return type(tensor).__name__ == "AsyncCollectiveTensor"
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a functional collective once it is there; other tensors as they are."""
+    if is_under_way(tensor):
+        return functional_collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
+    return tensor
 
 
 def check_class(argument: str, tensor: torch.Tensor) -> None:

@@ -57,6 +57,28 @@ def piece_sizes(policy: str) -> Policy:
     return Policy(_setting, "piece_sizes", policy, ("known", "ask", "even"))
 
 
+def guess_layout(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+) -> Layout:
+    """Return the layout of shards without asking other ranks.
+
+    If the global shape is not given, all shards are taken to be like this one.
+    """
+    if shape is not None:
+        return Layout.from_placements(mesh, shape, placements)
+    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
+    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
+    probe = Layout.from_placements(mesh, local.shape, ordinary)
+    shape = [
+        size * math.prod(mesh.shape[axis] for axis in axes)
+        for size, axes in zip(probe.shape, probe.shard_order, strict=True)
+    ]
+    return Layout.from_placements(mesh, shape, placements)
+
+
 def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """Return the layout of shards whose global shape was not given.
 
@@ -66,11 +88,7 @@ def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
     probe = Layout.from_placements(mesh, local.shape, ordinary)
     if not any(probe.shard_order) or mesh.is_abstract or _setting.piece_sizes == "even":
-        shape = [
-            size * math.prod(mesh.shape[axis] for axis in axes)
-            for size, axes in zip(probe.shape, probe.shard_order, strict=True)
-        ]
-        return Layout.from_placements(mesh, shape, placements)
+        return guess_layout(local, mesh, placements)
     if _setting.piece_sizes == "known":
         known = _known_layout(local, probe, placements)
         if known is not None:

@@ -7,20 +7,21 @@ and sizes are properties that read the layout, and every torch function goes thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from shardwise.comm import Pending
+from shardwise.comm import Pending, carries_values
 from shardwise.core.box import Box
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.layout_input import short_dtype
-from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current, unpickled
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
+from shardwise.dtensor.dtensor_spec import DTensorSpec, layout_of_spec
 from shardwise.dtensor.local_shards import (
     check_class,
     check_pickled,
@@ -28,11 +29,17 @@ from shardwise.dtensor.local_shards import (
     check_shard,
     check_supported,
     state_layout,
+    waited,
 )
-from shardwise.dtensor.memory import NoExchangeApi, check_whole
-from shardwise.dtensor.properties import GlobalProperties
-from shardwise.dtensor.shard_sizes import infer_layout, note_origin
-from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
+from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
+from shardwise.dtensor.shard_sizes import guess_layout, infer_layout, note_origin
+from shardwise.redistribute import accumulate
+from shardwise.redistribute.autograd import (
+    redistribute_later,
+    redistribute_local,
+    with_grad_layout,
+)
+from shardwise.redistribute.cost import communicates
 from shardwise.redistribute.plan import gradient_layout, with_placements
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
@@ -105,12 +112,38 @@ class DTensor(GlobalProperties):
         (torch.Size([8]), torch.Size([4]), 56.0)
     """
 
+    _waiting: ClassVar[Callable[[torch.Tensor, Layout, Pending[torch.Tensor]], DTensor]]
+    """Makes a tensor whose data are under way. Set by `kinds`, which lies above."""
+    _outside: ClassVar[Callable[..., DTensor]]
+    """Makes the tensor of a rank outside of the mesh. Set by `kinds`."""
+
+    def __new__(
+        cls, local_tensor: torch.Tensor, spec: Any, *, requires_grad: bool = False
+    ) -> DTensor:
+        """Make a leaf of a local tensor, as torch's private constructor does.
+
+        `DTensor.from_local` makes a differentiable one.
+
+        Arguments:
+            local_tensor: this rank's shard. The result shares its memory, not its history.
+            spec: a `DTensorSpec`, of shardwise or torch, with its `tensor_meta`.
+            requires_grad: whether gradients are recorded for the result.
+        """
+        _check_plain("local_tensor", local_tensor)
+        layout = layout_of_spec(spec)
+        if layout.mesh.get_coordinate() is None:
+            return DTensor._outside(layout, local_tensor.detach(), requires_grad=requires_grad)
+        check_shard(local_tensor, layout)
+        result = wrap(local_tensor.detach(), layout)
+        result.requires_grad = requires_grad
+        return result
+
     # ---- conversions and moves
 
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | TorchMesh,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -123,8 +156,9 @@ class DTensor(GlobalProperties):
         Forward: nothing moves. Backward: the gradient moves to `grad_placements`.
 
         Arguments:
-            local_tensor: this rank's shard. The result shares its memory.
-            device_mesh: the mesh of the ranks.
+            local_tensor: this rank's shard. The result shares its memory. On a rank outside of the
+                mesh the result has no data.
+            device_mesh: the mesh of the ranks; by default that of `with mesh:`.
             placements: one per axis of the mesh; all `Replicate()` by default.
             run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
                 (they are compared, never overwritten).
@@ -132,16 +166,16 @@ class DTensor(GlobalProperties):
                 so that the shape is right for uneven shards, too.
             stride: accepted because torch does; strides follow from the local tensor.
             grad_placements: the placements of the gradient of `local_tensor`; by default those of
-                the shards, with pending sums reduced.
+                the shards, with pending sums reduced. `Partial()` where the tensor is not split:
+                each rank gets its own contribution, and nothing is summed.
         """
-        mesh = as_mesh(device_mesh)
-        if not isinstance(local_tensor, torch.Tensor) or isinstance(local_tensor, DTensor):
-            raise LayoutError(
-                f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
-                + (": it is one already" if isinstance(local_tensor, DTensor) else "")
-            )
-        check_supported("local_tensor", local_tensor)
+        mesh = mesh_or_current(device_mesh)
+        local_tensor = waited(local_tensor)
+        _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
+        if mesh.get_coordinate() is None:
+            layout = guess_layout(local_tensor, mesh, placements, shape)
+            return DTensor._outside(layout, local_tensor)
         if shape is None:
             layout = infer_layout(local_tensor, mesh, placements)
         else:
@@ -154,6 +188,7 @@ class DTensor(GlobalProperties):
         wanted = back
         if grad_placements is not None:
             wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
+            _check_same_shards(wanted, layout)
         return wrap(with_grad_layout(local_tensor, back, wanted), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -169,9 +204,28 @@ class DTensor(GlobalProperties):
         local = unwrap(self)
         if grad_placements is not None:
             given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+            _check_same_shards(given, layout)
             local = with_grad_layout(local, given, gradient_layout(layout))
+        if PARAMETER_FLAG in self.__dict__:  # as in torch, isinstance(local, nn.Parameter)
+            setattr(local, PARAMETER_FLAG, self.__dict__[PARAMETER_FLAG])
         note_origin(local, layout)
         return local
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """This rank's shard, sharing memory, without its history; torch's private name for it."""
+        return unwrap(self).detach()
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor) -> None:
+        _check_plain("_local_tensor", value)
+        check_shard(value, self._layout)
+        self.data = wrap(value.detach(), self._layout)
+
+    @property
+    def _spec(self) -> DTensorSpec:
+        """The mesh, placements, shape, strides and dtype, in torch's terms; its private name."""
+        return DTensorSpec.of(self._layout, self.stride(), self.dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor, on every rank; differentiable.
@@ -196,7 +250,7 @@ class DTensor(GlobalProperties):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         shard_order: Any = None,
-    ) -> Any:
+    ) -> DTensor:
         """Return the same tensor in another layout; differentiable.
 
         Forward: the cheapest plan between the two layouts. Backward: the plan between their duals.
@@ -204,7 +258,8 @@ class DTensor(GlobalProperties):
         Arguments:
             device_mesh: the mesh of the result; by default that of this tensor.
             placements: the placements of the result; all `Replicate()` by default.
-            async_op: return a `Pending` at once, whose `wait()` gives the DTensor.
+            async_op: return at once. The result waits for its data when it is first used; `wait()`
+                waits now. The collectives of a dropped result are completed as well.
             forward_dtype: the dtype that is sent, and that of the result.
             backward_dtype: the dtype that is sent backward; the gradient has this tensor's dtype.
             shard_order: for each dim that several axes split, those axes outer to inner.
@@ -222,27 +277,37 @@ class DTensor(GlobalProperties):
         else:
             target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
+        if type(self) is not DTensor and _is_outside(source, target):
+            return DTensor._outside(target, local, dtype=forward_dtype)
         if target is source and forward_dtype is None and backward_dtype is None:
-            result = wrap(local, source)
-            return Pending.done(result) if async_op else result
-        moved: Any = redistribute_local(
+            return wrap(local, source)
+        if async_op and carries_values(mesh) and communicates(source, target):
+            dtypes = forward_dtype, backward_dtype
+            moved, started = redistribute_later(local, source, target, *dtypes)
+            return DTensor._waiting(moved, target, started)
+        moved = redistribute_local(
             local,
             source,
             target,
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
-            async_op=async_op,
         )
-        if async_op:
-            pending: Pending[torch.Tensor] = moved
-            return pending.then(lambda moved: _as_new(moved, local, target))
+        if mesh is not source.mesh and mesh.get_coordinate() is None:
+            return DTensor._outside(target, moved)
         return _as_new(moved, local, target)
+
+    def wait(self) -> DTensor:
+        """Wait for the data, if they are under way (`redistribute(async_op=True)`); return it."""
+        self._renew()
+        return self
 
     # ---- gradients and data
 
     @property
     def grad(self) -> DTensor | None:
         """The gradient, in the layout of this tensor, with pending sums reduced."""
+        if accumulate.current.accumulation is not None:
+            self._complete_gradient(accumulate.current.accumulation)
         local = locally(_grad_of, (), (self,))
         if local is None:
             return None
@@ -259,6 +324,8 @@ class DTensor(GlobalProperties):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if accumulate.current.accumulation is not None:
+            accumulate.current.accumulation.forget(self)
         if value is not None:
             value = as_layout(value, gradient_layout(self._layout), "grad")
             notes = ensure_state(value)
@@ -270,6 +337,13 @@ class DTensor(GlobalProperties):
             notes.is_gradient = True
         with as_local():
             TensorBase.grad.__set__(self, value)
+
+    def _complete_gradient(self, accumulation: accumulate.Accumulation) -> None:
+        """Reduce the gradient that `accumulate()` has put off, as somebody reads it."""
+        source = getattr(self, GRADIENT_SOURCE, None)
+        if source is not None:
+            source.complete()
+        accumulation.complete(self)
 
     @property
     def data(self) -> DTensor:
@@ -286,15 +360,15 @@ class DTensor(GlobalProperties):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         layout = value._layout if isinstance(value, DTensor) else self._layout
-        if not isinstance(value, DTensor):
-            value = as_layout(value, layout, "data")
+        value = value.wait() if isinstance(value, DTensor) else as_layout(value, layout, "data")
         forget_moves(self)
         with as_local():
             TensorBase.data.__set__(self, value)
         self._layout = layout
 
     def _renew(self) -> None:
-        """Bring it up to date. Only a `ViewCopy` can be out of date, and overrides this."""
+        """Bring it up to date. Only a `ViewCopy` and a `WaitingDTensor` can be out of date, and
+        override this."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Convert as `torch.Tensor.to` does; return itself at once for the device it is on."""
@@ -410,7 +484,10 @@ def rebuilt(
 ) -> DTensor:
     """Make a DTensor from its pickle, on the rank at the same place of the mesh."""
     check_pickled(local, layout, place)
-    result = wrap(local, layout)
+    if place is None:
+        result = DTensor._outside(layout, local)
+    else:
+        result = wrap(local, layout)
     result.requires_grad = requires_grad
     if is_param:
         setattr(result, PARAMETER_FLAG, True)
@@ -427,13 +504,14 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
     """
     if isinstance(value, DTensor):
         if value._layout is layout:
-            return value
+            return value.wait()
         if value._layout.shape != layout.shape:
             raise LayoutError(
                 f"{argument}: expected a tensor of shape {tuple(layout.shape)}, "
                 f"got {tuple(value.shape)}"
             )
         return redistribute_to(value, layout)
+    value = waited(value)
     check_class(argument, value)
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)
@@ -449,12 +527,47 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
 def redistribute_to(tensor: DTensor, layout: Layout) -> DTensor:
     """Return a DTensor in another layout of the same shape; differentiable."""
     local = unwrap(tensor)
+    if type(tensor) is not DTensor and _is_outside(tensor._layout, layout):
+        return DTensor._outside(layout, local)
     return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
+
+
+def _is_outside(source: Layout, target: Layout) -> bool:
+    """Tell whether a move takes place on one mesh, which this rank is not in."""
+    return source.mesh is target.mesh and target.mesh.get_coordinate() is None
 
 
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Wrap the result of a move, which is the input itself if nothing had to move."""
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
+
+
+def _check_plain(argument: str, tensor: Any) -> None:
+    """Refuse a local tensor that is none, or that cannot be a shard."""
+    if isinstance(tensor, DTensor):
+        raise also(LayoutError, RuntimeError)(
+            f"{argument}: expected a plain tensor, got a DTensor: it is one already"
+        )
+    if not isinstance(tensor, torch.Tensor):
+        raise also(LayoutError, AttributeError)(
+            f"{argument}: expected a plain tensor, got {type(tensor).__name__}"
+        )
+    check_supported(argument, tensor)
+
+
+def _check_same_shards(gradient: Layout, layout: Layout) -> None:
+    """Refuse a layout of a gradient whose shards have other shapes than those of the tensor."""
+    sizes = layout.mesh.shape
+    splits = [
+        [[axis for axis in axes if sizes[axis] > 1] for axes in each.shard_order]
+        for each in (gradient, layout)
+    ]
+    if splits[0] != splits[1] or gradient.cuts != layout.cuts:
+        raise also(LayoutError, RuntimeError)(
+            f"grad_placements: expected the same dims to be split as in {layout!r}, as a local "
+            f"tensor and its gradient have one shape; got {gradient.placements}. Replicate() and "
+            "Partial() may differ"
+        )
 
 
 def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Sequence[Placement]:

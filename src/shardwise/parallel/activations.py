@@ -20,7 +20,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard
 from shardwise.core.tensor_state import ensure_state
 from shardwise.dtensor.call_args import check_same_on_ranks
-from shardwise.dtensor.local_shards import check_shard
+from shardwise.dtensor.local_shards import check_shard, waited
 from shardwise.dtensor.shard_sizes import infer_layout
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, wrap
@@ -317,6 +317,7 @@ def wrap_shared(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
     Forward: nothing. Backward: nothing; the operator that uses the tensor beside shards makes the
         sum.
     """
+    local = waited(local)
     if state.plain_tensors == "check" and layout.is_replicated:
         check_same_on_ranks(what, local, layout.mesh)
     result = wrap(local.view_as(local), layout)

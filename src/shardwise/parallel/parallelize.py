@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.api.wrappers import check_unwrapped
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current
 from shardwise.core.placement import Placement, Replicate
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.parameters import (
@@ -42,7 +42,6 @@ from shardwise.parallel.prepare import from_torch_style, is_of_torch
 from shardwise.parallel.styles import (
     ModuleStyle,
     ParallelStyle,
-    as_given_mesh,
     as_one_axis_mesh,
     check_unstyled,
 )
@@ -197,8 +196,8 @@ def parallelize_module(
 
     Arguments:
         module: any module; every rank has one like it.
-        device_mesh: the axis of tensor parallelism, such as `mesh["tp"]`; a style of your own gets
-            the mesh as it is, of any number of axes.
+        device_mesh: the axis of tensor parallelism, such as `mesh["tp"]`; by default the mesh of
+            `with mesh:`. A style of your own gets the mesh as it is, of any number of axes.
         parallelize_plan: a style for the module itself, or styles by name pattern:
             `{"layers.*.attention.wq": ColwiseParallel()}`. The parts of a pattern between dots are
             matched one by one; `""` is the module itself; plans may be nested.
@@ -222,7 +221,7 @@ def parallelize_module(
     if any(_has_steps(style) for _, _, style in found):
         mesh = as_one_axis_mesh(device_mesh)
     else:  # a style of the user's own may take any mesh
-        mesh = as_given_mesh(device_mesh)
+        mesh = mesh_or_current(device_mesh)
     # Everything is checked before anything is changed.
     layouts: list[tuple[TensorSlot, Layout]] = []
     for path, submodule, style in found:

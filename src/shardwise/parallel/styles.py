@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, mesh_or_current
 from shardwise.core.placement import Placement, as_placement
 from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel.activations import (
@@ -127,16 +127,9 @@ def _is_overridden(style: type, method: str) -> bool:
 # ---- what all styles share
 
 
-def as_given_mesh(device_mesh: Any) -> DeviceMesh:
-    """Return the mesh of a style, or raise PlanError if there is none."""
-    if device_mesh is None:
-        raise PlanError("device_mesh: expected a DeviceMesh, got None")
-    return as_mesh(device_mesh)
-
-
 def as_one_axis_mesh(device_mesh: Any) -> DeviceMesh:
     """Return the mesh of a style, or raise PlanError if it does not have exactly one axis."""
-    mesh = as_given_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     if mesh.ndim != 1:
         name = (mesh.mesh_dim_names or ("tp",))[-1]
         raise PlanError(
