@@ -21,7 +21,7 @@ from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current
 from shardwise.core.placement import Partial, Placement, Replicate
-from shardwise.dtensor.local_shards import check_supported, shard_stride
+from shardwise.dtensor.local_shards import check_supported, shard_stride, waited
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.torch_internals import own_buffers, own_parameters, pytree
@@ -55,6 +55,7 @@ def distribute_tensor(
     mesh = mesh_or_current(device_mesh)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    tensor = waited(tensor)
     check_supported("tensor", tensor)
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.from_placements(mesh, tensor.shape, placements, shard_order)

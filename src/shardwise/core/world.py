@@ -49,6 +49,8 @@ class World(ABC):
 
     is_simulated = False
     """Whether the ranks are threads of one process."""
+    has_process_groups = True
+    """Whether torch.distributed knows these ranks."""
     is_stand_in = False
     """Whether this is a rank outside of a mesh that acts as one of the mesh."""
     carries_values = True

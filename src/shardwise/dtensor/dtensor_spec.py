@@ -124,6 +124,11 @@ class DTensorSpec:
         )
 
     @property
+    def _layout(self) -> Layout:
+        """The layout that it describes."""
+        return layout_of_spec(self)
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
         return self.mesh

@@ -19,6 +19,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard, as_placement
 from shardwise.dtensor.state import Policy
+from shardwise.torch_internals import functional_collectives
 
 _MOST_DIMS = 32
 
@@ -218,6 +219,19 @@ def is_globally_viewable(local: torch.Tensor, layout: Layout, target: Sequence[i
             return False
         rest //= size
     return True
+
+
+def is_under_way(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is the result of a functional collective of torch that nobody has
+    waited for yet: a wrapper without memory."""
+    return type(tensor).__name__ == "AsyncCollectiveTensor"
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a functional collective once it is there; other tensors as they are."""
+    if is_under_way(tensor):
+        return functional_collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
+    return tensor
 
 
 def check_class(argument: str, tensor: torch.Tensor) -> None:

@@ -267,7 +267,7 @@ def hooks_of_optimizer(optimizer: optim.Optimizer, when: str) -> list[Any]:
 # ---- process groups
 
 _c10d = "torch.distributed.distributed_c10d"
-world_of_torch: Any = _take(f"{_c10d}._world", "the process groups by what they are")
+_take(f"{_c10d}._world", "the process groups by what they are")
 default_group: Any = _take(f"{_c10d}._get_default_group", "all ranks; an error before the start")
 new_process_group: Any = _take(
     f"{_c10d}._new_process_group_helper",
@@ -326,6 +326,11 @@ start_coalescing: Any = _take(
 end_coalescing: Any = _take("torch.distributed.ProcessGroup._end_coalescing", "the same")
 
 
+def world_of_torch() -> Any:
+    """Return torch's record of process groups. Threads of a test may have one each."""
+    return torch.distributed.distributed_c10d._world
+
+
 def start_all_gather(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
     """Start an all_gather into one buffer; return the work to wait for."""
     return group._allgather_base(out, part)
@@ -337,8 +342,15 @@ def start_reduce_scatter(group: Any, out: torch.Tensor, packed: torch.Tensor, op
 
 
 def timeout_of(group: Any) -> Any:
-    """Return the timeout of a group's collectives."""
-    return group._get_backend(torch.device(device_for_objects(group))).options._timeout
+    """Return the timeout of a group's collectives; torch's default for threads, which have none."""
+    if world_of_torch().pg_map[group][0] == "threaded":
+        return torch.distributed.constants.default_pg_timeout
+    return timeout_in(group._get_backend(torch.device(device_for_objects(group))).options)
+
+
+def timeout_in(options: Any) -> Any:
+    """Return the timeout that the options of a backend give."""
+    return options._timeout
 
 
 # ---- exported programs
