@@ -30,7 +30,7 @@ def blocks(page):
 
 
 TRIED_ELSEWHERE = {"export.md", "hugging-face.md"}
-TRIED_HERE = {"dtensor.md", "fsdp.md", "parallel.md", "sharded.md"}
+TRIED_HERE = {"dtensor.md", "fsdp.md", "moving-over.md", "parallel.md", "sharded.md"}
 BLOCKS = blocks("parallel.md")
 
 
@@ -163,6 +163,14 @@ def test_the_guide_to_dtensors_runs():
 
     on_ranks(run)
     exec(own, {"sw": sw, "torch": torch})
+
+
+# ---- docs/moving-over.md: a program whose imports were changed
+
+
+def test_the_program_that_moved_over_runs():
+    (program,) = blocks("moving-over.md")
+    sw.simulate(lambda: exec(program, {"torch": torch}), 2)
 
 
 # ---- docs/fsdp.md: its blocks are one program

@@ -134,6 +134,20 @@ class DataParallelMeshDims:
                     f"names, got {names!r}"
                 )
 
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names of the axes that parameters are sharded over."""
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names of the axes that parameters are replicated along."""
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names or ()
+
 
 def shard_info(
     mesh: DeviceMesh | TorchMesh | None, dims: DataParallelMeshDims | None, device_type: str
