@@ -493,8 +493,8 @@ def test_a_file_that_cannot_be_replaced_is_left_whole(tmp_path, monkeypatch, cap
     assert [each.name for each in tmp_path.iterdir()] == ["program.py"]
 
 
+@pytest.mark.needs("rich")
 def test_the_difference_has_colours_on_a_terminal(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("rich")
     path = tmp_path / "program.py"
     path.write_text(TORCH)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
