@@ -558,7 +558,7 @@ def test_bad_meshes_plans_and_styles_are_named():
         linear = nn.Linear(4, 4)
         with pytest.raises(PlanError, match=r"one axis, got \(dp=2, tp=2\).*device_mesh\['tp'\]"):
             parallelize_module(linear, mesh, ColwiseParallel())
-        with pytest.raises(PlanError, match="device_mesh: expected"):
+        with pytest.raises(sw.MeshError, match="device_mesh: expected a DeviceMesh, or a call wit"):
             parallelize_module(linear, None, ColwiseParallel())
         with pytest.raises(PlanError, match="expected a style"):
             parallelize_module(linear, mesh["tp"], {"": "colwise"})

@@ -115,13 +115,14 @@ class CommDebugMode:
         self.comm_counts: dict[Any, int] = defaultdict(int)
         self._modules: dict[str, _Module] = {}
         self._running: list[str] = []
+        self._roots: list[str] = []
         self._names: dict[int, str] = {}
         self._active = ExitStack()
 
     def __enter__(self) -> CommDebugMode:
         self.comm_counts.clear()
         self._modules = {GLOBAL: _Module(None, 0)}
-        self._running, self._names = [], {}
+        self._running, self._roots, self._names = [], [], {}
         self._thread, self._rank = threading.get_ident(), world.current(start=False).rank
         with ExitStack() as active:
             active.callback(register_module_forward_pre_hook(self._enter_module).remove)
@@ -234,6 +235,7 @@ class CommDebugMode:
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if not self._running:
             root = type(module).__name__
+            self._roots.append(root)
             self._names = {
                 id(each): f"{root}.{path}" if path else root
                 for path, each in module.named_modules(remove_duplicate=False)
@@ -260,12 +262,16 @@ class CommDebugMode:
             self.count(kind, event.cause.direction, self._module_of(event))
 
     def _module_of(self, event: Event) -> str:
-        """Return the module that a collective belongs to: in backward, the one of the forward."""
-        if event.cause.direction == "forward" and self._running:
-            return self._running[-1]
+        """Return the module that a collective belongs to: in backward, the one of the forward.
+
+        A module's own hooks run after the global ones, so `_running` may lack it: its cause tells.
+        """
         path = event.cause.module.split(",")[0]
-        found = [name for name in self._modules if path and name.endswith(f".{path}")]
-        return found[-1] if found else GLOBAL
+        if path:
+            names = [f"{root}.{path}" for root in self._roots]
+            return next((name for name in reversed(names) if name in self._modules), GLOBAL)
+        is_forward = event.cause.direction == "forward"
+        return self._running[0] if self._running and is_forward else GLOBAL
 
     def count(self, kind: Any, direction: str, module: str | None = None) -> None:
         """Count a collective in a module, by default the running one, and in those around it."""

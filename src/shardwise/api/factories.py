@@ -44,6 +44,7 @@ def _on_every_rank(make: Callable[_Arguments, DTensor]) -> Callable[_Arguments, 
         mesh = mesh_or_current(given)
         if mesh.get_coordinate() is not None:
             return make(*args, **kwargs)
+        kwargs["device_mesh"] = mesh
         with standing_in(mesh), torch.device("meta"):
             made = make(*args, **kwargs)
         like = torch.empty(0, dtype=made.dtype, device=mesh.device_type)

@@ -31,6 +31,7 @@ from shardwise.torch_internals import (
     new_process_group,
     set_default_group,
     start_coalescing,
+    timeout_in,
     timeout_of,
     world_of_torch,
 )
@@ -270,7 +271,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str, wanted: Backend) ->
             store,
             c10d.GroupName(f"shardwise_{digest}_{turn}"),
             backend_options=options,
-            timeout=timeout_of(default) if options is None else options._timeout,
+            timeout=timeout_of(default) if options is None else timeout_in(options),
             group_desc=f"shardwise ranks {ranks}",
         )
     except (RuntimeError, AssertionError) as error:

@@ -103,7 +103,8 @@ def as_backend(value: Any, argument: str) -> Backend:
     if isinstance(value, tuple) and len(value) == 2:
         name, options = value
     has_name = name is None or (isinstance(name, str) and name)
-    if not has_name or not (options is None or hasattr(options, "_timeout")) or value is None:
+    has_options = options is None or type(options).__module__.startswith("torch.")
+    if not has_name or not has_options or value is None:
         raise MeshError(
             f"{argument}: expected a backend such as 'gloo', its options (a Backend.Options of "
             f"torch.distributed), or a tuple of both; got {format_value(value)}"

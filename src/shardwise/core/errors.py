@@ -7,7 +7,6 @@ rank on which the error was raised, so the code that raises does not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeVar
 
 whereabouts: Callable[[], str] = str
@@ -119,7 +118,6 @@ class TorchVersionWarning(UserWarning):
     """shardwise is not tested with this version of torch."""
 
 
-@lru_cache(maxsize=256)
 def also(kind: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
     """Return an error class of shardwise as one that derives from one of Python's as well.
 
@@ -130,12 +128,21 @@ def also(kind: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
     """
     if issubclass(kind, builtin):
         return kind
+    if (kind, builtin) not in _combined:
+        _combined[kind, builtin] = _combine(kind, builtin)
+    return _combined[kind, builtin]  # type: ignore[no-any-return]
+
+
+_combined: dict[tuple[type, type], Any] = {}
+
+
+def _combine(kind: type, builtin: type) -> type:
     fields = {
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
         "__qualname__": f"{kind.__name__}.also({builtin.__name__})",
     }
-    return type(kind.__name__, (kind, builtin), fields)  # type: ignore[return-value]
+    return type(kind.__name__, (kind, builtin), fields)
 
 
 def _rebuilt(

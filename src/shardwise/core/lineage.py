@@ -228,13 +228,13 @@ def _order(mesh: DeviceMesh) -> object:
 
 def _strides_in(mesh: DeviceMesh, ranks: Sequence[int]) -> Strides | None:
     """Return how ranks step through those of a mesh; None if they do not, or are elsewhere."""
-    positions = mesh.positions_of(ranks)
+    positions = mesh._positions_of(ranks)
     return None if positions is None else strides_of(positions)
 
 
 def _grid(mesh: DeviceMesh, axes: Sequence[Strides]) -> NDArray[np.int64]:
     """Return the positions in a mesh of the grid of these axes that contains the calling rank."""
-    position = mesh.positions_of([mesh.get_rank()])
+    position = mesh._positions_of([mesh.get_rank()])
     assert position is not None, "this rank is in its mesh"
     return grid_around(int(position[0]), axes)
 

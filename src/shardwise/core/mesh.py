@@ -461,6 +461,10 @@ class _MeshStack(threading.local):
             )
         return self.mesh_stack[-1]
 
+    def get_root_mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
+        """Return `device_mesh.root`."""
+        return device_mesh.root
+
 
 _mesh_resources = _MeshStack()
 

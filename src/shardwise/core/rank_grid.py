@@ -128,7 +128,7 @@ class RankGrid:
         order = [ascending.index(axis) for axis in positions]
         return tuple(map(int, block.transpose(order).flat))
 
-    def positions_of(self, ranks: Sequence[int]) -> NDArray[np.int64] | None:
+    def _positions_of(self, ranks: Sequence[int]) -> NDArray[np.int64] | None:
         """Return where these ranks are in the list of all ranks, or None if one is not there."""
         wanted = np.asarray(ranks, dtype=np.int64)
         if self._counts_from is not None:

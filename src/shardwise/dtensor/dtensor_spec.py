@@ -112,6 +112,11 @@ class DTensorSpec:
         return DTensorSpec(mesh, tuple(placements), tensor_meta)
 
     @property
+    def _layout(self) -> Layout:
+        """The layout that it describes."""
+        return layout_of_spec(self)
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
         return self.mesh

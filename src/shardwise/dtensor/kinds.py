@@ -52,7 +52,8 @@ class WaitingDTensor(DTensor):
             if type(each) is WaitingDTensor:
                 each.wait()
         kinds = tuple(DTensor if kind is WaitingDTensor else kind for kind in types)
-        return DTensor.__torch_function__(func, kinds, args, kwargs)
+        dispatch: Any = DTensor.__torch_function__
+        return dispatch(func, kinds, args, kwargs)
 
     # What does not call `__torch_function__`:
 

@@ -277,7 +277,7 @@ class DTensor(GlobalProperties):
         else:
             target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
-        if mesh is source.mesh and mesh.get_coordinate() is None:
+        if type(self) is not DTensor and _is_outside(source, target):
             return DTensor._outside(target, local, dtype=forward_dtype)
         if target is source and forward_dtype is None and backward_dtype is None:
             return wrap(local, source)
@@ -292,6 +292,8 @@ class DTensor(GlobalProperties):
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
         )
+        if mesh is not source.mesh and mesh.get_coordinate() is None:
+            return DTensor._outside(target, moved)
         return _as_new(moved, local, target)
 
     def wait(self) -> DTensor:
@@ -525,13 +527,18 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
 def redistribute_to(tensor: DTensor, layout: Layout) -> DTensor:
     """Return a DTensor in another layout of the same shape; differentiable."""
     local = unwrap(tensor)
+    if type(tensor) is not DTensor and _is_outside(tensor._layout, layout):
+        return DTensor._outside(layout, local)
     return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
+
+
+def _is_outside(source: Layout, target: Layout) -> bool:
+    """Tell whether a move takes place on one mesh, which this rank is not in."""
+    return source.mesh is target.mesh and target.mesh.get_coordinate() is None
 
 
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Wrap the result of a move, which is the input itself if nothing had to move."""
-    if layout.mesh.get_coordinate() is None:
-        return DTensor._outside(layout, moved)
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
 
 

@@ -409,7 +409,7 @@ def apply_to_relabelled(
     # Changed in place, it has another history.
     if not isinstance(node, _RELABEL) or backward_hooks_of(tensor) or tensor.retains_grad:
         return None
-    node.is_passed = True  # type: ignore[attr-defined]
+    node.is_passed = True
     local, wanted = notes.relabelled
     back = pair.backward
     move = _gradient_move(back.source, wanted)

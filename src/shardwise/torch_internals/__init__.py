@@ -345,7 +345,12 @@ def timeout_of(group: Any) -> Any:
     """Return the timeout of a group's collectives; torch's default for threads, which have none."""
     if world_of_torch().pg_map[group][0] == "threaded":
         return torch.distributed.constants.default_pg_timeout
-    return group._get_backend(torch.device(device_for_objects(group))).options._timeout
+    return timeout_in(group._get_backend(torch.device(device_for_objects(group))).options)
+
+
+def timeout_in(options: Any) -> Any:
+    """Return the timeout that the options of a backend give."""
+    return options._timeout
 
 
 # ---- exported programs
