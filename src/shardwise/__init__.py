@@ -64,6 +64,7 @@ from shardwise.redistribute import (
     plan_redistribute,
     redistribute_local,
 )
+from shardwise.redistribute.accumulate import accumulate
 from shardwise.rules.registry import RuleError, register_rule
 from shardwise.run.launch import Workers, launch
 from shardwise.run.simulate import simulate
@@ -111,6 +112,7 @@ __all__ = [
     "ShardwiseError",
     "TorchVersionWarning",
     "Workers",
+    "accumulate",
     "arange",
     "cache_clear",
     "cache_info",

@@ -27,6 +27,7 @@ from shardwise.dtensor.call_args import Args, Kwargs, common_mesh
 from shardwise.dtensor.input_moves import check_gradient
 from shardwise.dtensor.tensor import GRADIENT_SOURCE, DTensor, as_layout, unwrap, wrap
 from shardwise.dtensor.view_copy import linked, mark_gradients_outdated
+from shardwise.redistribute.accumulate import after_completion, suspended
 from shardwise.redistribute.autograd import with_grad_layout
 from shardwise.redistribute.plan import gradient_layout
 from shardwise.rules.helpers.collectives import sum_grads_over
@@ -91,8 +92,15 @@ def _backward(
         create_graph=create_graph,
         inputs=None if inputs is None else _edges(_with_sources(_as_list(inputs))),
     )
+    _mark_gradients_outdated()
+
+
+def _mark_gradients_outdated() -> None:
     if linked.by_memory:
         mark_gradients_outdated("backward")
+
+
+after_completion.append(_mark_gradients_outdated)
 
 
 @handler(torch.autograd.grad)
@@ -113,9 +121,10 @@ def grad(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
         if fills:
             options["allow_unused"] = True
         local, starts = _start(given, seeds)
-        if any(_source_of(each) is not None for each in wanted):
-            return _grad_of_sources(local, wanted, starts, fills, options)
-        found = torch.autograd.grad(local, _edges(wanted), starts, **options)
+        with suspended():
+            if any(_source_of(each) is not None for each in wanted):
+                return _grad_of_sources(local, wanted, starts, fills, options)
+            found = torch.autograd.grad(local, _edges(wanted), starts, **options)
         return tuple(_gradient(value, of, fills) for value, of in zip(found, wanted, strict=True))
 
     return call(*args, **kwargs)
@@ -278,6 +287,7 @@ def apply_to_dtensors(apply: Any, cls: Any, args: Args, kwargs: Kwargs) -> Any:
         apply: torch's `cls.apply`.
         cls: the custom function.
     """
+    args = tuple(arg.wait() if isinstance(arg, DTensor) else arg for arg in args)
     if cls is CheckpointFunction:
         return _as_dtensors(apply(*map(_with_local_gradient, args), **kwargs))
     if cls.__module__ == "torch.distributed.nn.functional":

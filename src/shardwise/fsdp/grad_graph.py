@@ -158,6 +158,13 @@ class ShardGradient:
         with as_local():
             return param.gathered if param.gathered.requires_grad else None
 
+    def complete(self) -> None:
+        """Reduce the gradient that `sw.accumulate()` has put off, with all others of the model."""
+        unit = self._unit()
+        schedule = None if unit is None else unit.groups[0].schedule
+        if schedule is not None and schedule.is_accumulating:
+            schedule.reduce_put_off()
+
     def reduce(
         self, gradients: Sequence[tuple[ShardGradient, torch.Tensor | None]]
     ) -> list[torch.Tensor | None]:

@@ -51,7 +51,7 @@ def sharded_layout(
 def _joint_mesh(data: DeviceMesh, other: DeviceMesh, name: str) -> DeviceMesh:
     """Return the mesh with the data-parallel axes and those that a DTensor is laid out on."""
     names, others = data.mesh_dim_names, other.mesh_dim_names
-    if names is None or others is None or data.root is not other.root or data is other:
+    if names is None or others is None:
         raise FSDPError(
             f"{name}: it is a DTensor on {other!r}, and mesh is {data!r}; expected two parts of "
             "one mesh with names, such as mesh['dp'] beside mesh['tp']"
@@ -63,9 +63,9 @@ def _joint_mesh(data: DeviceMesh, other: DeviceMesh, name: str) -> DeviceMesh:
             "lay out the model on the other axes only, such as mesh['tp']"
         )
     try:
-        return data.root[(*names, *others)]
+        return DeviceMesh.concatenate([data, other])
     except MeshError as error:
-        raise FSDPError(f"{name}: no mesh has both {names} and {others}: {error}") from None
+        raise FSDPError(f"{name}: it is a DTensor, and {error}") from None
 
 
 def gather_buffer(buffer: DTensor, info: DataParallelMeshInfo) -> torch.Tensor:
@@ -111,9 +111,7 @@ class ParamSharding:
         gathered = None
         gathered_shape = layout.shape
         if layout.mesh.ndim > data_axes:
-            names = layout.mesh.mesh_dim_names
-            assert names is not None, "a joint mesh has names"
-            other_mesh = layout.mesh.root[names[data_axes:]]
+            other_mesh = layout.mesh.along(range(data_axes, layout.mesh.ndim), coordinate)
             order = [
                 [axis - data_axes for axis in axes if axis >= data_axes]
                 for axes in layout.shard_order

@@ -243,4 +243,6 @@ class ReduceQueue:
 
 def _is_synchronized(unit: Unit) -> bool:
     """Return whether backward reduces the gradients of a unit."""
-    return any(group.settings.gradient_sync for group in unit.groups)
+    schedule = unit.groups[0].schedule
+    is_put_off = schedule is not None and schedule.is_accumulating
+    return not is_put_off and any(group.settings.gradient_sync for group in unit.groups)

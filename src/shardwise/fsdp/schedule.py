@@ -28,6 +28,7 @@ Each group also has a `TrainingState`. Events, in the order of a training step:
     gradients
     autograd has finished      _end_backward              BACKWARD -> REST    any -> IDLE
     finalize_backward()        finalize                   REST
+    sw.accumulate() ends       _end_accumulation          REST
     exception in forward       fail_forward               FORWARD -> REST     any -> IDLE
     exception in backward,     recover                    any -> REST         any -> IDLE
     reset_iter_state()
@@ -44,6 +45,7 @@ What each event does to parameters and gradients:
     check_group_backward_done  reshard the units
     _end_backward              start all reductions that are left, wait for them, reshard all
     finalize                   reduce the gradients that earlier backwards have left, reshard
+    _end_accumulation          the same; after an exception, drop them
     fail_forward, recover      drop all gathers, reshard all; recover also drops gradients
 
 Exceptions to the order: an exception in backward is only noticed by the next event, and a module
@@ -70,6 +72,7 @@ from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.prefetch import Prefetcher
 from shardwise.fsdp.reduce_queue import ReduceQueue
 from shardwise.fsdp.unit import Unit
+from shardwise.redistribute.accumulate import Accumulation, current
 from shardwise.torch_internals import current_graph_task, engine
 
 if TYPE_CHECKING:
@@ -112,6 +115,8 @@ class Schedule:
         """The handle of `finalize_backward` that users must wait for before they go on."""
         self.post_optim_event: torch.Event | None = None
         """The event that the next forward waits for, if any."""
+        self._accumulation: Accumulation | None = None
+        """The `sw.accumulate()` that the last forward was in, if any."""
 
     # ---- units that follow the modules' parameters and settings
 
@@ -156,6 +161,9 @@ class Schedule:
             event, self.post_optim_event = self.post_optim_event, None
             event.wait()
         self._outermost = group
+        self._accumulation = current.accumulation
+        if self._accumulation is not None:
+            self._accumulation.others[self] = self._end_accumulation
         self.prefetcher.begin_forward(self._guards.begin((group, torch.is_grad_enabled())))
         for unit in self.unit_set.units:
             if not unit.is_alias and unit.is_stale():
@@ -357,6 +365,33 @@ class Schedule:
         self._goes_through_grads = False
         self.reduce_queue.clear()
         self.prefetcher.clear_backward()
+
+    # ---- accumulation
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether reductions are put off by `sw.accumulate()`."""
+        return self._accumulation is not None and self._accumulation.is_open
+
+    def _end_accumulation(self, keeps: bool) -> None:
+        """Event: `sw.accumulate()` ends.
+
+        Arguments:
+            keeps: whether to reduce the gradients that it has put off, or to drop them.
+        """
+        self._accumulation = None
+        if keeps:
+            self.reduce_put_off()
+        else:
+            self.recover()
+
+    def reduce_put_off(self) -> None:
+        """Reduce the gradients that were put off, unless a module is running."""
+        if not (self.depth or self.in_backward):
+            accumulation, self._accumulation = self._accumulation, None
+            for root in dict.fromkeys(group.root for group in self.groups):
+                self.finalize(root, waits=True)
+            self._accumulation = accumulation
 
     # ---- requests of users
 

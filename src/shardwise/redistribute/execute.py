@@ -33,9 +33,7 @@ from shardwise.redistribute.transfer import (
 from shardwise.torch_internals import is_zero_tensor, storage_id
 
 
-def execute(
-    plan: Plan, local: torch.Tensor, starts_all: bool = False
-) -> Pending[torch.Tensor]:
+def execute(plan: Plan, local: torch.Tensor, starts_all: bool = False) -> Pending[torch.Tensor]:
     """Start a plan; the result is this rank's piece in the target layout.
 
     The first collective has started when this returns; later ones start when it is waited for.

@@ -81,9 +81,7 @@ def new_of_size(func: Any, args: Any, kwargs: Any) -> Any:
         return wrap(func(model, target.local_shape(), *others, **keywords), target)
 
 
-def _split_size(
-    rest: list[Any], keywords: dict[str, Any]
-) -> tuple[tuple[int, ...], list[Any]]:
+def _split_size(rest: list[Any], keywords: dict[str, Any]) -> tuple[tuple[int, ...], list[Any]]:
     """Return the size that a call asks for, and its other positional arguments."""
     if "size" in keywords or (rest and isinstance(rest[0], list | tuple)):
         size, others = _first_of(rest, keywords, "size")
