@@ -5,7 +5,6 @@ and of torchtitan. It runs on two and on four ranks, as it is and rewritten.
 """
 
 import pytest
-import torch
 from support.moving_over import PROGRAMS, run_program
 
 import shardwise as sw
