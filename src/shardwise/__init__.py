@@ -119,6 +119,7 @@ __all__ = [
     "calibrate",
     "check_random_state",
     "communicator",
+    "device_mesh",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -151,13 +152,19 @@ __all__ = [
     "seed",
     "sharded",
     "simulate",
+    "tensor",
     "testing",
     "zeros",
 ]
 
 
+_SUBMODULES = {
+    *("device_mesh", "export", "fsdp", "interop", "parallel", "sharded", "tensor", "testing"),
+}
+
+
 def __getattr__(name: str) -> object:
     """Submodules that few programs need, and that take long to import."""
-    if name in ("export", "fsdp", "interop", "parallel", "sharded", "testing"):
+    if name in _SUBMODULES:
         return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

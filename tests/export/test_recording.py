@@ -5,12 +5,15 @@ import torch
 from support.export_ranks import Routed, collectives
 from support.exported_models import MLP, MLP_PLAN
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.core import world
 from shardwise.core.layout import Layout
 from shardwise.export import ExportError, shard_program, tensor_parallel_transformation
 from shardwise.export.operators import is_collective
+from shardwise.export.recording import as_recorded
 from shardwise.export.simplify import clean
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.export's own
@@ -273,3 +276,56 @@ def test_nothing_is_learnt_about_the_dynamic_sizes_of_the_original():
     for result, _ in on_three(exported, {"weight": {"tp": Shard(1)}}, x):
         torch.testing.assert_close(result, model(x).detach())
     assert (dict(known.replacements), list(known.guards)) == before
+
+
+# ---- the communicator of a program
+
+
+class Functional(TorchDispatchMode):
+    """Runs functional collectives as the only rank of their group would; keeps their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        self.names.append(func._opname)
+        return args[0].clone()
+
+
+def test_a_program_contains_broadcasts_and_exchanges_with_some_ranks():
+    mesh, recording = as_recorded(TWO)
+    with world.use(recording), Functional() as heard:
+        group = sw.communicator(mesh)
+        assert torch.equal(group.broadcast(torch.ones(2)), torch.ones(2))
+        target = torch.zeros(3)
+        group.exchange({1: torch.arange(3.0)}, {1: target})
+        assert torch.equal(target, torch.arange(3.0))
+    assert heard.names == ["broadcast", "wait_tensor", "all_to_all_single", "wait_tensor"]
+
+
+CALLS = {
+    "exchange of nothing": lambda group: group.exchange({}, {}),
+    "scatter": lambda group: group.scatter(torch.ones(1), [torch.ones(1)] * 2),
+    "gather": lambda group: group.gather(torch.ones(1)),
+    "send": lambda group: group.send(torch.ones(1), 1),
+    "recv": lambda group: group.recv(torch.ones(1), 1),
+    "barrier": lambda group: group.barrier(),
+    "gather_objects": lambda group: group.gather_objects("a"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_torch_has_no_functional_collective_for_is_refused_in_programs(name):
+    mesh, recording = as_recorded(TWO)
+    with world.use(recording), pytest.raises(ExportError, match=f"^{name}: torch has no func"):
+        CALLS[name](sw.communicator(mesh))
+
+
+def test_a_mesh_is_not_aborted_while_a_program_for_it_is_made():
+    mesh, recording = as_recorded(TWO)
+    with world.use(recording), pytest.raises(ExportError, match=r"a program for .* is being made"):
+        mesh.abort()
+    assert recording.describe() == "a program for 2 ranks is being made"

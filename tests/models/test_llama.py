@@ -8,8 +8,14 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.examples import train_llama
 from shardwise.examples.llama import Config, Llama
-from shardwise.examples.train_llama import DATA_PARALLEL, SEQUENCE_PARALLEL, TENSOR_PARALLEL
+from shardwise.examples.train_llama import (
+    DATA_PARALLEL,
+    SEQUENCE_PARALLEL,
+    TENSOR_PARALLEL,
+    train,
+)
 from shardwise.parallel import shard_module
 
 PLANS = {"tensor parallel": TENSOR_PARALLEL, "sequence parallel": SEQUENCE_PARALLEL}
@@ -156,3 +162,42 @@ def test_data_parallelism_adds_one_all_reduce_for_each_weight():
 def test_data_and_sequence_parallelism_sum_the_gradients_of_norms_once():
     expected = sequence_parallel(share=2) + data_parallel() + norms("dp", "tp", ranks=4)
     assert events_of((2, 2), "sequence parallel") == expected
+
+
+# ---- the training script
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_script_trains_under_torchrun_as_one_process_does(
+    sequence_parallel, monkeypatch, capsys
+):
+    """With RANK in the environment `main` trains in this process, as one rank of torchrun does."""
+    flags = ["--sequence-parallel"] if sequence_parallel else []
+    losses = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(train_llama, "train", lambda options: losses.append(train(options)))
+
+    def run(mesh, *more):
+        sizes = ["--mesh", "x".join(map(str, mesh)), "--batch", "4", "--length", "8", *more]
+        monkeypatch.setattr("sys.argv", ["train_llama", *sizes, "--steps", "2"])
+        sw.simulate(train_llama.main, math.prod(mesh))
+
+    run((1, 1))
+    run((2, 2), *flags)
+    alone, *ranks = losses
+    assert all(ranks[0] == each for each in ranks) and len(ranks) == 4
+    assert ranks[0] == pytest.approx(alone, rel=1e-5) and len(alone) == 2
+    assert capsys.readouterr().out.count("step 2: loss") == 2  # the first rank's only
+
+
+def test_the_script_starts_its_ranks_and_refuses_a_mesh_that_is_none(monkeypatch, capsys):
+    started = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sw, "launch", lambda fn, size, options: started.append((fn, size)))
+    monkeypatch.setattr("sys.argv", ["train_llama", "--mesh", "3x2"])
+    train_llama.main()
+    assert started == [(train, 6)]
+    monkeypatch.setattr("sys.argv", ["train_llama", "--mesh", "3"])
+    with pytest.raises(SystemExit):
+        train_llama.main()
+    assert "expected sizes such as 2x2, got '3'" in capsys.readouterr().err

@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
     {"torch_patches"},
     {"parallel"},
     {"fsdp", "export", "sharded"},
+    {"tensor", "device_mesh"},  # torch's module paths
     {"run"},
     {"hugging_face", "interop", "testing"},
     {"__init__"},

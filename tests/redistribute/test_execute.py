@@ -890,3 +890,23 @@ def test_a_move_that_was_planned_before_runs_few_python_functions() -> None:
     for nothing, slice_ in sw.simulate(run, 2):
         assert nothing <= 12
         assert slice_ <= 36
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_a_part_that_a_rank_keeps_has_memory_of_its_own(is_heard: bool) -> None:
+    """A move that only slices would be a view of its input, and a write to one change the other."""
+
+    def run() -> None:
+        mesh = mesh_of((2,))
+        whole, halves = Layout(mesh, (4,)), Layout(mesh, (4,), {0: (0,)})
+        local = torch.arange(4.0)
+        if is_heard:
+            with own_events(mesh) as heard:
+                kept = redistribute_local(local, whole, halves)
+            assert heard == []
+        else:
+            kept = redistribute_local(local, whole, halves)
+        kept.zero_()
+        assert torch.equal(local, torch.arange(4.0))
+
+    on_ranks(2, run)

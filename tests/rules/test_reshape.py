@@ -208,5 +208,8 @@ def test_sizes_may_be_tensors():
         with fallback("replicate"):
             for count in (2, 3, 6):  # the value is no part of a plan
                 assert x.reshape(torch.tensor(count), -1).shape == (count, 24 // count)
+            for count in (2, 3):
+                sizes = (torch.tensor(count), torch.tensor(6 // count))
+                assert x.unflatten(0, sizes).shape == (count, 6 // count, 4)
 
     on((2,), run)

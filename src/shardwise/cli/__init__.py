@@ -116,6 +116,26 @@ def _parser() -> argparse.ArgumentParser:
         "and local processes: some ten seconds",
     )
     doctor.set_defaults(run=_doctor)
+
+    migrate = commands.add_parser(
+        "migrate",
+        help="rewrite the imports of a program from torch's names to those of shardwise",
+        description="Replaces torch.distributed.tensor, .fsdp, .device_mesh and ._shard in Python "
+        "programs by shardwise: imports, and names such as torch.distributed.tensor.Shard through "
+        "any alias. Comments and formatting stay. Shows the differences, and changes files only "
+        "with --write. Lists the names that have no counterpart, with what to write instead. Exit "
+        "code 0 if nothing is left to do by hand, 1 if something is, 2 if a file could not be "
+        "read, parsed or written.",
+    )
+    migrate.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a file, or a folder: all .py and .pyi files in it, without hidden folders and "
+        "virtual environments",
+    )
+    migrate.add_argument("--write", action="store_true", help="change the files (no)")
+    migrate.set_defaults(run=_migrate)
     return parser
 
 
@@ -164,6 +184,16 @@ def _doctor(options: argparse.Namespace) -> int:
     from shardwise.cli import doctor
 
     return 0 if doctor.run(self_test=options.self_test) else 1
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    from shardwise.cli import migrate
+
+    try:
+        return migrate.run(options.paths, write=options.write)
+    except migrate.MigrateError as error:
+        print(f"shardwise migrate: {error}", file=sys.stderr)
+        return migrate.FAILED
 
 
 def _measure(device: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> Costs:

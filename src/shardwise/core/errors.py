@@ -7,11 +7,14 @@ rank on which the error was raised, so the code that raises does not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 whereabouts: Callable[[], str] = str
 """Return which rank this is as text, or "" outside a distributed program. `world` sets it."""
 
+
+_Kind = TypeVar("_Kind", bound="ShardwiseError")
 
 _MOST_SHOWN = 2000
 """The most characters of a value that a message quotes."""
@@ -38,9 +41,26 @@ class ShardwiseError(Exception):
         is_named = not rank or message.endswith(f"[{rank}]")
         super().__init__(message if is_named else f"{message} [{rank}]")
 
+    @classmethod
+    def also(cls: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
+        """Return this class as one that derives from one of Python's as well.
+
+        For calls for which torch raises that: code that catches it goes on working.
+
+        Example:
+            >>> raise LayoutError.also(TypeError)("placements: expected a list, got 3")
+        """
+        return cls if issubclass(cls, builtin) else _combined(cls, builtin)
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would quote it
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Calling the class again would add the rank that unpickles the error to the message.
-        return _rebuilt, (type(self), self.args, vars(self))
+        kind = type(self)
+        if kind.__name__ != kind.__qualname__:  # made by `also`: its bases can be pickled
+            return _rebuilt, (kind.__bases__, self.args, vars(self))
+        return _rebuilt, (kind, self.args, vars(self))
 
 
 class MeshError(ShardwiseError, ValueError):
@@ -100,9 +120,23 @@ class TorchVersionWarning(UserWarning):
     """shardwise is not tested with this version of torch."""
 
 
+@lru_cache(maxsize=256)
+def _combined(kind: Any, builtin: type[Exception]) -> Any:
+    fields = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": f"{kind.__name__}.also({builtin.__name__})",
+    }
+    return type(kind.__name__, (kind, builtin), fields)
+
+
 def _rebuilt(
-    kind: type[ShardwiseError], arguments: tuple[Any, ...], fields: dict[str, Any]
+    kind: type[ShardwiseError] | tuple[type[ShardwiseError], type[Exception]],
+    arguments: tuple[Any, ...],
+    fields: dict[str, Any],
 ) -> ShardwiseError:
+    if isinstance(kind, tuple):
+        kind = _combined(*kind)
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(fields)

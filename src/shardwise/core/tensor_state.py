@@ -9,6 +9,7 @@ ordinary attributes (`optimizers`, `fsdp`).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -32,7 +33,11 @@ class TensorState:
         "key",
         "link",
         "moves",
+        "origin",
+        "pending",
         "reduced",
+        "replaced_by",
+        "summed_later",
         "viewed_copy",
     )
 
@@ -49,6 +54,12 @@ class TensorState:
         self.gathered_from: torch.Tensor | None = None
         """The piece that a gather made this tensor of. Set and read by `redistribute`, which sums
         gradients directly into the pieces."""
+        self.origin: Any = None
+        """The layout of the DTensor whose local shard this plain tensor is. Set and read by
+        `local_shards`; only for tensors that are not in a graph, whose node has the note else."""
+        self.replaced_by: dict[int, weakref.ref[torch.Tensor]] | None = None
+        """The DTensors that have replaced this parameter in a module, by rank, as simulated ranks
+        may share a parameter. Set and read by `parallel`, which keeps ties."""
         self.is_gradient = False
         """Whether it is the `grad` of a DTensor: backward adds to it unseen. Set by `DTensor.grad`;
         read by `view_copy`."""
@@ -62,8 +73,15 @@ class TensorState:
         self.link: Any = None
         """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
         `view_copy`; ends when `data` is assigned."""
+        self.pending: Any = None
+        """The data that a tensor waits for (`Pending`). Set and read by `WaitingDTensor`; ends when
+        they are there."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
+
+        self.summed_later: tuple[int, ...] = ()
+        """The axes over which the gradient of this leaf is summed after the backward, so that no
+        operator sums it. Set by `fsdp`; read by `summed_later`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # torch.load accepts it, also where shardwise is not installed

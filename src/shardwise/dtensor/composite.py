@@ -184,6 +184,8 @@ def decompose(func: Any) -> Run | None:
     names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
     if not names or "overrides" in func.__code__.co_names:  # it asks through torch.overrides
         return None
+    if func.__name__ in func.__code__.co_names and "__class__" in func.__code__.co_freevars:
+        return None  # it calls super()'s method, which torch dispatches as this function again
     changed = {**func.__globals__, **dict.fromkeys(names, _never)}
     copy = types.FunctionType(
         func.__code__, changed, func.__name__, func.__defaults__, func.__closure__

@@ -131,6 +131,25 @@ def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
     return tuple(result)
 
 
+def shard_stride(layout: Layout, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of this rank's shard of a dense global tensor with these strides.
+
+    The dims of the shard lie in memory in the same order. None for strides that overlap or leave
+    gaps.
+    """
+    shape, sizes = layout.shape, layout.local_shape()
+    inner_first = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim] > 1, -dim))
+    expected, step = 1, 1
+    result = [1] * len(shape)
+    for dim in inner_first:
+        if shape[dim] > 1 and strides[dim] != expected:
+            return None
+        result[dim] = step
+        expected *= max(shape[dim], 1)
+        step *= max(sizes[dim], 1)
+    return tuple(result)
+
+
 def has_short_dims(layout: Layout) -> bool:
     """Return whether a dim has one index in this rank's shard, and more in the global tensor.
 

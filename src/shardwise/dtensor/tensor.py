@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shardwise.comm import Pending
+from shardwise.comm import Pending, carries_values
 from shardwise.core.box import Box
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
@@ -21,6 +21,7 @@ from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
+from shardwise.dtensor.dtensor_spec import DTensorSpec, layout_of_spec
 from shardwise.dtensor.local_shards import (
     check_class,
     check_pickled,
@@ -33,7 +34,12 @@ from shardwise.dtensor.local_shards import (
 from shardwise.dtensor.memory import NoExchangeApi, check_whole
 from shardwise.dtensor.properties import GlobalProperties
 from shardwise.redistribute import accumulate
-from shardwise.redistribute.autograd import redistribute_local, with_grad_layout
+from shardwise.redistribute.autograd import (
+    redistribute_later,
+    redistribute_local,
+    with_grad_layout,
+)
+from shardwise.redistribute.cost import communicates
 from shardwise.redistribute.plan import gradient_layout, with_placements
 from shardwise.torch_internals import (
     PARAMETER_FLAG,
@@ -106,6 +112,25 @@ class DTensor(GlobalProperties):
         (torch.Size([8]), torch.Size([4]), 56.0)
     """
 
+    def __new__(
+        cls, local_tensor: torch.Tensor, spec: Any, *, requires_grad: bool = False
+    ) -> DTensor:
+        """Make a leaf of a local tensor, as torch's private constructor does.
+
+        `DTensor.from_local` makes a differentiable one.
+
+        Arguments:
+            local_tensor: this rank's shard. The result shares its memory, not its history.
+            spec: a `DTensorSpec`, of shardwise or torch, with its `tensor_meta`.
+            requires_grad: whether gradients are recorded for the result.
+        """
+        _check_plain("local_tensor", local_tensor)
+        layout = layout_of_spec(spec)
+        check_shard(local_tensor, layout)
+        result = wrap(local_tensor.detach(), layout)
+        result.requires_grad = requires_grad
+        return result
+
     # ---- conversions and moves
 
     @staticmethod
@@ -136,12 +161,7 @@ class DTensor(GlobalProperties):
                 the shards, with pending sums reduced.
         """
         mesh = as_mesh(device_mesh)
-        if not isinstance(local_tensor, torch.Tensor) or isinstance(local_tensor, DTensor):
-            raise LayoutError(
-                f"local_tensor: expected a plain tensor, got {type(local_tensor).__name__}"
-                + (": it is one already" if isinstance(local_tensor, DTensor) else "")
-            )
-        check_supported("local_tensor", local_tensor)
+        _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if shape is None:
             layout = infer_layout(local_tensor, mesh, placements)
@@ -166,11 +186,30 @@ class DTensor(GlobalProperties):
             grad_placements: the placements of the gradient of the result; by default those of this
                 tensor, with pending sums reduced.
         """
-        if grad_placements is None:
-            return unwrap(self)
-        layout = self._layout
-        given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
-        return with_grad_layout(unwrap(self), given, gradient_layout(layout))
+        local = unwrap(self)
+        if grad_placements is not None:
+            layout = self._layout
+            given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+            local = with_grad_layout(local, given, gradient_layout(layout))
+        if PARAMETER_FLAG in self.__dict__:  # as in torch, isinstance(local, nn.Parameter)
+            setattr(local, PARAMETER_FLAG, self.__dict__[PARAMETER_FLAG])
+        return local
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """This rank's shard, sharing memory, without its history; torch's private name for it."""
+        return unwrap(self).detach()
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor) -> None:
+        _check_plain("_local_tensor", value)
+        check_shard(value, self._layout)
+        self.data = wrap(value.detach(), self._layout)
+
+    @property
+    def _spec(self) -> DTensorSpec:
+        """The mesh, placements, shape, strides and dtype, in torch's terms; its private name."""
+        return DTensorSpec.of(self._layout, self.stride(), self.dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor, on every rank; differentiable.
@@ -195,7 +234,7 @@ class DTensor(GlobalProperties):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         shard_order: Any = None,
-    ) -> Any:
+    ) -> DTensor:
         """Return the same tensor in another layout; differentiable.
 
         Forward: the cheapest plan between the two layouts. Backward: the plan between their duals.
@@ -203,7 +242,8 @@ class DTensor(GlobalProperties):
         Arguments:
             device_mesh: the mesh of the result; by default that of this tensor.
             placements: the placements of the result; all `Replicate()` by default.
-            async_op: return a `Pending` at once, whose `wait()` gives the DTensor.
+            async_op: return at once. The result waits for its data when it is first used; `wait()`
+                waits now. The collectives of a dropped result are completed as well.
             forward_dtype: the dtype that is sent, and that of the result.
             backward_dtype: the dtype that is sent backward; the gradient has this tensor's dtype.
             shard_order: for each dim that several axes split, those axes outer to inner.
@@ -222,20 +262,24 @@ class DTensor(GlobalProperties):
             target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
         if target is source and forward_dtype is None and backward_dtype is None:
-            result = wrap(local, source)
-            return Pending.done(result) if async_op else result
-        moved: Any = redistribute_local(
+            return wrap(local, source)
+        if async_op and carries_values(mesh) and communicates(source, target):
+            dtypes = forward_dtype, backward_dtype
+            moved, started = redistribute_later(local, source, target, *dtypes)
+            return WaitingDTensor.of(moved, target, started)
+        moved = redistribute_local(
             local,
             source,
             target,
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
-            async_op=async_op,
         )
-        if async_op:
-            pending: Pending[torch.Tensor] = moved
-            return pending.then(lambda moved: _as_new(moved, local, target))
         return _as_new(moved, local, target)
+
+    def wait(self) -> DTensor:
+        """Wait for the data, if they are under way (`redistribute(async_op=True)`); return it."""
+        self._renew()
+        return self
 
     # ---- gradients and data
 
@@ -296,15 +340,15 @@ class DTensor(GlobalProperties):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         layout = value._layout if isinstance(value, DTensor) else self._layout
-        if not isinstance(value, DTensor):
-            value = as_layout(value, layout, "data")
+        value = value.wait() if isinstance(value, DTensor) else as_layout(value, layout, "data")
         forget_moves(self)
         with as_local():
             TensorBase.data.__set__(self, value)
         self._layout = layout
 
     def _renew(self) -> None:
-        """Bring it up to date. Only a `ViewCopy` can be out of date, and overrides this."""
+        """Bring it up to date. Only a `ViewCopy` and a `WaitingDTensor` can be out of date, and
+        override this."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Convert as `torch.Tensor.to` does; return itself at once for the device it is on."""
@@ -411,6 +455,66 @@ class DTensor(GlobalProperties):
         return dcp.chunk_at(unwrap(self).detach(), self._layout, index.offset)
 
 
+class WaitingDTensor(DTensor):
+    """A DTensor whose data are under way; `redistribute(async_op=True)` makes it.
+
+    It waits for them when it is used, and is an ordinary DTensor from then on. Its class is another
+    one so that ordinary tensors pay nothing for the question.
+    """
+
+    @staticmethod
+    def of(local: torch.Tensor, layout: Layout, started: Pending[torch.Tensor]) -> WaitingDTensor:
+        """Make one of a tensor with the shape and the history of the result, and of its data."""
+        result = wrap(local, layout)
+        ensure_state(result).pending = started
+        result.__class__ = WaitingDTensor
+        return result  # type: ignore[return-value]
+
+    def _renew(self) -> None:
+        notes = ensure_state(self)
+        pending: Pending[torch.Tensor] = notes.pending
+        with as_local(), torch.no_grad():
+            TensorBase.data.__set__(self, pending.wait())
+        notes.pending = None
+        self.__class__ = DTensor  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for each in tensors_in((args, kwargs or {})):
+            if type(each) is WaitingDTensor:
+                each._renew()
+        kinds = tuple(DTensor if kind is WaitingDTensor else kind for kind in types)
+        return DTensor.__torch_function__(func, kinds, args, kwargs)
+
+    # What does not call `__torch_function__`:
+
+    @property
+    def data(self) -> DTensor:
+        """The tensor without its history, sharing memory."""
+        return self.wait().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.wait().data = value
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.wait().stride(dim)
+
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
+        return self.wait().set_(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.wait())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return self.wait().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.wait().__reduce_ex__(protocol)
+
+
 def rebuilt(
     local: torch.Tensor,
     layout: Layout,
@@ -437,7 +541,7 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
     """
     if isinstance(value, DTensor):
         if value._layout is layout:
-            return value
+            return value.wait()
         if value._layout.shape != layout.shape:
             raise LayoutError(
                 f"{argument}: expected a tensor of shape {tuple(layout.shape)}, "
@@ -465,6 +569,19 @@ def redistribute_to(tensor: DTensor, layout: Layout) -> DTensor:
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Wrap the result of a move, which is the input itself if nothing had to move."""
     return wrap(moved.view_as(moved) if moved is local else moved, layout)
+
+
+def _check_plain(argument: str, tensor: Any) -> None:
+    """Refuse a local tensor that is none, or that cannot be a shard."""
+    if isinstance(tensor, DTensor):
+        raise LayoutError.also(RuntimeError)(
+            f"{argument}: expected a plain tensor, got a DTensor: it is one already"
+        )
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError.also(AttributeError)(
+            f"{argument}: expected a plain tensor, got {type(tensor).__name__}"
+        )
+    check_supported(argument, tensor)
 
 
 def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Sequence[Placement]:

@@ -27,6 +27,7 @@ from shardwise.fsdp.mesh_info import (
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
+    ShardPlacementResult,
 )
 from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from shardwise.fsdp.root import GradientReductionHandle
@@ -47,6 +48,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
+    "ShardPlacementResult",
     "ShardedState",
     "StateError",
     "TrainingState",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +35,21 @@ from shardwise.fsdp.extensions import (
 from shardwise.fsdp.mesh_info import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
     replicate_info,
     shard_info,
 )
 from shardwise.fsdp.module import FSDPModule, swap_class
 from shardwise.fsdp.param import GradDtype, ParamSlot, Tie, is_claimed
 from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
-from shardwise.fsdp.param_sharding import ParamSharding, is_dense, sharded_layout
+from shardwise.fsdp.param_sharding import (
+    ParamSharding,
+    is_dense,
+    is_on_all_axes,
+    sharded_layout,
+)
 from shardwise.fsdp.root import share_schedule
 from shardwise.fsdp.shard_memory import mark_as_sharded, place_new_shards
 from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
@@ -50,7 +59,10 @@ if TYPE_CHECKING:
 
     from shardwise.core.mesh import DeviceMesh
 
-PlacementFunction = Callable[[nn.Parameter], Placement | None]
+PlacementFunction = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
+
+ShardingFunction = Callable[[nn.Parameter, str], tuple[int | None, DataParallelMeshInfo]]
+"""Maps a parameter and its name to the dim to shard, if any, and the ranks to shard it over."""
 
 _ONE_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -85,11 +97,15 @@ def fully_shard(
             outermost and the last. A number: shard them over that number of ranks in between, such
             as the ranks of one machine.
         shard_placement_fn: called with each parameter; returns its placement: `Shard(dim)`,
-            `Replicate()`, or None for `Shard(0)`. The dim need not be divisible.
+            `Replicate()`, or None for `Shard(0)`. The dim need not be divisible. To shard a
+            parameter over other ranks, such as those that have the same experts, return a
+            `ShardPlacementResult(placement, mesh_info)`.
         mp_policy: dtypes of computation and of reductions.
         offload_policy: where shards are kept.
         ignored_params: parameters that are not sharded.
-        dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too.
+        dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too. Parameters that
+            are DTensors on all of `mesh`, whole on these axes, are sharded over them; modules then
+            compute with DTensors on `mesh`.
 
     Returns:
         The given module or list; each module is now an `FSDPModule` too.
@@ -107,7 +123,7 @@ def fully_shard(
         modules,
         info,
         GroupSettings(reshard_after_forward=reshard),
-        _shard_dim_fn(shard_placement_fn),
+        _sharding_fn(shard_placement_fn, info, reshard),
         mp_policy,
         offload_policy,
         ignored_params,
@@ -146,7 +162,7 @@ def replicate(
         modules,
         info,
         GroupSettings(),
-        lambda parameter, name: None,
+        lambda parameter, name: (None, info),
         mp_policy,
         offload_policy,
         ignored_params,
@@ -218,32 +234,68 @@ def _checked_reshard(value: Any, size: int) -> bool | int | None:
     return True if count == size else count
 
 
-def _shard_dim_fn(
-    function: PlacementFunction | None,
-) -> Callable[[nn.Parameter, str], int | None]:
-    """Return a function that maps a parameter and its name to the dim to shard, if any."""
+def _sharding_fn(
+    function: PlacementFunction | None, info: DataParallelMeshInfo, reshard: bool | int | None
+) -> ShardingFunction:
+    """Return a function that maps a parameter and its name to the dim to shard, if any, and the
+    ranks to shard it over."""
     if function is not None and not callable(function):
         raise FSDPError(
             f"shard_placement_fn: expected a function of a parameter, got {function!r}; for one "
             f"placement of all pass lambda parameter: {function!r}"
         )
 
-    def dim_of(parameter: nn.Parameter, name: str) -> int | None:
+    def sharding_of(parameter: nn.Parameter, name: str) -> tuple[int | None, DataParallelMeshInfo]:
         wanted: Any = None if function is None else function(parameter)
-        if wanted is None:
-            return 0 if parameter.dim() else None
         where = f"shard_placement_fn: {name}"
-        placement = as_placement(wanted, where)
-        if isinstance(placement, Replicate):
-            return None
-        if not isinstance(placement, Shard) or placement != Shard(placement.dim):
-            raise FSDPError(f"{where}: expected Shard(dim), Replicate() or None, got {wanted!r}")
-        try:
-            return as_dim(placement.dim, parameter.dim(), where)
-        except LayoutError as error:
-            raise FSDPError(error.args[0]) from None
+        own = info
+        if isinstance(wanted, ShardPlacementResult):
+            wanted, own = wanted.placement, _checked_info(wanted.mesh_info, reshard, where)
+        return _checked_dim(wanted, parameter, where), own
 
-    return dim_of
+    return sharding_of
+
+
+def _checked_dim(wanted: Any, parameter: nn.Parameter, where: str) -> int | None:
+    if wanted is None:
+        return 0 if parameter.dim() else None
+    placement = as_placement(wanted, where)
+    if isinstance(placement, Replicate):
+        return None
+    if not isinstance(placement, Shard) or placement != Shard(placement.dim):
+        raise FSDPError(
+            f"{where}: expected Shard(dim), Replicate() or None, alone or in a "
+            f"ShardPlacementResult, got {wanted!r}"
+        )
+    try:
+        return as_dim(placement.dim, parameter.dim(), where)
+    except LayoutError as error:
+        raise FSDPError(error.args[0]) from None
+
+
+def _checked_info(info: Any, reshard: bool | int | None, where: str) -> DataParallelMeshInfo:
+    """Check the ranks that a parameter of its own choice is sharded over."""
+    if not isinstance(info, FSDPMeshInfo):
+        raise FSDPError(
+            f"{where}: ShardPlacementResult(mesh_info): expected an FSDPMeshInfo or HSDPMeshInfo, "
+            f"got {info!r}"
+        )
+    if info.mesh.ndim != (2 if isinstance(info, HSDPMeshInfo) else 1):
+        raise FSDPError(
+            f"{where}: ShardPlacementResult(mesh_info): expected a mesh of the data-parallel axes "
+            f"only, got {info.mesh!r}"
+        )
+    if not info.mesh.is_abstract and info.mesh.get_coordinate() is None:
+        raise FSDPError(
+            f"{where}: ShardPlacementResult(mesh_info): expected a mesh that rank "
+            f"{info.mesh.get_rank()} is in, got {info.mesh!r}"
+        )
+    if reshard not in (None, True, False) and info.shard_mesh_size % reshard:
+        raise FSDPError(
+            f"reshard_after_forward: {where} has a shard axis of {info.shard_mesh_size} ranks, "
+            f"which {reshard} does not divide; pass True or False"
+        )
+    return info
 
 
 def _device_type(modules: Sequence[nn.Module]) -> str:
@@ -262,7 +314,7 @@ def _make_group(
     modules: list[nn.Module],
     info: DataParallelMeshInfo,
     settings: GroupSettings,
-    dim_of: Callable[[nn.Parameter, str], int | None],
+    sharding_of: ShardingFunction,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored_params: Iterable[nn.Parameter] | None,
@@ -274,31 +326,31 @@ def _make_group(
         raise FSDPError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
     ignored = _checked_ignored(ignored_params)
     choices = []
-    known: dict[int, tuple[Any, GatherExtension | None, MixedPrecisionPolicy]] = {}
+    known: dict[int, tuple[Any, ...]] = {}
     # All parameters are checked before any is changed.
     for module, key, name in _find_params(modules, set(map(id, ignored))):
         parameter: Any = own_parameters(module)[key]
         if id(parameter) not in known:
-            layout = _layout_of(parameter, info, dim_of, name)
+            layout, own = _layout_of(parameter, info, sharding_of, name)
             policy = mp_policy.resolved_for(parameter, name)
-            known[id(parameter)] = layout, extension_of(parameter, name), policy
+            known[id(parameter)] = layout, own, extension_of(parameter, name), policy
         choices.append((module, key, name, parameter, *known[id(parameter)]))
     slots = []
     made: dict[int, Any] = {}
     new = []
-    for module, key, name, parameter, layout, extension, policy in choices:
+    for module, key, name, parameter, layout, own, extension, policy in choices:
         tensor = made.get(id(parameter))
         if tensor is None:
             tensor = _sharded_form(parameter)
         if tensor is None:
-            tensor = _shard_param(parameter, layout, info, offload_policy, extension, name)
+            tensor = _shard_param(parameter, layout, own, offload_policy, extension, name)
             new.append(tensor)
         made[id(parameter)] = tensor
         strides = getattr(tensor, "_gathered_strides", None)
         tie = getattr(tensor, "_fsdp_tie", None) or Tie()
         extension = getattr(tensor, "_fsdp_extension", extension)
-        slot = ParamSlot(module, key, name, layout, strides, extension, policy, tie, tensor)
-        mark_as_sharded(tensor, info, slot)
+        slot = ParamSlot(module, key, name, layout, strides, extension, policy, own, tie, tensor)
+        mark_as_sharded(tensor, slot)
         slot.put(tensor)
         slot.note_grad_dtype()
         slot.claim()
@@ -355,11 +407,9 @@ def _find_params(
 
 
 def _layout_of(
-    parameter: nn.Parameter,
-    info: DataParallelMeshInfo,
-    dim_of: Callable[[nn.Parameter, str], int | None],
-    name: str,
-) -> Any:
+    parameter: nn.Parameter, default: DataParallelMeshInfo, sharding_of: ShardingFunction, name: str
+) -> tuple[Any, DataParallelMeshInfo]:
+    """Return the layout of a parameter at rest, and its data-parallel ranks."""
     if is_lazy(parameter):
         raise FSDPError(
             f"{name}: it is lazy and has no shape yet; run a forward first, in one process"
@@ -367,14 +417,23 @@ def _layout_of(
     twin = _sharded_form(parameter)
     if twin is None:
         check_can_be_split(parameter, name)
-        return sharded_layout(parameter, info, dim_of(parameter, name), name)
+        dim, info = sharding_of(parameter, name)
+        if not is_on_all_axes(parameter, info):
+            info = _without_other_axes(info)
+        return sharded_layout(parameter, info, dim, name), info
     layout, other = twin._layout, twin._fsdp_info
-    if other != info:
+    known = map(_without_other_axes, (default, sharding_of(parameter, name)[1]))
+    if _without_other_axes(other) not in known:
         raise FSDPError(
             f"{name}: it is tied to a parameter of another group, on {other.mesh!r}, and this one "
-            f"is on {info.mesh!r}; tied parameters need the same mesh"
+            f"is on {default.mesh!r}; tied parameters need the same mesh"
         )
-    return layout
+    return layout, other
+
+
+def _without_other_axes(info: DataParallelMeshInfo) -> DataParallelMeshInfo:
+    """Return the same ranks, for parameters that are not DTensors on the data-parallel axes."""
+    return replace(info, dp_mesh_dims=None, spmd_mesh=None)
 
 
 def _sharded_form(parameter: Any) -> Any:

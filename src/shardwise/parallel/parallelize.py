@@ -18,8 +18,10 @@ from shardwise.parallel.parameters import (
     TensorSlot,
     check_ties,
     distribute_slots,
+    existing_layout,
     find_slots,
     layout_for,
+    tied_slots,
 )
 from shardwise.parallel.plan_spec import (
     PlanError,
@@ -93,16 +95,25 @@ def shard_module(
     placements, activations = _match_layouts(module, slots, mesh, plan, strict)
     # Everything is checked before anything is changed.
     _extend_to_ties(slots, placements)
-    replicated: list[Placement] = [Replicate()] * mesh.ndim
-    layouts = [
-        (slot, layout_for(slot, mesh, placements.get(slot.path, replicated))) for slot in slots
-    ]
+    layouts = [(slot, _layout_in_plan(slot, mesh, placements)) for slot in slots]
     check_ties(layouts)
     hooks = [each.hooks(path, submodule, mesh, strict) for path, submodule, each in activations]
     distribute_slots(layouts, src_data_rank)
     for attach in hooks:
         attach()
     return module
+
+
+def _layout_in_plan(
+    slot: TensorSlot, mesh: DeviceMesh, placements: dict[str, list[Placement]]
+) -> Layout:
+    """Return the layout that a plan gives a tensor; one that the plan does not match keeps the
+    layout that it has on this mesh, or is replicated."""
+    if slot.path not in placements:
+        existing = existing_layout(slot, mesh)
+        if existing is not None:
+            return existing
+    return layout_for(slot, mesh, placements.get(slot.path, [Replicate()] * mesh.ndim))
 
 
 def _match_layouts(
@@ -195,8 +206,7 @@ def parallelize_module(
             check_unstyled(path, submodule, style)
             layouts += style.layouts(path, submodule, mesh)
     check_ties(layouts)
-    _check_ties_outside_plan(module, layouts)
-    distribute_slots(layouts, src_data_rank)
+    distribute_slots(layouts + tied_slots(module, layouts), src_data_rank)
     for path, submodule, style in found:
         if isinstance(style, ModuleStyle):
             style.hooks(path, submodule, mesh)
@@ -271,20 +281,6 @@ def _has_placements(style: ParallelStyle, module: nn.Module) -> bool:
         return False
     style.check("", module)
     return bool(style.placements(module))
-
-
-def _check_ties_outside_plan(module: nn.Module, layouts: list[tuple[TensorSlot, Layout]]) -> None:
-    """Raise PlanError for a tied parameter that the plan lays out under some of its names only."""
-    planned = {id(slot.tensor): slot.path for slot, _ in layouts}
-    listed = {slot.path for slot, _ in layouts}
-    shared = {(id(slot.module), slot.key) for slot, _ in layouts}
-    for slot in find_slots(module):
-        other = planned.get(id(slot.tensor))
-        if other and slot.path not in listed and (id(slot.module), slot.key) not in shared:
-            raise PlanError(
-                f"{slot.path}: it is tied to {other}, which the plan makes a DTensor, and the plan "
-                f"does not name {slot.path}'s module; give it a style too, or untie them"
-            )
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from shardwise.api.optimizers import note_replaced
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
-from shardwise.core.tensor_state import user_attributes
+from shardwise.core.tensor_state import ensure_state, state_of, user_attributes
 from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel.plan_spec import PlanError, all_modules, join_names
 from shardwise.torch_internals import own_buffers, own_parameters
@@ -68,6 +70,27 @@ def check_ties(wanted: Sequence[tuple[TensorSlot, Layout]]) -> None:
             )
 
 
+def existing_layout(slot: TensorSlot, mesh: DeviceMesh) -> Layout | None:
+    """Return the layout that a tensor has on this mesh already, or that an earlier call has given
+    it under another of its names; None for one that is still plain, or on another mesh."""
+    tensor = slot.tensor
+    found = tensor if isinstance(tensor, DTensor) else _replacement(tensor, mesh)
+    return found._layout if found is not None and found._layout.mesh is mesh else None
+
+
+def _replacement(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor | None:
+    """Return the DTensor that an earlier call has made of a plain tensor, if it still exists.
+
+    A module that an earlier call did not see still has the plain tensor. It gets the same DTensor,
+    so the two modules stay tied.
+    """
+    notes = state_of(tensor)
+    if notes is None or notes.replaced_by is None:
+        return None
+    found = notes.replaced_by.get(mesh.get_rank(), lambda: None)()
+    return found if isinstance(found, DTensor) else None
+
+
 def layout_for(slot: TensorSlot, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """Return the layout that a plan asks for, or raise PlanError if the tensor cannot have it."""
     tensor = slot.tensor
@@ -80,13 +103,16 @@ def layout_for(slot: TensorSlot, mesh: DeviceMesh, placements: Sequence[Placemen
             f"{slot.path}: expected placements with which a parameter has its gradient, got "
             f"{layout!r}; Replicate() is for one that is the same on every rank"
         )
-    if isinstance(tensor, DTensor) and tensor._layout is not layout:
-        before = tensor._layout
+    made = tensor if isinstance(tensor, DTensor) else _replacement(tensor, mesh)
+    if made is not None and made._layout is not layout:
+        before = made._layout
         changes_mesh = before.mesh is not mesh
         raise PlanError(
-            f"{slot.path}: it is a DTensor {before!r} {f'on {before.mesh!r} ' * changes_mesh}"
-            f"already, and the plan wants {layout!r}{f' on {mesh!r}' * changes_mesh}; lay a module "
-            "out once, or redistribute the parameter yourself"
+            f"{slot.path}: {'it' if made is tensor else 'a parameter that it is tied to'} is a "
+            f"DTensor {before!r} {f'on {before.mesh!r} ' * changes_mesh}already, and the plan "
+            f"wants {layout!r}{f' on {mesh!r}' * changes_mesh}; lay a module out once, give tied "
+            "parameters the same placements, or redistribute the parameter yourself. To untie it: "
+            "module.weight = nn.Parameter(module.weight.detach().clone()), before the first call"
         )
     if is_lazy(tensor):
         raise PlanError(
@@ -98,7 +124,8 @@ def layout_for(slot: TensorSlot, mesh: DeviceMesh, placements: Sequence[Placemen
 def distribute_slots(
     wanted: Sequence[tuple[TensorSlot, Layout]], src_data_rank: int | None
 ) -> None:
-    """Replace parameters and buffers by DTensors, in the given order; tied ones stay tied.
+    """Replace parameters and buffers by DTensors, in the given order; tied ones stay tied, also
+    with those that an earlier call has replaced.
 
     Every rank of the mesh must call this. All ranks get the values of the rank `src_data_rank`;
     with None each rank takes the shard of its own values.
@@ -109,12 +136,32 @@ def distribute_slots(
         if isinstance(tensor, DTensor):
             continue
         if id(tensor) not in made:
-            made[id(tensor)] = _distribute(tensor, layout, src_data_rank)
+            mesh = layout.mesh
+            found = _replacement(tensor, mesh)
+            if found is None:
+                found = _distribute(tensor, layout, src_data_rank)
+                notes = ensure_state(tensor)
+                notes.replaced_by = notes.replaced_by or {}
+                notes.replaced_by[mesh.get_rank()] = weakref.ref(found)
+            made[id(tensor)] = found
             note_replaced(tensor, slot.path)
         slot.replace(made[id(tensor)])
 
 
-def _distribute(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> torch.Tensor:
+def tied_slots(
+    module: nn.Module, wanted: Sequence[tuple[TensorSlot, Layout]]
+) -> list[tuple[TensorSlot, Layout]]:
+    """Return the other names, anywhere in a module, of tensors that get a layout, with it."""
+    layouts = {id(slot.tensor): layout for slot, layout in wanted}
+    known = {(id(slot.module), slot.key) for slot, _ in wanted}
+    return [
+        (slot, layouts[id(slot.tensor)])
+        for slot in find_slots(module)
+        if id(slot.tensor) in layouts and (id(slot.module), slot.key) not in known
+    ]
+
+
+def _distribute(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> Any:
     distributed = distribute_tensor(
         tensor.detach(),
         layout.mesh,

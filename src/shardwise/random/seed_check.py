@@ -94,6 +94,26 @@ def seed(
     return chosen
 
 
+def manual_seed(seed: int, device_mesh: DeviceMesh | TorchMesh) -> None:
+    """Seed torch's default generators on this rank, without communication, as torch's function of
+    this name does.
+
+    All ranks of a mesh pass the same seed; ranks of another mesh, such as other stages of a
+    pipeline, may pass another. `seed` also checks that they agree.
+
+    Arguments:
+        seed: as for `torch.manual_seed`.
+        device_mesh: a mesh that this rank is in.
+    """
+    mesh = as_mesh(device_mesh)
+    if mesh.get_coordinate() is None:
+        raise RandomStateError(
+            f"manual_seed: expected a mesh that this rank is in, got {mesh!r}; call it on the "
+            "ranks of the mesh only"
+        )
+    torch.manual_seed(seed)
+
+
 def check_random_state(
     device_mesh: DeviceMesh | TorchMesh, *, generator: torch.Generator | None = None
 ) -> None:

@@ -93,10 +93,10 @@ class Move:
             self._group[:] = ref(world.current()), local.dtype, ref(group)
         return result
 
-    def start(self, local: torch.Tensor) -> Pending[torch.Tensor]:
-        """Start it on this rank's piece."""
+    def start(self, local: torch.Tensor, starts_all: bool = False) -> Pending[torch.Tensor]:
+        """Start it on this rank's piece. For `starts_all` see `execute`."""
         wire = local if self.dtype is None else local.to(self.dtype)
-        pending = execute(self._plan(wire.dtype), wire)
+        pending = execute(self._plan(wire.dtype), wire, starts_all)
         return pending if self.factor == 1 else pending.then(lambda x: x * self.factor)
 
     def communicates(self, local: torch.Tensor) -> bool:
@@ -189,6 +189,11 @@ def find_gather(tensor: torch.Tensor) -> Any:
     node = tensor.grad_fn
     # Changed in place, or put into another graph, it is no longer what was gathered.
     return node if isinstance(node, _NODE) and node.pair.is_gather else None
+
+
+def find_move(node: Any) -> MovePair | None:
+    """Return the move that an autograd node stands for, or None."""
+    return node.pair if isinstance(node, _NODE) else None
 
 
 def apply_gathered_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
@@ -312,6 +317,36 @@ def redistribute_local(
             return apply_move(local, pair, started)
 
     return Pending(finish)
+
+
+def redistribute_later(
+    local: torch.Tensor,
+    src: Layout,
+    dst: Layout,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, Pending[torch.Tensor]]:
+    """Start a move whose result is waited for later, or never; differentiable.
+
+    All collectives have started when this returns. For the arguments see `redistribute_local`.
+
+    Returns:
+        A tensor with the shape and history of the result, and one element of memory; and what
+        its data will be.
+    """
+    check_arguments(src, dst, forward_dtype, backward_dtype)
+    costs = planning_costs(None, src, dst)
+    pair = cached_pair(src, dst, (), forward_dtype, backward_dtype, costs)
+    needs_grad = torch.is_grad_enabled() and local.requires_grad
+    if needs_grad:
+        check_linear(src)
+        check_linear(dst)
+    started = pair.forward.start(local.detach(), starts_all=True)
+    shape = dst.local_shape()
+    result = local.detach().new_empty_strided(shape, (0,) * len(shape), dtype=forward_dtype)
+    if needs_grad:
+        result = apply_move(local, pair, Pending.done(result))
+    return result, started
 
 
 def with_grad_layout(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:

@@ -33,12 +33,16 @@ from shardwise.redistribute.transfer import (
 from shardwise.torch_internals import is_zero_tensor, storage_id
 
 
-def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
+def execute(plan: Plan, local: torch.Tensor, starts_all: bool = False) -> Pending[torch.Tensor]:
     """Start a plan; the result is this rank's piece in the target layout.
 
     The first collective has started when this returns; later ones start when it is waited for.
     Plans of several collectives are finished in the order they were started, whichever is waited
     for first: so ranks that wait in different orders still meet in the same collectives.
+
+    Arguments:
+        starts_all: whether all collectives have started when this returns, so that it does not
+            matter when, or whether, a rank waits. Only the last one is then under way.
     """
     place = check_local(local, plan.source)
     if plan.moves and (is_zero_tensor(local) or local.is_conj() or local.is_neg()):
@@ -52,7 +56,14 @@ def execute(plan: Plan, local: torch.Tensor) -> Pending[torch.Tensor]:
             kept = _kept_part(step, local, place)
             return Pending.done(kept.clone(memory_format=torch.contiguous_format))
     running = _Running(plan, local)
-    if sum(map(collectives, plan.moves)) <= 1:
+    counts = [collectives(step) for step in plan.moves]
+    if sum(counts) <= 1:
+        return Pending(running.finish)
+    if starts_all:
+        if max(counts) > 1:  # a step of two collectives starts the second when it is waited for
+            running.finish()
+        else:
+            running.start_last()
         return Pending(running.finish)
     unfinished: list[_Running] = world.current().unfinished
     unfinished.append(running)
@@ -79,6 +90,11 @@ class _Running:
             self._start(self._left.pop(0), local) if self._left else Pending.done(local)
         )
         self._moved = bool(plan.moves)
+
+    def start_last(self) -> None:
+        """Run the steps up to the last collective, which is then under way."""
+        while any(step.communicates for step in self._left):
+            self._under_way = self._start(self._left.pop(0), self._under_way.wait())
 
     def finish(self) -> torch.Tensor:
         """Run the remaining steps once, and return the result."""

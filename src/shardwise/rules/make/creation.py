@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from shardwise.core.errors import DispatchError
 from shardwise.core.layout import Layout
+from shardwise.dtensor.local_shards import shard_stride
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.helpers.dims import unsplit_spec
@@ -55,7 +57,45 @@ def like(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(local, layout.relaid(partial={}) if layout.partial else layout)
 
 
-@handler("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "new_tensor", "new")
+@handler("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+def new_of_size(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a tensor on the mesh of the model: of the model's shape, in its layout, but replicated
+    where the model is pending a sum; of another shape, replicated."""
+    model, *rest = args
+    rest = _numbers(rest)
+    keywords = dict(zip(kwargs, _numbers(kwargs.values()), strict=True))
+    name = name_of(func)
+    check_layout(name, keywords.get("layout"))
+    if not isinstance(model, DTensor) or not (rest or "size" in keywords):
+        return func(model, *rest, **keywords)
+    layout = model._layout
+    size, others = _split_size(rest, keywords)
+    target = layout.relaid(partial={}) if size == layout.shape else Layout(layout.mesh, size)
+    if name == "new_empty_strided" and not target.is_replicated:
+        strides, others = _first_of(others, keywords, "stride")
+        local_strides = shard_stride(target, strides)
+        if local_strides is None:  # strides with gaps, which pieces cannot have
+            target, local_strides = Layout(layout.mesh, size), strides
+        others = [local_strides, *others]
+    with as_local():
+        return wrap(func(model, target.local_shape(), *others, **keywords), target)
+
+
+def _split_size(rest: list[Any], keywords: dict[str, Any]) -> tuple[tuple[int, ...], list[Any]]:
+    """Return the size that a call asks for, and its other positional arguments."""
+    if "size" in keywords or (rest and isinstance(rest[0], list | tuple)):
+        size, others = _first_of(rest, keywords, "size")
+    else:  # new_zeros(2, 3); new_full and new_empty_strided take no sizes one by one
+        size, others = rest, []
+    return tuple(map(operator.index, size)), others
+
+
+def _first_of(rest: list[Any], keywords: dict[str, Any], name: str) -> tuple[Any, list[Any]]:
+    """Take an argument that is the first of the positional ones, or given by name."""
+    return (keywords.pop(name), rest) if name in keywords else (rest[0], rest[1:])
+
+
+@handler("new_tensor", "new")
 def new(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a replicated tensor on the mesh of the model."""
     model, *rest = args

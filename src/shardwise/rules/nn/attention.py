@@ -299,6 +299,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     batched = check_attention_shapes(query, key, value, key_padding_mask, attn_mask, num_heads)
     _check(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     weights = (q_proj_weight, k_proj_weight, v_proj_weight)
     projected = _project((query, key, value), in_proj_weight, in_proj_bias, weights)
     q, k, v = (
@@ -379,8 +381,6 @@ def _mask(
         mask: one mask for all, or one for each batch element and head.
         is_hint: whether the mask only says that attention is causal.
     """
-    if is_hint and mask is None:
-        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     batch, heads, length, _ = query.shape
     added: Tensor | None = None
     if padding is not None:

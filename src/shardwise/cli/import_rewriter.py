@@ -1,0 +1,418 @@
+"""Replace the names of torch in a Python program that shardwise has.
+
+The syntax tree tells which names are meant: `import a.b`, `from a import b as c`, `a.b.c` through
+any alias, in any scope. Only the characters of these names are replaced, so comments and formatting
+stay.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardwise.cli.counterparts import absent_names, advice, counterpart, is_moved
+from shardwise.cli.scopes import Binding, Chain, ImportStatement, NameCollector, Scope
+from shardwise.core.errors import ShardwiseError
+
+PACKAGE = "shardwise"
+
+_Located: TypeAlias = ast.stmt | ast.expr | ast.alias
+_Import: TypeAlias = ast.Import | ast.ImportFrom
+
+
+class SourceError(ShardwiseError, ValueError):
+    """A text that is no Python program."""
+
+    names_rank = False
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Something that is left to do by hand, at a line of a program."""
+
+    line: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A program after the replacements, and what is left to do by hand."""
+
+    text: str
+    findings: tuple[Finding, ...]
+
+
+def rewrite(text: str) -> Rewritten:
+    """Replace torch's names in a program by those of shardwise.
+
+    Raises:
+        SourceError: the text is no Python program; the message begins with the line.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise SourceError(f"{line}: {getattr(error, 'msg', None) or error}") from None
+    names = NameCollector()
+    names.visit(tree)
+    rewriter = _Rewriter(_Source(text), names)
+    rewriter.run()
+    changed = rewriter.source.apply(rewriter.edits)
+    if changed != text:
+        ast.parse(changed)  # it must still be a program
+    return Rewritten(changed, tuple(sorted(set(rewriter.findings))))
+
+
+# ---- positions
+
+
+@dataclass(frozen=True, order=True)
+class _Edit:
+    """Replace the characters from `start` to `end`."""
+
+    start: int
+    end: int
+    new: str
+
+
+class _Source:
+    """A text with the positions of its syntax tree: lines, and bytes of UTF-8 within a line."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        # Not `splitlines`, which also splits at form feeds.
+        newlines = list(re.finditer(r"\r\n|\r|\n", text))
+        self.starts = [0, *(each.end() for each in newlines)]
+        self.newline = newlines[0][0] if newlines else "\n"
+
+    def start(self, node: _Located) -> int:
+        return self._offset(node.lineno, node.col_offset)
+
+    def end(self, node: _Located) -> int:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self._offset(node.end_lineno, node.end_col_offset)
+
+    def of(self, node: _Located) -> str:
+        return self.text[self.start(node) : self.end(node)]
+
+    def before(self, node: _Located) -> str:
+        """Return the text in front of a node in its first line."""
+        return self.text[self.starts[node.lineno - 1] : self.start(node)]
+
+    def line_end(self, offset: int) -> int:
+        """Return where the line that has an offset ends."""
+        found = re.compile(r"[\r\n]").search(self.text, offset)
+        return found.start() if found else len(self.text)
+
+    def apply(self, edits: Iterable[_Edit]) -> str:
+        text = self.text
+        for edit in sorted(edits, reverse=True):
+            text = text[: edit.start] + edit.new + text[edit.end :]
+        return text
+
+    def _offset(self, line: int, column: int) -> int:
+        start = self.starts[line - 1]
+        end = self.starts[line] if line < len(self.starts) else len(self.text)
+        return start + len(self.text[start:end].encode()[:column].decode(errors="replace"))
+
+
+# ---- replacements
+
+
+class _Rewriter:
+    """Decide on the edits of a program, and on what is left to do by hand."""
+
+    def __init__(self, source: _Source, names: NameCollector) -> None:
+        self.source = source
+        self.names = names
+        self.edits: list[_Edit] = []
+        self.findings: list[Finding] = []
+        self._kept: defaultdict[tuple[Scope, str], list[str]] = defaultdict(list)
+        """The full names that the program goes on using, by the name they begin with."""
+        self._needed: defaultdict[Scope, dict[str, ast.AST]] = defaultdict(dict)
+        """The modules of ours that a scope must import, and an import that they follow."""
+        self._imported: defaultdict[Scope, set[str]] = defaultdict(set)
+        """The modules of ours that a scope imports by `import a.b`."""
+
+    def run(self) -> None:
+        for chain in self.names.chains:
+            self._rewrite_chain(chain)
+        for statement in self.names.imports:
+            if isinstance(statement.node, ast.Import):
+                self._rewrite_import(statement, statement.node)
+            elif statement.node.level == 0 and statement.node.module is not None:
+                self._rewrite_from(statement.node, statement.node.module)
+        self._add_imports()
+        for string in self.names.strings:
+            self._check_string(string)
+
+    # a.b.c
+
+    def _rewrite_chain(self, chain: Chain) -> None:
+        root, *attributes = chain.parts
+        scope = chain.scope.find(root)
+        if scope is None:
+            return
+        bindings = scope.bindings[root]
+        paths = {each.path for each in bindings if each.path is not None}
+        for path in paths:
+            full = ".".join([path, *attributes])
+            if is_moved(path):
+                self._check_attribute(chain, path, full)
+            elif not is_moved(full) or not self._replace_chain(chain, path, full, bindings):
+                self._kept[scope, root].append(full)
+
+    def _check_attribute(self, chain: Chain, path: str, full: str) -> None:
+        """Check the use of a module or name that an import of its own brings."""
+        module = counterpart(path, is_module=True)
+        if module is None or full == path:
+            return  # no module, or one that stays torch's
+        found = counterpart(full)
+        if found is None:
+            self._find_absent(chain.nodes[0], full)
+        elif not f"{module.path}{full.removeprefix(path)}".startswith(found.path):
+            self._find(chain.nodes[0], f"{full}: write {found.path}")
+
+    def _replace_chain(self, chain: Chain, path: str, full: str, bindings: list[Binding]) -> bool:
+        """Replace the first names of a chain; return whether that was possible."""
+        found = counterpart(full)
+        root = chain.nodes[0]
+        if found is None:
+            self._find_absent(root, full)
+            return False
+        last = chain.nodes[found.length - path.count(".") - 1]
+        start, end = self.source.start(root), self.source.end(last)
+        is_clear = {each.path for each in bindings if not each.is_none} == {path}
+        written = re.sub(r"[\s\\()]|#.*", "", self.source.text[start:end])
+        # Before Python 3.12 the positions of names within f-strings are wrong.
+        is_there = written == ".".join(chain.parts[: found.length - path.count(".")])
+        own = chain.scope.find(PACKAGE)
+        is_free = own is None or all(
+            each.path is not None and each.path.partition(".")[0] == PACKAGE
+            for each in own.bindings[PACKAGE]
+        )
+        if not (is_clear and is_there and is_free):
+            self._find(root, f"{full}: write {found.path}, and import {found.module}")
+            return False
+        self.edits.append(_Edit(start, end, found.path))
+        scope = chain.scope.find(chain.parts[0])
+        anchor = next(each.at for each in bindings if each.path is not None)
+        assert scope is not None
+        self._needed[scope].setdefault(found.module, anchor)
+        return True
+
+    # import a.b
+
+    def _rewrite_import(self, statement: ImportStatement, node: ast.Import) -> None:
+        scope = statement.scope
+        for alias in node.names:
+            name = alias.name
+            if name.partition(".")[0] == PACKAGE and alias.asname is None:
+                self._imported[scope].add(name)
+            if not is_moved(name):
+                continue
+            found = counterpart(name, is_module=True)
+            if found is None:
+                self._find_absent(alias, name)
+                continue
+            if alias.asname is not None:
+                new = f"{found.path} as {alias.asname}"
+            else:
+                self._imported[scope].add(found.path)
+                new = ", ".join([*self._still_needed(statement, name), found.path])
+            self.edits.append(_Edit(self.source.start(alias), self.source.end(alias), new))
+
+    def _still_needed(self, statement: ImportStatement, module: str) -> list[str]:
+        """Return the module that `import module` must still import beside ours, if any."""
+        root = module.partition(".")[0]
+        used = self._kept[statement.scope, root]
+        if any(each == module or each.startswith(f"{module}.") for each in used):
+            return [module]
+        others = [
+            each
+            for each in self.names.imports
+            if each.scope is statement.scope
+            and each.node is not statement.node
+            and isinstance(each.node, ast.Import)
+            and any(self._brings(alias, root) for alias in each.node.names)
+        ]
+        if not used or others:
+            return []
+        used.append(module)  # the next import of its kind finds this
+        parts = module.split(".")
+        return [
+            next(
+                path
+                for length in range(len(parts), 0, -1)
+                if not is_moved(path := ".".join(parts[:length]))
+            )
+        ]
+
+    def _brings(self, alias: ast.alias, root: str) -> bool:
+        """Return whether an import binds a name of torch, also after the replacement."""
+        is_root = alias.asname is None and alias.name.partition(".")[0] == root
+        return is_root and counterpart(alias.name, is_module=True) is None
+
+    # from a import b
+
+    def _rewrite_from(self, node: ast.ImportFrom, module: str) -> None:
+        if node.names[0].name == "*":
+            self._rewrite_star(node, module)
+            return
+        targets: list[tuple[str, str]] = []
+        for alias in node.names:
+            path = f"{module}.{alias.name}"
+            targets.append((module, self.source.of(alias)))
+            if not is_moved(path):
+                continue
+            found = counterpart(path)
+            if found is None or found.length != path.count(".") + 1:
+                self._find_absent(alias, path)
+                continue
+            parent, _, name = found.path.rpartition(".")
+            renamed = f"{name} as {alias.asname or alias.name}"
+            text = self.source.of(alias) if name == alias.name else renamed
+            targets[-1] = (parent, text)
+        new_modules = dict.fromkeys(parent for parent, _ in targets)
+        if list(new_modules) == [module]:
+            return
+        if len(new_modules) == 1:
+            self._replace_module(node, targets[0][0])
+            for alias, (_, text) in zip(node.names, targets, strict=True):
+                if text != self.source.of(alias):
+                    start, end = self.source.start(alias), self.source.end(alias)
+                    self.edits.append(_Edit(start, end, text))
+            return
+        self._split_from(node, targets)
+
+    def _rewrite_star(self, node: ast.ImportFrom, module: str) -> None:
+        found = counterpart(module, is_module=True)
+        if not is_moved(module):
+            return
+        if found is None:
+            self._find_absent(node, module)
+            return
+        self._replace_module(node, found.path)
+        absent = set(absent_names(module))
+        for chain in self.names.chains:
+            name = chain.parts[0]
+            if name in absent and chain.scope.find(name) is None:
+                self._find_absent(chain.nodes[0], f"{module}.{name}")
+
+    def _replace_module(self, node: ast.ImportFrom, new: str) -> None:
+        start = self.source.start(node)
+        found = re.compile(r"from[\s\\]+(\w[\w.\s\\]*?)[\s\\]+import\b").match(
+            self.source.text, start
+        )
+        assert found is not None
+        self.edits.append(_Edit(*found.span(1), new))
+
+    def _split_from(self, node: ast.ImportFrom, targets: list[tuple[str, str]]) -> None:
+        """Write one import for each module, as the names of one are now in several."""
+        comments = self._comments(node)
+        groups: dict[str, list[int]] = {}
+        for index, (parent, _) in enumerate(targets):
+            groups.setdefault(parent, []).append(index)
+        indent = self.source.before(node)
+        is_alone = not indent.strip()
+        newline, lines = self.source.newline, []
+        for parent, indices in groups.items():
+            texts = [targets[index][1] for index in indices]
+            if node.end_lineno == node.lineno or not is_alone:
+                lines.append(f"from {parent} import {', '.join(texts)}")
+                continue
+            lines.append(f"from {parent} import (")
+            for index, text in zip(indices, texts, strict=True):
+                above, beside = comments[index]
+                lines += [f"    {each}" for each in above]
+                lines.append(f"    {text}," + (f"  {beside}" if beside else ""))
+            lines.append(")")
+        text = (newline + indent).join(lines) if is_alone else "; ".join(lines)
+        self.edits.append(_Edit(self.source.start(node), self.source.end(node), text))
+
+    def _comments(self, node: ast.ImportFrom) -> list[tuple[list[str], str]]:
+        """Return the comments above and beside each name of an import."""
+        found: list[tuple[list[str], str]] = []
+        for index, alias in enumerate(node.names):
+            begin = self.source.end(node.names[index - 1]) if index else self.source.start(node)
+            if index:
+                begin = self.source.line_end(begin)
+            between = self.source.text[begin : self.source.start(alias)]
+            is_last_in_line = (
+                index + 1 == len(node.names) or node.names[index + 1].lineno > alias.lineno
+            )
+            end = self.source.end(alias)
+            rest = self.source.text[end : self.source.line_end(end)] if is_last_in_line else ""
+            beside = re.search(r"#.*", rest)
+            found.append((re.findall(r"#[^\r\n]*", between), beside[0] if beside else ""))
+        return found
+
+    # new imports
+
+    def _add_imports(self) -> None:
+        """Import the modules of ours that replaced names need."""
+        blocks = {statement.node: statement.block for statement in self.names.imports}
+        for scope, needed in self._needed.items():
+            for module, anchor in sorted(needed.items()):
+                covered = [*self._imported[scope], *(each for each in needed if each != module)]
+                if any(each == module or each.startswith(f"{module}.") for each in covered):
+                    continue
+                assert isinstance(anchor, ast.Import | ast.ImportFrom)
+                self._add_import(module, _last_of_run(anchor, blocks[anchor]))
+
+    def _add_import(self, module: str, anchor: ast.stmt) -> None:
+        end = self.source.end(anchor)
+        line_end = self.source.line_end(end)
+        indent = self.source.before(anchor)
+        rest = self.source.text[end:line_end].strip()
+        if indent.strip() or (rest and not rest.startswith("#")):  # beside other statements
+            self.edits.append(_Edit(end, end, f"; import {module}"))
+        else:
+            new = f"{self.source.newline}{indent}import {module}"
+            self.edits.append(_Edit(line_end, line_end, new))
+
+    # strings
+
+    def _check_string(self, node: ast.Constant) -> None:
+        """Find the names of modules in strings, such as those of `importlib.import_module`."""
+        text = node.value
+        assert isinstance(text, str)
+        if not re.fullmatch(r"[\w.\[\], |]+", text) or re.search(r"\w \w", text):
+            return  # no name, and no annotation
+        for name in re.findall(r"\btorch(?:\.\w+)+", text):
+            if not is_moved(name):
+                continue
+            found = counterpart(name)
+            if found is None:
+                self._find_absent(node, name)
+            else:
+                rest = name.split(".")[found.length :]
+                ours = ".".join([found.path, *rest])
+                self._find(node, f'the string "{text}" has {name}: write {ours}')
+
+    # findings
+
+    def _find_absent(self, node: _Located, path: str) -> None:
+        self._find(node, f"{_up_to_class(path)} has no counterpart: {advice(path)}")
+
+    def _find(self, node: _Located, message: str) -> None:
+        self.findings.append(Finding(node.lineno, message))
+
+
+def _last_of_run(anchor: _Import, block: list[ast.stmt]) -> ast.stmt:
+    """Return the last of the imports that follow one without other statements between."""
+    index = next(index for index, each in enumerate(block) if each is anchor)
+    while index + 1 < len(block) and isinstance(block[index + 1], ast.Import | ast.ImportFrom):
+        index += 1
+    return block[index]
+
+
+def _up_to_class(path: str) -> str:
+    """Return a dotted name without the attributes of its class."""
+    parts = path.split(".")
+    ends = [index for index, part in enumerate(parts) if part[:1].isupper()]
+    return ".".join(parts[: ends[0] + 1] if ends else parts)

@@ -1,0 +1,14 @@
+"""`torch.distributed.fsdp._fully_shard._fully_shard`."""
+
+from shardwise.fsdp.api import fully_shard, share_comm_ctx
+from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.fsdp.root import GradientReductionHandle
+
+__all__ = [
+    "FSDPModule",
+    "GradientReductionHandle",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,0 +1,5 @@
+"""`torch.distributed.tensor.experimental._func_map`."""
+
+from shardwise.api.distribute import local_map
+
+__all__ = ["local_map"]
