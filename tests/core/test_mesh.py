@@ -412,11 +412,10 @@ def test_an_axis_that_only_has_the_name_of_one_of_the_root_is_not_taken_for_it()
     flat = mesh["dp", "cp"].flatten(name="x")
     other = flat.unflatten("x", (2, 2), ("cp", "dp"))  # the other way round
     assert other.flatten(name="y") is not mesh["cp", "dp"].flatten(name="z")
-    with refused("or the flattened x, z, got 'y'"):
-        mesh["y"]
+    assert mesh["y"].mesh.tolist() == [0, 2, 4, 6]  # the ranks of y, not of the axes cp and dp
+    assert mesh["z"].mesh.tolist() == [0, 4, 2, 6]
     cut = mesh.unflatten("tp", (2, 1), ("ep", "tp"))
-    with refused("got ('x', 'tp')"):
-        cut["x", "tp"]
+    assert cut["x", "tp"].mesh.tolist() == [[0], [2], [4], [6]]  # the tp of cut
 
 
 def test_a_rank_outside_the_mesh_can_flatten_it() -> None:
@@ -767,7 +766,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "one axis twice, once flattened": (
         lambda: (cube := abstract_cube(), cube.flatten("dp", "cp"), cube["dp_cp", "dp"]),
-        ["mesh[('dp_cp', 'dp')]", "expected each axis name once", "got ('dp', 'cp', 'dp')"],
+        ["mesh[('dp_cp', 'dp')]", "expected different axes, got some that overlap"],
     ),
     "an unknown axis beside flattened ones": (
         lambda: (cube := abstract_cube(), cube.flatten(), cube.flatten(0, 1), cube["dp_cp", "x"]),
@@ -910,13 +909,13 @@ def test_a_mesh_that_does_not_fit_the_world_is_refused(
 
 def test_flatten_does_not_take_a_name_that_stands_for_something_else() -> None:
     def check(mesh: DeviceMesh) -> None:
-        with refused("flatten(name)", "'tp' already stands for ('tp',) of", "got ('dp', 'cp')"):
+        with refused("flatten(name): 'tp' already stands for the ranks", "got the ranks"):
             mesh["dp", "cp"].flatten(name="tp")
         mesh["dp", "cp"].flatten(name="novel")
         mesh["dp", "cp"].flatten(name="novel")  # the same again is fine
-        with refused("flatten(name)", "'novel' already stands for ('dp', 'cp')", "('cp', 'tp')"):
+        with refused("flatten(name): 'novel' already stands for the ranks", "choose another"):
             mesh["cp", "tp"].flatten(name="novel")
-        with refused("flatten(name)", "'novel' already stands for ('dp', 'cp')", "('cp', 'tp')"):
+        with refused("flatten(name): 'novel' already stands for the ranks", "choose another"):
             mesh.flatten("cp", "tp", name="novel")
 
     on_eight(check)

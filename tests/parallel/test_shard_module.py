@@ -265,7 +265,11 @@ def test_a_wrong_plan_is_named_and_nothing_is_done(plan, message):
 
 def test_what_does_not_fit_is_left_out_if_it_is_not_strict():
     def run(mesh):
-        model = shard_module(Net(), mesh, {"nothing": {"tp": Shard(0)}, **PLAN}, strict=False)
+        plan = {"nothing": {"tp": Shard(0)}, "none": Activations({"tp": Shard(0)}), **PLAN}
+        with pytest.warns(UserWarning, match="matches nothing") as warned:
+            model = shard_module(Net(), mesh, plan, strict=False)
+        assert [str(each.message)[:15] for each in warned] == ["plan['nothing']", "plan['none']: e"]
+        assert {each.filename for each in warned} == {__file__}
         assert model(TOKENS).shape == (3, 4, CLASSES)
 
     sw.simulate(lambda: run(init_device_mesh("cpu", (2,), ("tp",))), 2)  # it has no axis dp

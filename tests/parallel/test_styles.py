@@ -420,7 +420,9 @@ def test_a_key_that_matches_nothing_is_an_error_with_near_matches():
         with pytest.raises(PlanError, match=r"layers\.\*\.attn\.wq.*layers\.0\.attention\.wq"):
             parallelize_module(model, mesh, {"layers.*.attn.wq": ColwiseParallel()})
         assert not any(isinstance(each, DTensor) for each in model.parameters())
-        parallelize_module(model, mesh, {"layers.*.attn.wq": ColwiseParallel()}, strict=False)
+        with pytest.warns(UserWarning, match=r"layers\.\*\.attn\.wq.*matches nothing.*left out"):
+            parallelize_module(model, mesh, {"layers.*.attn.wq": ColwiseParallel()}, strict=False)
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
 
     on(2, run)
 
@@ -556,14 +558,10 @@ def test_bad_meshes_plans_and_styles_are_named():
         linear = nn.Linear(4, 4)
         with pytest.raises(PlanError, match=r"one axis, got \(dp=2, tp=2\).*device_mesh\['tp'\]"):
             parallelize_module(linear, mesh, ColwiseParallel())
-        with pytest.raises(PlanError, match="device_mesh: expected"):
+        with pytest.raises(sw.MeshError, match="device_mesh: expected a DeviceMesh, or a call wit"):
             parallelize_module(linear, None, ColwiseParallel())
         with pytest.raises(PlanError, match="expected a style"):
             parallelize_module(linear, mesh["tp"], {"": "colwise"})
-        from torch.distributed.tensor.parallel import ColwiseParallel as Theirs
-
-        with pytest.raises(PlanError, match=r"torch's own: import it from shardwise\.parallel"):
-            parallelize_module(linear, mesh["tp"], Theirs())
         with pytest.raises(PlanError, match=r"ColwiseParallel fits .* this is LayerNorm"):
             parallelize_module(nn.LayerNorm(4), mesh["tp"], ColwiseParallel())
         parallelize_module(linear, mesh["tp"], ColwiseParallel())

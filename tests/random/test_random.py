@@ -295,7 +295,7 @@ def test_factories_take_what_torch_takes() -> None:
     assert factories.arange(5, **rows).dtype == torch.int64
     for made in (factories.arange(5, **rows), factories.eye(5, 4, **rows)):
         assert made.is_meta and made.to_local().shape[0] == 3
-    with pytest.raises(sw.MeshError, match=r"rand\(device_mesh\): expected a DeviceMesh, got None"):
+    with pytest.raises(sw.MeshError, match="device_mesh: expected a DeviceMesh, or a call within"):
         factories.rand(3)
     with pytest.raises(sw.LayoutError, match=r"zeros\(layout\): expected torch.strided"):
         factories.zeros(3, device_mesh=mesh, layout=torch.sparse_coo)

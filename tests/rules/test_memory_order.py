@@ -73,6 +73,26 @@ def test_strides_and_contiguity_are_those_of_one_process(rows: int) -> None:
     sw.simulate(run, 4)
 
 
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_contiguous_has_the_order_that_was_asked_for_also_where_a_shard_has_one_row(
+    format: torch.memory_format,
+) -> None:
+    """One row of each shard is in either order; the copies are of the order of the global one."""
+    whole = torch.arange(4.0 * 2 * 3 * 3).view(4, 2, 3, 3)
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        return x.permute(1, 0, 2, 3).contiguous(memory_format=format)
+
+    def run() -> None:
+        mesh = sw.init_device_mesh("cpu", (4,))
+        found = made(sw.distribute_tensor(whole, mesh, [Shard(0)]))
+        assert found.stride() == made(whole).stride()
+        assert found.is_contiguous(memory_format=format)
+        assert torch.equal(found.full_tensor(), made(whole))
+
+    sw.simulate(run, 4)
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_views_of_a_stored_tensor_are_those_that_torch_finds(data: st.DataObject) -> None:

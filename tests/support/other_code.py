@@ -66,7 +66,7 @@ AS_TORCH = "as torch"
 TEXT = "layout and piece"
 PIECE = "the piece"
 REFUSED = "refused: this rank's piece"
-"""The words of the refusal that `shardwise.dtensor.memory` raises."""
+"""The words of the refusal that `shardwise.dtensor.properties` raises."""
 
 
 @dataclass(frozen=True)

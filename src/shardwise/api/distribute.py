@@ -19,9 +19,9 @@ from shardwise.comm import communicator
 from shardwise.core.checks import as_int
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current
 from shardwise.core.placement import Partial, Placement, Replicate
-from shardwise.dtensor.local_shards import check_supported
+from shardwise.dtensor.local_shards import check_supported, shard_stride, waited
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.redistribute.autograd import redistribute_local
 from shardwise.torch_internals import own_buffers, own_parameters, pytree
@@ -34,7 +34,7 @@ Placements = Sequence[Placement]
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: DeviceMesh | TorchMesh,
+    device_mesh: DeviceMesh | TorchMesh | None = None,
     placements: Placements | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -43,16 +43,19 @@ def distribute_tensor(
     """Make a DTensor of a tensor that one rank, or every rank, has whole.
 
     Arguments:
-        tensor: a leaf. On ranks other than the source only its shape and dtype count.
-        device_mesh: the mesh of the result.
+        tensor: a leaf. On ranks other than the source only its shape, its dtype and the order of
+            its dims in memory (such as `torch.channels_last`) count.
+        device_mesh: the mesh of the result; by default that of `with mesh:`. On a rank outside of
+            it the result has no data, and operators on it do nothing.
         placements: one per axis of the mesh; all `Replicate()` by default.
         src_data_rank: the position, along every axis, of the rank whose data is distributed; None
             lets each rank take its shard of its own tensor, without communication.
         shard_order: for each dim that several axes split, those axes outer to inner.
     """
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    tensor = waited(tensor)
     check_supported("tensor", tensor)
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.from_placements(mesh, tensor.shape, placements, shard_order)
@@ -68,28 +71,43 @@ def distribute_tensor(
             "tensor: expected a leaf, got a tensor with a history; detach() it, or use "
             "DTensor.from_local(tensor, mesh).redistribute(...), which is differentiable"
         )
+    source = None if src_data_rank is None else _as_source(src_data_rank, mesh)
+    if mesh.get_coordinate() is None:
+        return DTensor._outside(layout, tensor.detach(), requires_grad=tensor.requires_grad)
     with torch.no_grad():
         whole = tensor.detach()
         if mesh.is_abstract or whole.is_meta:
-            local = whole.new_empty(layout.local_shape((0,) * mesh.ndim))
-            if not mesh.is_abstract:
-                local = whole.new_empty(layout.local_shape())
-        elif src_data_rank is None:
+            local = whole.new_empty(layout.local_shape())
+        elif source is None:
             return own_shard(tensor, layout)
         else:
-            local = _scatter_shard(whole, layout, _as_source(src_data_rank, mesh))
-        result = wrap(local, layout)
+            local = _scatter_shard(whole, layout, source)
+        result = wrap(_in_order_of(whole, local, layout), layout)
     result.requires_grad = tensor.requires_grad
     return result
 
 
+def _in_order_of(whole: torch.Tensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a shard with its dims in memory in the order of the whole tensor: such as
+    `torch.channels_last`. A tensor with gaps or overlaps gives a contiguous shard."""
+    if whole.is_contiguous():
+        return local
+    strides = shard_stride(layout, whole.stride())
+    if strides is None or strides == local.stride():
+        return local
+    return local.new_empty_strided(local.shape, strides).copy_(local)
+
+
 def own_shard(tensor: torch.Tensor, layout: Layout) -> DTensor:
     """Make a DTensor of a tensor that every rank has whole: each takes its shard, as a copy."""
+    if layout.mesh.get_coordinate() is None:
+        return DTensor._outside(layout, tensor.detach(), requires_grad=tensor.requires_grad)
     with torch.no_grad():
         whole = tensor.detach()
         local: torch.Tensor = redistribute_local(whole, Layout(layout.mesh, layout.shape), layout)
         shares = local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        result = wrap(local.clone() if shares else local, layout)
+        local = _in_order_of(whole, local.clone() if shares else local, layout)
+        result = wrap(local, layout)
     result.requires_grad = tensor.requires_grad
     return result
 
@@ -111,8 +129,7 @@ def _scatter_shard(whole: torch.Tensor, layout: Layout, source: int) -> torch.Te
     """
     mesh = layout.mesh
     place = mesh.get_coordinate()
-    if place is None:
-        return whole.new_empty(0)
+    assert place is not None, "a rank outside takes no part"
     split = tuple(axis for axis, each in enumerate(layout.placements) if each.is_shard())
     others = tuple(axis for axis in range(mesh.ndim) if axis not in split)
     bare = layout.relaid(partial={})
@@ -140,7 +157,7 @@ def _scatter_shard(whole: torch.Tensor, layout: Layout, source: int) -> torch.Te
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: DeviceMesh | TorchMesh,
+    device_mesh: DeviceMesh | TorchMesh | None = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
     input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
@@ -148,13 +165,14 @@ def distribute_module(
     """Make the parameters and buffers of a module DTensors, in place.
 
     Arguments:
+        device_mesh: the mesh of the parameters; by default that of `with mesh:`.
         partition_fn: called with each submodule's name, the submodule and the mesh; it makes its
             parameters DTensors. Parameters that it leaves plain are replicated; tied parameters
             stay tied.
         input_fn: called with the module, the tuple of its inputs and the mesh before each forward.
         output_fn: called with the module, its outputs and the mesh after each forward.
     """
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     check_unwrapped("distribute_module", module)
     slots = [
         (parameter, submodule, key)

@@ -5,15 +5,17 @@ Random tensors have the same global values on every layout and mesh (`random.sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
+from shardwise.comm import standing_in
 from shardwise.core.checks import as_int, as_ints
-from shardwise.core.errors import LayoutError, MeshError
+from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, mesh_or_current
 from shardwise.core.placement import Placement, Replicate
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.random import samplers
@@ -27,8 +29,31 @@ if TYPE_CHECKING:
     Mesh = DeviceMesh | TorchMesh | None
 
 Placements = Sequence[Placement] | None
+_Arguments = ParamSpec("_Arguments")
 
 
+def _on_every_rank(make: Callable[_Arguments, DTensor]) -> Callable[_Arguments, DTensor]:
+    """Let a factory run on ranks outside of the mesh too: the tensor has no data there.
+
+    Such a rank stands in for one of the mesh, so that it draws random keys as that does.
+    """
+
+    @functools.wraps(make)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> DTensor:
+        given: Any = kwargs.get("device_mesh")
+        mesh = mesh_or_current(given)
+        if mesh.get_coordinate() is not None:
+            return make(*args, **kwargs)
+        kwargs["device_mesh"] = mesh
+        with standing_in(mesh), torch.device("meta"):
+            made = make(*args, **kwargs)
+        like = torch.empty(0, dtype=made.dtype, device=mesh.device_type)
+        return DTensor._outside(made._layout, like, requires_grad=made.requires_grad)
+
+    return run
+
+
+@_on_every_rank
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -44,8 +69,8 @@ def empty(
         dtype: by default torch's default dtype.
         layout: `torch.strided`; no other layout is supported.
         requires_grad: whether gradients are recorded for it.
-        device_mesh: the mesh of the tensor. On an abstract mesh, and within
-            `torch.device("meta")`, it has no memory.
+        device_mesh: the mesh of the tensor; by default that of `with mesh:`. On an abstract
+            mesh, and within `torch.device("meta")`, it has no memory.
         placements: one per axis of the mesh; all `Replicate()` by default.
 
     Example:
@@ -55,6 +80,7 @@ def empty(
     return _make(target, dtype, requires_grad, torch.empty)
 
 
+@_on_every_rank
 def zeros(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -68,6 +94,7 @@ def zeros(
     return _fill(target, 0, dtype, requires_grad)
 
 
+@_on_every_rank
 def ones(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -81,6 +108,7 @@ def ones(
     return _fill(target, 1, dtype, requires_grad)
 
 
+@_on_every_rank
 def full(
     size: Sequence[int],
     fill_value: float,
@@ -98,6 +126,7 @@ def full(
     return _fill(target, fill_value, dtype, requires_grad)
 
 
+@_on_every_rank
 def arange(
     start: float,
     end: float | None = None,
@@ -123,6 +152,7 @@ def arange(
     return _keep_shard(target, made, requires_grad)
 
 
+@_on_every_rank
 def linspace(
     start: complex | torch.Tensor,
     end: complex | torch.Tensor,
@@ -150,6 +180,7 @@ def linspace(
     return _keep_shard(target, made, requires_grad)
 
 
+@_on_every_rank
 def logspace(
     start: complex | torch.Tensor,
     end: complex | torch.Tensor,
@@ -174,6 +205,7 @@ def logspace(
     return _keep_shard(target, made, requires_grad)
 
 
+@_on_every_rank
 def eye(
     n: int,
     m: int | None = None,
@@ -194,6 +226,7 @@ def eye(
     return _wrap_known(target, ones, requires_grad)
 
 
+@_on_every_rank
 def rand(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -213,6 +246,7 @@ def rand(
     return _draw(target, samplers.uniform, dtype, requires_grad, generator)
 
 
+@_on_every_rank
 def randn(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -227,6 +261,7 @@ def randn(
     return _draw(target, samplers.normal, dtype, requires_grad, generator)
 
 
+@_on_every_rank
 def randint(
     low: int,
     high: Any = None,
@@ -258,6 +293,7 @@ def randint(
     return _draw(target, samplers.integers, dtype, requires_grad, generator, low, high)
 
 
+@_on_every_rank
 def randperm(
     n: int,
     *,
@@ -286,14 +322,9 @@ def _target_layout(
     device_mesh: Mesh,
     placements: Placements,
 ) -> Layout:
-    if device_mesh is None:
-        raise MeshError(
-            f"{name}(device_mesh): expected a DeviceMesh, got None; make one with "
-            "sw.init_device_mesh and pass it"
-        )
     if strided is not torch.strided:
         raise LayoutError(f"{name}(layout): expected torch.strided, got {strided}")
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     return Layout.from_placements(mesh, shape, placements or [Replicate()] * mesh.ndim)
 
 

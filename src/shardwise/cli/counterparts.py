@@ -20,6 +20,7 @@ MODULES: dict[str, str] = {
     "torch.distributed.device_mesh": "shardwise.device_mesh",
     "torch.distributed.fsdp": "shardwise.fsdp",
     "torch.distributed._composable.fsdp": "shardwise.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard": "shardwise.fsdp",
     "torch.distributed._composable.replicate": "shardwise.fsdp",
     "torch.distributed._composable.replicate_with_fsdp": "shardwise.fsdp",
     "torch.distributed._shard": "shardwise.sharded",
@@ -31,9 +32,10 @@ MODULES: dict[str, str] = {
 NAMES: dict[str, str] = {
     "torch.distributed.DeviceMesh": "shardwise.DeviceMesh",
     "torch.distributed.init_device_mesh": "shardwise.init_device_mesh",
+    "torch.distributed._composable.fsdp.fully_shard": "shardwise.fsdp.fully_shard",
     "torch.distributed._composable.replicate": "shardwise.fsdp.replicate",
 }
-"""Names of modules that stay torch's. The last is a function, and a module of the same name."""
+"""Names that are in another module than `MODULES` says. Modules of the last two names exist too."""
 
 WITHOUT_COUNTERPART = ("torch.distributed._local_tensor",)
 """Modules that only work with torch's own DTensors, and have no counterpart."""
@@ -51,11 +53,7 @@ class Counterpart:
 
 def is_moved(path: str) -> bool:
     """Return whether a dotted name of torch belongs to what shardwise replaces."""
-    return (
-        path in NAMES
-        or _module_rule(path) is not None
-        or any(_is_below(path, module) for module in WITHOUT_COUNTERPART)
-    )
+    return any(_is_below(path, each) for each in (*MODULES, *NAMES, *WITHOUT_COUNTERPART))
 
 
 @functools.cache
@@ -95,7 +93,7 @@ def _in_modules(module: str, rest: list[str]) -> tuple[str, str, int] | None:
     used = 0
     while used < len(rest):
         below = f"{module}.{rest[used]}"
-        value = getattr(loaded, rest[used], None)
+        value = vars(loaded).get(rest[used])
         if value is not None and not isinstance(value, ModuleType):
             break
         if (submodule := _load(below)) is None:
@@ -104,7 +102,7 @@ def _in_modules(module: str, rest: list[str]) -> tuple[str, str, int] | None:
     if used == len(rest):
         return module, module, used
     for position in range(used, len(rest)):
-        if hasattr(loaded, rest[position]):
+        if _has(loaded, rest[position]):
             return f"{module}.{rest[position]}", module, position + 1
         if not rest[position].islower():  # a class, not a file of torch
             break
@@ -144,6 +142,13 @@ def _module_rule(path: str) -> str | None:
 
 def _is_below(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
+
+
+def _has(module: ModuleType | None, name: str) -> bool:
+    try:
+        return hasattr(module, name)
+    except ModuleNotFoundError:  # of a module that imports its submodules when they are used
+        return False
 
 
 @functools.cache

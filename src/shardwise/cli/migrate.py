@@ -83,16 +83,14 @@ def _summary(
     left: Sequence[str],
     problems: Sequence[str],
 ) -> str:
-    parts = [f"{total} files read"]
+    parts = [f"files read: {total}"]
     if written is None:
-        parts.append(
-            f"{len(changed)} would change" + (" (--write changes them)" if changed else "")
-        )
+        parts.append(f"to change: {len(changed)}" + (" (--write changes them)" if changed else ""))
     else:
-        parts.append(f"{len(written)} changed")
-    parts.append(f"{len(left)} places left to change by hand")
+        parts.append(f"changed: {len(written)}")
+    parts.append(f"places left to change by hand: {len(left)}")
     if problems:
-        parts.append(f"{len(problems)} files with errors")
+        parts.append(f"files with errors: {len(problems)}")
     return ", ".join(parts)
 
 
@@ -207,7 +205,8 @@ def _show_difference(file: Migrated) -> None:
 def difference(file: Migrated) -> list[str]:
     """Return the lines of a unified diff between the old and the new text of a file."""
     old, new = (text.splitlines(keepends=True) for text in (file.old, file.new))
-    lines = difflib.unified_diff(old, new, f"a/{file.path}", f"b/{file.path}")
+    name = file.path.as_posix().lstrip("/")
+    lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
     return [
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     ]

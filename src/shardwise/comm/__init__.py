@@ -6,18 +6,20 @@ abstract meshes and groups of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardwise.comm.buffers import is_large
 from shardwise.comm.interface import Communicator
-from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator
+from shardwise.comm.offline import AbstractCommunicator, AloneCommunicator, StandInWorld
 from shardwise.comm.pending import Pending
 from shardwise.comm.process_groups import process_world
 from shardwise.comm.trace import Cause, Event, listen
 from shardwise.core import world
 from shardwise.core.checks import as_int
 from shardwise.core.errors import MeshError
+from shardwise.core.lineage import check_not_aborted
 from shardwise.core.mesh import Axis, DeviceMesh, as_mesh
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ __all__ = [
     "communicator",
     "is_large",
     "listen",
+    "standing_in",
 ]
 
 world.provide(process_world)
@@ -97,10 +100,22 @@ def carries_values(mesh: DeviceMesh) -> bool:
     return not mesh.is_abstract and mesh.device_type != "meta" and world.current().carries_values
 
 
+@contextmanager
+def standing_in(mesh: DeviceMesh) -> Iterator[None]:
+    """Act as the first rank of a mesh that this rank is not in, on meta tensors.
+
+    So operators find the shapes, dtypes and layouts that the ranks of the mesh find.
+    """
+    here = world.current()
+    first = int(mesh.mesh.flatten()[0])
+    with world.use(here.stand_ins.setdefault(first, StandInWorld(first, here.size))):
+        yield
+
+
 def _made(
     own_world: world.World, mesh: DeviceMesh, positions: tuple[int, ...], channel: str
 ) -> Communicator:
-    world.check_not_aborted(mesh)
+    check_not_aborted(mesh)
     ranks = mesh.ranks_along(positions)
     if max(ranks) >= own_world.size:  # the mesh was made in another world
         raise MeshError(

@@ -164,3 +164,21 @@ class AloneWorld(World):
     ) -> Communicator:
         """Return the communicator of this rank alone."""
         return AloneCommunicator(ranks, 0, axes)
+
+
+class StandInWorld(World):
+    """The world of a rank that acts as another one: collectives give shapes, and no values."""
+
+    carries_values = False
+    is_stand_in = True
+
+    def describe(self) -> str:
+        """Say what these ranks are."""
+        return "this rank is outside of the mesh, and stands in for the first rank of it"
+
+    def communicator(
+        self, ranks: tuple[int, ...], axes: tuple[str, ...], channel: str = ""
+    ) -> Communicator:
+        """Return a communicator of meta tensors."""
+        engine = AloneCommunicator if len(ranks) == 1 else AbstractCommunicator
+        return engine(ranks, ranks.index(self.rank), axes)

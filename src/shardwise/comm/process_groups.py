@@ -20,9 +20,10 @@ from shardwise.comm.buffers import format_tuple
 from shardwise.comm.c10d import C10dCommunicator, living_group
 from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator, AloneWorld
+from shardwise.comm.threaded import ThreadedCommunicator
 from shardwise.core.errors import CollectiveError, MeshError
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.world import Link, World
+from shardwise.core.world import Backend, Link, World
 from shardwise.torch_internals import (
     default_group,
     end_coalescing,
@@ -30,9 +31,13 @@ from shardwise.torch_internals import (
     new_process_group,
     set_default_group,
     start_coalescing,
+    timeout_in,
     timeout_of,
     world_of_torch,
 )
+
+_GroupKey = tuple[tuple[int, ...], str, Backend]
+"""The ranks of a group, its channel, and how it was made."""
 
 
 class C10dWorld(World):
@@ -41,10 +46,12 @@ class C10dWorld(World):
     Groups are held by weak references: torch owns them, so `destroy_process_group` frees them.
     """
 
+    _engine = C10dCommunicator
+
     def __init__(self, default: dist.ProcessGroup) -> None:
         super().__init__(default.rank(), default.size())
-        self._groups: dict[tuple[tuple[int, ...], str], ReferenceType[dist.ProcessGroup]] = {
-            (tuple(range(self.size)), ""): ref(default)
+        self._groups: dict[_GroupKey, ReferenceType[dist.ProcessGroup]] = {
+            (tuple(range(self.size)), "", Backend()): ref(default)
         }
         self._made: Counter[tuple[tuple[int, ...], str]] = Counter()
 
@@ -59,17 +66,36 @@ class C10dWorld(World):
         group."""
         if len(ranks) == 1:
             return AloneCommunicator(ranks, 0, axes)
-        group = self.process_group(ranks, channel)
-        return C10dCommunicator(group, ranks, ranks.index(self.rank), axes)
+        backend = self.backends.get((ranks, axes[0]), Backend()) if len(axes) == 1 else Backend()
+        if backend.name is not None and "fake" in backend.name:
+            backend = Backend()  # a fake group carries nothing; its axis may still have to
+        group = self._group(ranks, channel, backend)
+        return self._engine(group, ranks, ranks.index(self.rank), axes)
 
-    def process_group(self, ranks: tuple[int, ...], channel: str = "") -> dist.ProcessGroup:
+    def set_backend(self, ranks: tuple[int, ...], axis: str, backend: Backend) -> None:
+        """Set how the group of an axis is made; refuse an unknown backend."""
+        known = dist.Backend.backend_list
+        for part in () if backend.name is None else backend.name.split(","):
+            if part.rpartition(":")[2] not in known:
+                raise MeshError(
+                    f"backend_override: expected one of {', '.join(known)}, or a list such as "
+                    f"'cpu:gloo,cuda:nccl'; got {backend.name!r}"
+                )
+        super().set_backend(ranks, axis, backend)
+
+    def process_group(self, ranks: tuple[int, ...], axis: str | None = None) -> dist.ProcessGroup:
         """Return the group of exactly these ranks, in this order; its members make it on demand."""
-        key = ranks, channel
+        backend = Backend() if axis is None else self.backends.get((ranks, axis), Backend())
+        return self._group(ranks, "", backend)
+
+    def _group(self, ranks: tuple[int, ...], channel: str, backend: Backend) -> dist.ProcessGroup:
+        key = ranks, channel, backend
         with self.lock:
             group = self._known(key)
             if group is None:
-                self._made[key] += 1
-                group = _new_group(ranks, self.rank, f"{channel}{self._made[key]}")
+                self._made[ranks, channel] += 1
+                turn = f"{channel}{self._made[ranks, channel]}"
+                group = _new_group(ranks, self.rank, turn, backend)
                 self._groups[key] = ref(group)
             return group
 
@@ -79,8 +105,8 @@ class C10dWorld(World):
             raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
         ranks = tuple(dist.get_process_group_ranks(group))
         with self.lock:
-            if self._known((ranks, "")) is None:
-                self._groups[ranks, ""] = ref(group)
+            if self._known((ranks, "", Backend())) is None:
+                self._groups[ranks, "", Backend()] = ref(group)
         return ranks
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
@@ -103,16 +129,45 @@ class C10dWorld(World):
         program needs it for other things, and torch spares it too.
         """
         whole = tuple(range(self.size)), ""
-        keys = links if whole in along_one_axis else links - {whole}
+        ended = links if whole in along_one_axis else links - {whole}
+        keys = [key for key in list(self._groups) if key[:2] in ended]
         groups = [group for key in keys if (group := self._known(key)) is not None]
         _abort(groups)
-        if world_of_torch.default_pg in groups:
+        if world_of_torch().default_pg in groups:
             _note_left(self)
         _release(groups)
 
-    def _known(self, key: tuple[tuple[int, ...], str]) -> dist.ProcessGroup | None:
+    def _known(self, key: _GroupKey) -> dist.ProcessGroup | None:
         reference = self._groups.get(key)
         return None if reference is None else living_group(reference)
+
+
+class ThreadedWorld(C10dWorld):
+    """The ranks of torch's threaded process group, each a thread of this process."""
+
+    is_simulated = True
+    shares_random_state = True
+    _engine = ThreadedCommunicator
+
+    def describe(self) -> str:
+        """Say what kind of ranks these are."""
+        return f"torch's threaded process group runs {self.size} ranks here, as threads"
+
+    def first_value(
+        self, ranks: tuple[int, ...], name: Any, number: int, value: int
+    ) -> tuple[int, int]:
+        """Return the first of the ranks that came, and its value, without waiting."""
+        _, store = world_of_torch().pg_map[default_group()]
+        key = f"shardwise first/{ranks}/{name!r}/{number}"
+        first = store.compare_set(key, "", f"{self.rank} {value}").decode()
+        if store.add(f"{key}/taken", 1) == len(ranks):
+            store.delete_key(key)
+            store.delete_key(f"{key}/taken")
+        rank, taken = map(int, first.split())
+        return rank, taken
+
+    def _end(self, links: Set[Link], along_one_axis: Set[Link]) -> NoReturn:
+        raise MeshError(f"abort: expected ranks that are processes; {self.describe()}")
 
 
 class LeftWorld(World):
@@ -147,10 +202,11 @@ def process_world(start: bool) -> World:
     global _latest, _left
     if not _IS_AVAILABLE:
         return _alone
-    default = world_of_torch.default_pg
+    default = world_of_torch().default_pg
     # A quick answer, as this is called several times per collective.
-    if default is not None and _latest[0]() is default:
-        return _latest[1]()  # type: ignore[no-any-return]
+    last_default, last_world = _latest
+    if default is not None and last_default() is default:
+        return last_world()  # type: ignore[no-any-return]
     if not dist.is_initialized():
         if _left is not None:
             return _left
@@ -165,10 +221,17 @@ def process_world(start: bool) -> World:
     found = _worlds.get(default)
     if found is None:
         with _making:
-            found = _worlds.setdefault(default, C10dWorld(default))
+            kind = ThreadedWorld if _is_threaded(default) else C10dWorld
+            found = _worlds.setdefault(default, kind(default))
         _left = None
     _latest = ref(default), ref(found)
     return found
+
+
+def _is_threaded(default: dist.ProcessGroup) -> bool:
+    """Tell whether the ranks are threads, each with process groups of its own."""
+    backend, _ = world_of_torch().pg_map[default]
+    return bool(backend == "threaded")
 
 
 def _join() -> None:
@@ -184,7 +247,7 @@ def _leave(joined: ReferenceType[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
 
 
-def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], rank: int, turn: str, wanted: Backend) -> dist.ProcessGroup:
     """Make a group with the help of its members only.
 
     torch's `new_group(use_local_synchronization=True)` names a group by its ranks and by how many
@@ -195,7 +258,8 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
     if rank not in ranks:
         raise MeshError(f"group: expected ranks that include this one, got {format_tuple(ranks)}")
     default = default_group()
-    backend, store = world_of_torch.pg_map[default]
+    backend, store = world_of_torch().pg_map[default]
+    options = wanted.options
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
     bound, default.bound_device_id = default.bound_device_id, None
     try:  # with a bound device torch would split the default group, which takes all of its ranks
@@ -203,20 +267,23 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str) -> dist.ProcessGrou
             len(ranks),
             ranks.index(rank),
             list(ranks),
-            backend,
+            backend if wanted.name is None else dist.Backend(wanted.name),
             store,
             c10d.GroupName(f"shardwise_{digest}_{turn}"),
-            timeout=timeout_of(default),
+            backend_options=options,
+            timeout=timeout_of(default) if options is None else timeout_in(options),
             group_desc=f"shardwise ranks {ranks}",
         )
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        cause = "A peer has probably ended or waits elsewhere: look at the output of the others"
+        if isinstance(error, AssertionError):
+            cause = f"backend_override asks for {wanted.name!r}: import what registers this backend"
         raise CollectiveError(
-            f"the ranks {format_tuple(ranks)} could not make a process group: {error}\nA peer has "
-            "probably ended or waits elsewhere: look at the output of the others"
+            f"the ranks {format_tuple(ranks)} could not make a process group: {error}\n{cause}"
         ) from error
     finally:
         default.bound_device_id = bound
-    world_of_torch.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
+    world_of_torch().pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 
@@ -237,7 +304,7 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
         end_coalescing(groups[0], device)
     for group in groups:
         forget_group(group)
-        for tagged in world_of_torch.tags_to_pg.values():  # torch keeps those of new_group twice
+        for tagged in world_of_torch().tags_to_pg.values():  # torch keeps those of new_group twice
             if group in tagged:
                 tagged.remove(group)
 

@@ -6,13 +6,14 @@ Each function returns the canonical form of an argument, or raises an error that
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from shardwise.core.errors import MeshError, format_value
+from shardwise.core.world import Backend
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,7 +57,7 @@ def as_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
         raise MeshError(f"mesh_dim_names: expected {ndim} names, one per axis; got {given}")
     if len(set(names)) != len(names):
         raise MeshError(f"mesh_dim_names: expected different names, got {given}")
-    return tuple(names)
+    return tuple(map(str.__str__, names))  # plain texts, also of members of an enum
 
 
 def as_device_type(device_type: str) -> str:
@@ -94,3 +95,55 @@ def as_ranks(mesh: torch.Tensor | Sequence[Any] | NDArray[Any]) -> NDArray[np.in
     if len(np.unique(ranks)) != ranks.size:
         raise MeshError(f"mesh: expected each rank once, got {ranks.tolist()}")
     return ranks
+
+
+def as_backend(value: Any, argument: str) -> Backend:
+    """Return how a process group is made: a backend's name, its options, or a tuple of both."""
+    name, options = (value, None) if isinstance(value, str) else (None, value)
+    if isinstance(value, tuple) and len(value) == 2:
+        name, options = value
+    has_name = name is None or (isinstance(name, str) and name)
+    has_options = options is None or type(options).__module__.startswith("torch.")
+    if not has_name or not has_options or value is None:
+        raise MeshError(
+            f"{argument}: expected a backend such as 'gloo', its options (a Backend.Options of "
+            f"torch.distributed), or a tuple of both; got {format_value(value)}"
+        )
+    return Backend(None if name is None else name.lower(), options)
+
+
+def as_backends(
+    override: Mapping[Any, Any] | Sequence[Any] | None, names: tuple[str, ...] | None, ndim: int
+) -> tuple[Backend, ...]:
+    """Return how the process group of each axis is made.
+
+    Arguments:
+        override: a dict from axes, by name or position, to backends (`as_backend`), or a sequence
+            with a tuple of name and options for each axis.
+    """
+    found = [Backend()] * ndim
+    if override is None:
+        return tuple(found)
+    argument = "backend_override"
+    if not isinstance(override, Mapping):
+        if not isinstance(override, list | tuple) or len(override) != ndim:
+            raise MeshError(
+                f"{argument}: expected a dict from axes to backends, or a tuple of {ndim}, one per "
+                f"axis; got {format_value(override)}"
+            )
+        return tuple(as_backend(each, f"{argument}[{i}]") for i, each in enumerate(override))
+    seen = set()
+    for key, value in override.items():
+        axis = as_int(key)
+        if isinstance(key, str):
+            axis = names.index(key) if names is not None and key in names else None
+        if axis is None or not 0 <= axis < ndim:
+            axes = f"{names} or " if names else ""
+            raise MeshError(
+                f"{argument}: expected axes among {axes}0 to {ndim - 1}, got {format_value(key)}"
+            )
+        if axis in seen:
+            raise MeshError(f"{argument}: expected each axis once, got axis {axis} and its name")
+        seen.add(axis)
+        found[axis] = as_backend(value, f"{argument}[{key!r}]")
+    return tuple(found)

@@ -7,7 +7,6 @@ rank on which the error was raised, so the code that raises does not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeVar
 
 whereabouts: Callable[[], str] = str
@@ -41,17 +40,6 @@ class ShardwiseError(Exception):
         is_named = not rank or message.endswith(f"[{rank}]")
         super().__init__(message if is_named else f"{message} [{rank}]")
 
-    @classmethod
-    def also(cls: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
-        """Return this class as one that derives from one of Python's as well.
-
-        For calls for which torch raises that: code that catches it goes on working.
-
-        Example:
-            >>> raise LayoutError.also(TypeError)("placements: expected a list, got 3")
-        """
-        return cls if issubclass(cls, builtin) else _combined(cls, builtin)
-
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError would quote it
 
@@ -65,6 +53,16 @@ class ShardwiseError(Exception):
 
 class MeshError(ShardwiseError, ValueError):
     """A device mesh that cannot be made, or a mesh that does not have what was asked for."""
+
+
+class MeshKeyError(MeshError, KeyError):
+    """The name of an axis that a mesh does not have."""
+
+    __str__ = Exception.__str__  # a KeyError shows the repr of its message
+
+
+class MeshTypeError(MeshError, TypeError):
+    """An axis that is not given by its name, as by a loop over a mesh."""
 
 
 class LayoutError(ShardwiseError, ValueError):
@@ -120,8 +118,25 @@ class TorchVersionWarning(UserWarning):
     """shardwise is not tested with this version of torch."""
 
 
-@lru_cache(maxsize=256)
-def _combined(kind: Any, builtin: type[Exception]) -> Any:
+def also(kind: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
+    """Return an error class of shardwise as one that derives from one of Python's as well.
+
+    For calls for which torch raises that: code that catches it goes on working.
+
+    Example:
+        >>> raise also(LayoutError, TypeError)("placements: expected a list, got 3")
+    """
+    if issubclass(kind, builtin):
+        return kind
+    if (kind, builtin) not in _combined:
+        _combined[kind, builtin] = _combine(kind, builtin)
+    return _combined[kind, builtin]  # type: ignore[no-any-return]
+
+
+_combined: dict[tuple[type, type], Any] = {}
+
+
+def _combine(kind: type, builtin: type) -> type:
     fields = {
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
@@ -136,7 +151,7 @@ def _rebuilt(
     fields: dict[str, Any],
 ) -> ShardwiseError:
     if isinstance(kind, tuple):
-        kind = _combined(*kind)
+        kind = also(*kind)
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(fields)

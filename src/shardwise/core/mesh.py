@@ -2,24 +2,31 @@
 
 A mesh is a value: immutable, interned (equal meshes are one object) and cheap to make. Making one
 communicates nothing; process groups are made when a collective first needs them. Only the methods
-that depend on the calling rank, its process groups or the parents of a mesh use the rank's world.
+that depend on the calling rank, its process groups or the origin of a mesh use the rank's world.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
-from shardwise.core import world
-from shardwise.core.checks import as_device_type, as_mesh_shape, as_names, as_ranks
-from shardwise.core.errors import MeshError, format_value
+from shardwise.core import lineage, world
+from shardwise.core.checks import (
+    as_backend,
+    as_backends,
+    as_device_type,
+    as_mesh_shape,
+    as_names,
+    as_ranks,
+)
+from shardwise.core.errors import MeshError, MeshTypeError, format_value
 from shardwise.core.rank_grid import Axis as Axis
 from shardwise.core.rank_grid import RankGrid
 
@@ -39,8 +46,12 @@ class DeviceMesh(RankGrid):
         device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
         mesh: the global ranks: a tensor, array or nested list with one dimension per axis.
         mesh_dim_names: one name per axis.
+        backend_override: how the process groups of the axes are made: for each axis a tuple of the
+            backend's name and its options, or a dict as for `init_device_mesh`.
         preserve_rank_order: accepted as in torch 2.15, without effect: the process group of an axis
             always has its ranks in the order of the mesh (torch sorts them by default).
+
+    Within `with mesh:` the mesh is the default of functions that take a `device_mesh`.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
@@ -48,17 +59,7 @@ class DeviceMesh(RankGrid):
         2
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_coordinates",
-        "device_type",
-        "is_abstract",
-    )
-
-    device_type: str
-    is_abstract: bool
-    _coordinates: dict[int, tuple[int, ...] | None]
-    """The coordinates of the ranks that asked: threads of a simulation share the mesh."""
+    __slots__ = ("__weakref__",)
 
     def __new__(
         cls,
@@ -66,6 +67,7 @@ class DeviceMesh(RankGrid):
         mesh: torch.Tensor | Sequence[Any] | NDArray[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Sequence[Any] | Mapping[Any, Any] | None = None,
         preserve_rank_order: bool = False,
     ) -> DeviceMesh:
         ranks = as_ranks(mesh)
@@ -75,7 +77,7 @@ class DeviceMesh(RankGrid):
                 f"mesh: expected ranks 0 to {here.size - 1}, "
                 f"got {int(ranks.min())} to {int(ranks.max())}; {here.describe()}"
             )
-        return _mark_made(_intern(device_type, ranks, mesh_dim_names))
+        return _made(_intern(device_type, ranks, mesh_dim_names), backend_override)
 
     @staticmethod
     def abstract(
@@ -93,50 +95,35 @@ class DeviceMesh(RankGrid):
     # ---- properties
 
     @property
-    def mesh(self) -> torch.Tensor:
-        """The global ranks as an int32 tensor with one dimension per axis."""
-        return torch.from_numpy(self._ranks.astype(np.int32))
-
-    @property
     def root(self) -> DeviceMesh:
-        """The mesh that the calling rank took this sub-mesh from, or the mesh itself."""
-        return world.root_of(self)
+        """The mesh that the calling rank took this sub-mesh from, or the mesh itself.
+
+        Equal cuts of several meshes are one mesh; its root is then that of the latest cut.
+        """
+        return lineage.root_of(self)
 
     # ---- the calling rank
 
-    def ranks_along(
-        self, axes: Sequence[Axis], coordinate: Sequence[int] | None = None
-    ) -> tuple[int, ...]:
-        """Return the ranks that differ from `coordinate` (default: this rank) only along `axes`.
-
-        The position along the first of `axes` varies slowest.
-        """
-        return self._ranks_from(axes, self._own_coordinate() if coordinate is None else coordinate)
-
-    def get_rank(self) -> int:
-        """Return the global rank of the caller (0 on an abstract mesh)."""
-        return 0 if self.is_abstract else world.current().rank
-
-    def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return the coordinate of the caller, or None if it is not in the mesh."""
-        rank = self.get_rank()
-        if rank not in self._coordinates:
-            self._coordinates[rank] = self.coordinate_of(rank)
-        return self._coordinates[rank]
-
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
-        """Return the caller's position along one axis; optional for a 1-d mesh."""
+        """Return the caller's position along one axis, own or flattened; optional for a 1-d
+        mesh."""
+        if self._is_flattened(mesh_dim):
+            return self[mesh_dim].get_local_rank()
         return self._own_coordinate()[self._one_axis(mesh_dim, "get_local_rank")]
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
-        """Return the caller's torch process group along one axis; optional for a 1-d mesh.
+        """Return the caller's torch process group along one axis, own or flattened; optional for a
+        1-d mesh.
 
         The group is made on demand: all its members must call this, and no other rank.
         """
+        if self._is_flattened(mesh_dim):
+            return self[mesh_dim].get_group()
         axis = self._one_axis(mesh_dim, "get_group")
         self._check_real("process group")
-        world.check_not_aborted(self)
-        group: ProcessGroup = world.current().process_group(self.ranks_along([axis]))
+        lineage.check_not_aborted(self)
+        ranks, name = self.ranks_along([axis]), self.axis_name(axis)
+        group: ProcessGroup = world.current().process_group(ranks, name)
         return group
 
     def get_all_groups(self) -> list[ProcessGroup]:
@@ -158,31 +145,34 @@ class DeviceMesh(RankGrid):
                 f"abort: expected a mesh that was not cut from another, got {self!r}; call "
                 f"mesh.root.abort(), which ends {self.root!r} with all that was cut from it"
             )
-        world.current(start=False).abort(world.sub_meshes_of(self))
+        world.current(start=False).abort(lineage.sub_meshes_of(self))
 
     # ---- other meshes from this one
 
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the sub-mesh along the named axes that contains the caller.
 
         Names that `flatten` gave to merged axes work too.
         """
         wanted = tuple(names) if isinstance(names, tuple | list) else (names,)
         if not all(isinstance(name, str) for name in wanted):
-            raise MeshError(
-                f"axis: expected one of {self.axes_shown()}, by name; got {format_value(names)}"
+            raise MeshTypeError(
+                f"axis: expected one of {self.axes_shown()}, by name; got {format_value(names)}. "
+                "Loops are over mesh.mesh_dim_names, the axes, or mesh.mesh.flatten(), the ranks"
             )
-        if self.mesh_dim_names is None:
+        own = self.mesh_dim_names
+        if own is None:
             raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
-        if wanted == self.mesh_dim_names:
+        if wanted == own:
             return self
-        mesh, merged = world.resolve_names(self, wanted)
-        axes = tuple(chain.from_iterable(merged))
-        if not axes or len(set(axes)) != len(axes):
-            raise MeshError(f"mesh[{wanted}]: expected each axis name once, got {axes}")
-        ranks = np.array(mesh.ranks_along(axes), dtype=np.int64)
-        sizes = [math.prod(map(mesh.size, each)) for each in merged]
-        return mesh._derive(ranks.reshape(sizes), wanted)
+        if not wanted or len(set(wanted)) != len(wanted):
+            raise MeshError(f"mesh[{wanted}]: expected each axis name once, got {wanted}")
+        if all(name in own for name in wanted):
+            ranks = np.array(self.ranks_along(wanted), dtype=np.int64)
+            return self._derive(ranks.reshape([self.size(name) for name in wanted]), wanted)
+        self._own_coordinate()
+        source, positions = lineage.resolve_names(self, wanted)
+        return source._derive(source._ranks.reshape(-1)[positions], wanted)
 
     def along(self, axes: Sequence[int], coordinate: Sequence[int]) -> DeviceMesh:
         """Return the sub-mesh along axes, given by position, that contains a coordinate."""
@@ -217,7 +207,8 @@ class DeviceMesh(RankGrid):
             return self._derive(self._ranks.reshape(shape), None)
         name = "_".join(names[first:end]) if name is None else name
         flat = self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
-        world.record_flattened(self, name, names[first:end], flat)
+        if flat.get_coordinate() is not None:
+            lineage.record_flattened(self, name, flat.ranks_along([name]))
         return flat
 
     def unflatten(
@@ -238,15 +229,28 @@ class DeviceMesh(RankGrid):
         named = (*old[:position], *names, *old[position + 1 :]) if old and names else None
         return self._derive(self._ranks.reshape(shape), named)
 
-    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Merge all axes into one; torch's private name for `flatten()`."""
-        return self.flatten(name=mesh_dim_name)
+    @staticmethod
+    def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+        """Return the mesh with the axes of several sub-meshes of one mesh that contains the caller.
 
-    def _unflatten(
-        self, dim: Axis, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
-    ) -> DeviceMesh:
-        """Split one axis into several; torch's private name for `unflatten`."""
-        return self.unflatten(dim, mesh_sizes, mesh_dim_names)
+        Example:
+            >>> mesh = DeviceMesh.abstract((2, 2, 4), ("pp", "dp", "tp"))
+            >>> DeviceMesh.concatenate([mesh["tp"], mesh["pp"]]).shape
+            (4, 2)
+        """
+        if not isinstance(meshes, list | tuple) or not meshes:
+            raise MeshError(f"meshes: expected a list of meshes, got {format_value(meshes)}")
+        given = [as_mesh(each) for each in meshes]
+        names: list[str] = []
+        for each in given:
+            if each.mesh_dim_names is None:
+                raise MeshError(f"meshes: expected meshes with mesh_dim_names, got {each!r}")
+            names += each.mesh_dim_names
+        ranks, sources = lineage.joint_ranks(given)
+        result = _intern(given[0].device_type, ranks, names, given[0].is_abstract)
+        for source in sources:
+            lineage.record_cut(result, source)
+        return result
 
     # ---- torch's meshes and groups
 
@@ -303,6 +307,59 @@ class DeviceMesh(RankGrid):
         result: TorchMesh = world.current().torch_mesh(self)
         return result
 
+    # ---- torch's names for parts of the above, which other packages call
+
+    def _flatten(
+        self, mesh_dim_name: str | None = None, backend_override: Any = None
+    ) -> DeviceMesh:
+        """Merge all axes into one.
+
+        Arguments:
+            backend_override: how the process group of the new axis is made: a backend's name, its
+                options, or a tuple of both.
+        """
+        if self.mesh_dim_names is None:
+            raise MeshError("_flatten: this mesh has no mesh_dim_names; give it names first")
+        backend = world.Backend()
+        if backend_override is not None:
+            backend = as_backend(backend_override, "backend_override")
+        flat = self.flatten(name=mesh_dim_name or None)
+        if flat is not self:
+            flat._set_backends([backend])
+        return flat
+
+    def _unflatten(
+        self,
+        dim: Axis,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: Mapping[Any, Any] | None = None,
+    ) -> DeviceMesh:
+        """Split one axis into several.
+
+        Arguments:
+            backend_override: how the process groups of the new axes are made, as for
+                `init_device_mesh`; positions count from the first new axis.
+        """
+        names = as_names(mesh_dim_names, len(as_mesh_shape(mesh_sizes, "mesh_sizes")))
+        backends = as_backends(backend_override, names, len(mesh_sizes))
+        result = self.unflatten(dim, mesh_sizes, mesh_dim_names)
+        result._set_backends(backends, self.axis(dim))
+        return result
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
+        return DeviceMesh.concatenate(device_mesh_list)
+
+    def _get_root_mesh(self) -> DeviceMesh:
+        return self.root
+
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
+        """Return all sub-meshes along an axis, also those that the caller is not in."""
+        axis = self.axis(mesh_dim_name)
+        rows = np.moveaxis(self._ranks, axis, -1).reshape(-1, self.shape[axis])
+        return [self._derive(row.copy(), [self.axis_name(axis)]) for row in rows]
+
     # ---- as a value
 
     def __repr__(self) -> str:
@@ -316,6 +373,13 @@ class DeviceMesh(RankGrid):
         ranks = self._ranks.tolist()
         return unpickled, (self.device_type, ranks, self.mesh_dim_names, self.is_abstract)
 
+    def __enter__(self) -> DeviceMesh:
+        _mesh_resources.mesh_stack.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _mesh_resources.mesh_stack.pop()
+
     def __copy__(self) -> DeviceMesh:
         return self
 
@@ -325,31 +389,23 @@ class DeviceMesh(RankGrid):
     # ---- helpers
 
     def _derive(self, ranks: NDArray[np.int64], names: Sequence[str] | None) -> DeviceMesh:
-        """Return a sub-mesh and record its parent."""
+        """Return a mesh that is cut from this one, and record that."""
         result = _intern(self.device_type, ranks, names, self.is_abstract)
-        world.record_root(result, self)
+        lineage.record_cut(result, self)
         return result
 
-    def _own_coordinate(self) -> tuple[int, ...]:
-        coordinate = self.get_coordinate()
-        if coordinate is None:
-            raise MeshError(f"rank {self.get_rank()} is not part of {self!r}")
-        return coordinate
-
-    def _check_real(self, what: str) -> None:
-        if self.is_abstract:
-            raise MeshError(f"no {what}: {self!r} is abstract, it has no ranks behind it")
-
-    def _one_axis(self, axis: Axis | None, method: str) -> int:
-        if axis is not None:
-            return self.axis(axis)
-        if self.ndim != 1:
-            raise MeshError(f"{method}(mesh_dim): expected one of {self.axes_shown()}, got None")
-        return 0
+    def _is_flattened(self, axis: Axis | None) -> TypeGuard[str]:
+        """Return whether an axis is none of this mesh, but may be one that was flattened."""
+        own = self.mesh_dim_names
+        return isinstance(axis, str) and own is not None and axis not in own
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None = None,
+    *,
+    backend_override: Mapping[Any, Any] | None = None,
 ) -> DeviceMesh:
     """Return a mesh of all ranks of the world, in order.
 
@@ -359,6 +415,10 @@ def init_device_mesh(
         device_type: what the ranks compute on, such as `"cpu"` or `"cuda"`.
         mesh_shape: the size of each axis; the product must be the number of ranks.
         mesh_dim_names: one name per axis.
+        backend_override: how the process groups of some axes are made, when they are first needed:
+            a dict from axes, by name or position, to a backend's name, its options, or a tuple of
+            both. `"fake"` is for groups that others ask for and nobody uses: the collectives of
+            shardwise never run on one.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 4), ("dp", "tp"))
@@ -372,7 +432,7 @@ def init_device_mesh(
             f"got {sizes} = {size}; {here.describe()}"
         )
     ranks = np.arange(size, dtype=np.int64).reshape(sizes)
-    return _mark_made(_intern(device_type, ranks, mesh_dim_names))
+    return _made(_intern(device_type, ranks, mesh_dim_names), backend_override)
 
 
 def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
@@ -386,9 +446,39 @@ def as_mesh(mesh: DeviceMesh | TorchMesh) -> DeviceMesh:
     )
 
 
-def _mark_made(mesh: DeviceMesh) -> DeviceMesh:
-    """Mark a mesh as made by the calling rank: after an abort it gets new process groups."""
-    world.current().aborted.discard(mesh)
+class _MeshStack(threading.local):
+    """The meshes of the `with` statements that the calling thread is in, as torch's
+    `_mesh_resources`."""
+
+    def __init__(self) -> None:
+        self.mesh_stack: list[DeviceMesh] = []
+
+    def get_current_mesh(self) -> DeviceMesh:
+        """Return the mesh of the innermost `with mesh:`."""
+        if not self.mesh_stack:
+            raise MeshError(
+                "device_mesh: expected a DeviceMesh, or a call within `with mesh:`; got None"
+            )
+        return self.mesh_stack[-1]
+
+    def get_root_mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
+        """Return `device_mesh.root`."""
+        return device_mesh.root
+
+
+_mesh_resources = _MeshStack()
+
+
+def mesh_or_current(mesh: DeviceMesh | TorchMesh | None) -> DeviceMesh:
+    """Return the given mesh, or that of the innermost `with mesh:`."""
+    return _mesh_resources.get_current_mesh() if mesh is None else as_mesh(mesh)
+
+
+def _made(mesh: DeviceMesh, backend_override: Any) -> DeviceMesh:
+    """Record that the calling rank made a mesh, and how its process groups are to be made."""
+    backends = as_backends(backend_override, mesh.mesh_dim_names, mesh.ndim)
+    lineage.record_made(mesh)
+    mesh._set_backends(backends)
     return mesh
 
 

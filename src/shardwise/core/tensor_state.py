@@ -36,6 +36,7 @@ class TensorState:
         "origin",
         "pending",
         "reduced",
+        "relabelled",
         "replaced_by",
         "summed_later",
         "viewed_copy",
@@ -60,6 +61,10 @@ class TensorState:
         self.replaced_by: dict[int, weakref.ref[torch.Tensor]] | None = None
         """The DTensors that have replaced this parameter in a module, by rank, as simulated ranks
         may share a parameter. Set and read by `parallel`, which keeps ties."""
+        self.relabelled: tuple[torch.Tensor, Any] | None = None
+        """The local tensor that this is an alias of, and the layout in which its gradient is
+        wanted, if as contributions (`from_local(grad_placements=)`). Set and read by
+        `redistribute`, which then computes no sums."""
         self.is_gradient = False
         """Whether it is the `grad` of a DTensor: backward adds to it unseen. Set by `DTensor.grad`;
         read by `view_copy`."""

@@ -20,6 +20,7 @@ from shardwise.core.tensor_state import ATTRIBUTE
 from shardwise.dispatch import (  # noqa: F401 (register their handlers)
     autograd,
     collectives,
+    outside,
     scalars,
 )
 from shardwise.dispatch.cached_call import (

@@ -287,6 +287,7 @@ def apply_to_dtensors(apply: Any, cls: Any, args: Args, kwargs: Kwargs) -> Any:
         apply: torch's `cls.apply`.
         cls: the custom function.
     """
+    args = tuple(arg.wait() if isinstance(arg, DTensor) else arg for arg in args)
     if cls is CheckpointFunction:
         return _as_dtensors(apply(*map(_with_local_gradient, args), **kwargs))
     if cls.__module__ == "torch.distributed.nn.functional":

@@ -25,6 +25,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.tensor_state import forget_moves, state_of
 from shardwise.dtensor.call_args import Args, Kwargs
 from shardwise.dtensor.composite import decompose
+from shardwise.dtensor.kinds import WaitingDTensor
 from shardwise.dtensor.tensor import DTensor, tensors_in, unwrap
 from shardwise.dtensor.writes import check_writable
 from shardwise.rules.registry import Namespace, handler
@@ -36,8 +37,19 @@ from shardwise.torch_internals import as_local, base_of, operator_name, schema_o
 def check_read(name: str, tensor: DTensor) -> None:
     """Refuse to send a DTensor that is not whole on this rank."""
     tensor._renew()
+    check_inside(name, tensor._layout)
     if not tensor._layout.is_whole:
         _refuse_shard(name, tensor._layout)
+
+
+def check_inside(name: str, layout: Layout) -> None:
+    """Refuse a tensor on a rank outside of its mesh, which has no data."""
+    if layout.mesh.get_coordinate() is None:
+        raise DispatchError(
+            f"{name}: got a DTensor {layout!r} on {layout.mesh!r}, which this rank is not in: it "
+            "has no data. Call it on the ranks of the mesh only: if mesh.get_coordinate() is not "
+            "None"
+        )
 
 
 def check_written(
@@ -49,7 +61,10 @@ def check_written(
         ranks: the ranks that take part and get the same values; None if they get different values.
         is_elementwise: whether each value depends on the same element of every rank alone.
     """
+    if type(tensor) is WaitingDTensor:
+        tensor.wait()
     layout = tensor._layout
+    check_inside(name, layout)
     fits = ranks is not None and _fits(layout.mesh, ranks)
     if not layout.is_whole:
         if not (

@@ -34,6 +34,7 @@ from shardwise.dtensor.call_args import (
     tensor_paths,
 )
 from shardwise.dtensor.composite import (
+    call_when_waited,
     call_with_numbers,
     compute_into_out,
     compute_then_copy,
@@ -43,6 +44,7 @@ from shardwise.dtensor.composite import (
     write_to_plain,
 )
 from shardwise.dtensor.input_moves import InputMove, plan_input_move
+from shardwise.dtensor.local_shards import is_under_way
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor
 from shardwise.redistribute.cost import when_costs_change
@@ -82,6 +84,8 @@ def plan(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs) -> CachedC
         return CompositeCall(name, call_with_numbers(func, numbers))
     paths = list(tensor_paths(args, kwargs))
     tensors = [argument_at(args, kwargs, path) for path in paths]
+    if any(map(is_under_way, tensors)):
+        return CompositeCall(name, call_when_waited(func))
     mesh = common_mesh(name, tensors)
     check_dense_arguments(name, tensors)
     check_plain_tensors(name, tensors, mesh)
@@ -108,8 +112,13 @@ def _plan_by_rule(new: _NewCall, spec: Spec) -> CachedCall:
         per_dtype = PerDtypeCall(name, paths, plan_again)
         per_dtype.returns_views, per_dtype.keys = spec.is_view, spec.keys
         return per_dtype
+    if choice is None and outplace is None:
+        raise RuleError(
+            f"{name}: no sharding that its rule lists fits inputs of layouts {layouts}; list "
+            "([Replicate()], [Replicate(), ...]) as well, which always does"
+        )
     if choice is None:
-        assert outplace is not None, "only a result with a given layout can be impossible"
+        assert outplace is not None, "checked above"
         return CompositeCall(name, compute_then_copy(name, outplace, layouts[0]))
     lowered = None if spec.lower is None else spec.lower(choice.context)
     if lowered is not None and outplace is not None and not spec.writes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardwise.core.errors import LayoutError, format_value
+from shardwise.core.errors import LayoutError, also, format_value
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, as_placement
@@ -104,12 +104,17 @@ class DTensorSpec:
         uses += [(axis, Shard(dim)) for dim, axis in enumerate(dim_map) if axis >= 0]  # type: ignore[misc]
         for axis, placement in uses:
             if placements[axis] != Replicate():
-                raise LayoutError.also(RuntimeError)(
+                raise also(LayoutError, RuntimeError)(
                     f"dim_map: expected each axis once, got axis {axis} for both "
                     f"{placements[axis]} and {placement}"
                 )
             placements[axis] = placement
         return DTensorSpec(mesh, tuple(placements), tensor_meta)
+
+    @property
+    def _layout(self) -> Layout:
+        """The layout that it describes."""
+        return layout_of_spec(self)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -200,7 +205,7 @@ def layout_of_spec(spec: Any) -> Layout:
     """Return the layout that a spec of shardwise or torch describes."""
     meta = getattr(spec, "tensor_meta", None)
     if meta is None or not hasattr(spec, "placements"):
-        raise LayoutError.also(TypeError)(
+        raise also(LayoutError, TypeError)(
             "spec: expected a DTensorSpec with its tensor_meta, got "
             f"{format_value(spec)} ({type(spec).__name__})"
         )

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 
 from shardwise.comm import Pending
-from shardwise.core.errors import LayoutError, PolicyError
+from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of
 from shardwise.dtensor.later_sums import data_axes, find_later_sums
-from shardwise.dtensor.state import state
+from shardwise.dtensor.state import ExplicitRedistributionContext, state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import (
     MovePair,
     apply_gathered_use,
     apply_move,
+    apply_to_relabelled,
     find_gather,
+    is_passed,
     make_move_pair,
 )
 from shardwise.redistribute.plan import gradient_layout, plan_redistribute
@@ -168,8 +170,8 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
             if keeps_reduced:
                 remember_reduced(tensor, found, needs_grad)  # type: ignore[arg-type]
             return found
-    if state.explicit:
-        _refuse_communication(move, tensor.dtype, operator)
+    if state.explicit is not None:
+        _refuse_implicit_move(state.explicit, move, tensor.dtype, operator)
     if needs_grad:
         if not move.is_linear:
             raise LayoutError(
@@ -177,10 +179,12 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
                 "linear; detach() the tensor first"
             )
         gather = _skippable_gather(tensor) if move.is_enter and not later else None
-        if gather is None:
-            result = apply_move(tensor, move.pair, _own_part(tensor, move))
-        else:
+        if gather is not None:
             result = apply_gathered_use(tensor, gather, move.used_on)
+        else:
+            own_part = _own_part(tensor, move)
+            passed = apply_to_relabelled(tensor, move.pair, own_part)
+            result = apply_move(tensor, move.pair, own_part) if passed is None else passed
     elif move.slices is not None:
         return tensor[move.slices]
     elif move.contributes is not None:
@@ -215,20 +219,21 @@ def _skippable_gather(tensor: torch.Tensor) -> Any:
 
 
 def check_gradient(tensor: DTensor, what: str) -> None:
-    """Refuse to show the gradient of a gathered tensor if that gradient is never complete.
+    """Refuse to show the gradient of a tensor if that gradient is never complete.
 
-    Uses beside shards reduce-scatter their gradients directly into the shards that were gathered.
-    Runs within `as_local()`.
+    Uses beside shards reduce-scatter their gradients directly into the shards that were gathered,
+    and give them as contributions to a local tensor that wants these. Runs within `as_local()`.
 
     Arguments:
         what: the function that asks, for the message.
     """
-    if getattr(find_gather(tensor), "is_passed", False):
+    if is_passed(tensor):
         raise LayoutError(
-            f"{what}: this tensor was gathered, and then used beside shards: its gradient is "
-            "never complete, because one reduce-scatter sums it directly into the shards. Take the "
-            "gradient of the tensor that was gathered, or use tensor.view_as(tensor) instead and "
-            "take its gradient; hooks and retain_grad() before the first use are fine"
+            f"{what}: this tensor was gathered, or made by from_local(grad_placements=), and then "
+            "used beside shards: its gradient is never complete, because it goes directly to the "
+            "shards that were gathered, or to the local tensor. Take the gradient of those, or use "
+            "tensor.view_as(tensor) instead and take its gradient; hooks and retain_grad() before "
+            "the first use are fine"
         )
 
 
@@ -297,13 +302,15 @@ def _moves_of_leaf(leaf: torch.Tensor) -> dict[Any, Any]:
     return leaf_moves.of_parameters if is_parameter else leaf_moves.of_inputs
 
 
-def _refuse_communication(move: InputMove, dtype: torch.dtype, operator: str) -> None:
-    """Refuse a move that communicates, within `sw.explicit()`."""
+def _refuse_implicit_move(
+    explicit: ExplicitRedistributionContext, move: InputMove, dtype: torch.dtype, operator: str
+) -> None:
+    """Refuse a move that communicates, within `sw.explicit()`; if that is strict, any move."""
     plan = plan_redistribute(move.source, move.target, dtype)
-    if not any(step.communicates for step in plan.moves):
+    if not any(step.communicates for step in plan.moves) and not (explicit.strict and plan.moves):
         return
     wanted = ", ".join(map(repr, move.target.placements))
-    raise PolicyError(
+    explicit.refuse(
         f"{operator}: within explicit(), but an input must move to fit:\n{plan.explain()}\n"
         f"Say so: x.redistribute(placements=[{wanted}])"
     )

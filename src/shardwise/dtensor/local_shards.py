@@ -19,6 +19,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard, as_placement
 from shardwise.dtensor.state import Policy
+from shardwise.torch_internals import functional_collectives
 
 _MOST_DIMS = 32
 
@@ -50,6 +51,28 @@ def piece_sizes(policy: str) -> Policy:
     return Policy(_setting, "piece_sizes", policy, ("ask", "even"))
 
 
+def guess_layout(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+) -> Layout:
+    """Return the layout of shards without asking other ranks.
+
+    If the global shape is not given, all shards are taken to be like this one.
+    """
+    if shape is not None:
+        return Layout.from_placements(mesh, shape, placements)
+    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
+    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
+    probe = Layout.from_placements(mesh, local.shape, ordinary)
+    shape = [
+        size * math.prod(mesh.shape[axis] for axis in axes)
+        for size, axes in zip(probe.shape, probe.shard_order, strict=True)
+    ]
+    return Layout.from_placements(mesh, shape, placements)
+
+
 def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """Return the layout of shards whose global shape was not given.
 
@@ -59,11 +82,7 @@ def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
     probe = Layout.from_placements(mesh, local.shape, ordinary)
     if not any(probe.shard_order) or mesh.is_abstract or _setting.piece_sizes == "even":
-        shape = [
-            size * math.prod(mesh.shape[axis] for axis in axes)
-            for size, axes in zip(probe.shape, probe.shard_order, strict=True)
-        ]
-        return Layout.from_placements(mesh, shape, placements)
+        return guess_layout(local, mesh, placements)
     sizes = _all_sizes(local, mesh)
     shape = []
     for dim, axes in enumerate(probe.shard_order):
@@ -200,6 +219,19 @@ def is_globally_viewable(local: torch.Tensor, layout: Layout, target: Sequence[i
             return False
         rest //= size
     return True
+
+
+def is_under_way(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is the result of a functional collective of torch that nobody has
+    waited for yet: a wrapper without memory."""
+    return type(tensor).__name__ == "AsyncCollectiveTensor"
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a functional collective once it is there; other tensors as they are."""
+    if is_under_way(tensor):
+        return functional_collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
+    return tensor
 
 
 def check_class(argument: str, tensor: torch.Tensor) -> None:

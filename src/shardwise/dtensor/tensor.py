@@ -7,17 +7,17 @@ and sizes are properties that read the layout, and every torch function goes thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from shardwise.comm import Pending, carries_values
 from shardwise.core.box import Box
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 from shardwise.core.layout_input import short_dtype
-from shardwise.core.mesh import DeviceMesh, as_mesh, unpickled
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current, unpickled
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, forget_moves
 from shardwise.dtensor import dcp
@@ -28,11 +28,12 @@ from shardwise.dtensor.local_shards import (
     check_replicas,
     check_shard,
     check_supported,
+    guess_layout,
     infer_layout,
     state_layout,
+    waited,
 )
-from shardwise.dtensor.memory import NoExchangeApi, check_whole
-from shardwise.dtensor.properties import GlobalProperties
+from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
 from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import (
     redistribute_later,
@@ -112,6 +113,11 @@ class DTensor(GlobalProperties):
         (torch.Size([8]), torch.Size([4]), 56.0)
     """
 
+    _waiting: ClassVar[Callable[[torch.Tensor, Layout, Pending[torch.Tensor]], DTensor]]
+    """Makes a tensor whose data are under way. Set by `kinds`, which lies above."""
+    _outside: ClassVar[Callable[..., DTensor]]
+    """Makes the tensor of a rank outside of the mesh. Set by `kinds`."""
+
     def __new__(
         cls, local_tensor: torch.Tensor, spec: Any, *, requires_grad: bool = False
     ) -> DTensor:
@@ -126,6 +132,8 @@ class DTensor(GlobalProperties):
         """
         _check_plain("local_tensor", local_tensor)
         layout = layout_of_spec(spec)
+        if layout.mesh.get_coordinate() is None:
+            return DTensor._outside(layout, local_tensor.detach(), requires_grad=requires_grad)
         check_shard(local_tensor, layout)
         result = wrap(local_tensor.detach(), layout)
         result.requires_grad = requires_grad
@@ -136,7 +144,7 @@ class DTensor(GlobalProperties):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | TorchMesh,
+        device_mesh: DeviceMesh | TorchMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -149,8 +157,9 @@ class DTensor(GlobalProperties):
         Forward: nothing moves. Backward: the gradient moves to `grad_placements`.
 
         Arguments:
-            local_tensor: this rank's shard. The result shares its memory.
-            device_mesh: the mesh of the ranks.
+            local_tensor: this rank's shard. The result shares its memory. On a rank outside of the
+                mesh the result has no data.
+            device_mesh: the mesh of the ranks; by default that of `with mesh:`.
             placements: one per axis of the mesh; all `Replicate()` by default.
             run_check: check on all ranks that shapes and dtypes fit, and that replicas are equal
                 (they are compared, never overwritten).
@@ -158,11 +167,16 @@ class DTensor(GlobalProperties):
                 so that the shape is right for uneven shards, too.
             stride: accepted because torch does; strides follow from the local tensor.
             grad_placements: the placements of the gradient of `local_tensor`; by default those of
-                the shards, with pending sums reduced.
+                the shards, with pending sums reduced. `Partial()` where the tensor is not split:
+                each rank gets its own contribution, and nothing is summed.
         """
-        mesh = as_mesh(device_mesh)
+        mesh = mesh_or_current(device_mesh)
+        local_tensor = waited(local_tensor)
         _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
+        if mesh.get_coordinate() is None:
+            layout = guess_layout(local_tensor, mesh, placements, shape)
+            return DTensor._outside(layout, local_tensor)
         if shape is None:
             layout = infer_layout(local_tensor, mesh, placements)
         else:
@@ -175,6 +189,7 @@ class DTensor(GlobalProperties):
         wanted = back
         if grad_placements is not None:
             wanted = Layout.from_placements(mesh, layout.shape, grad_placements)
+            _check_same_shards(wanted, layout)
         return wrap(with_grad_layout(local_tensor, back, wanted), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -190,6 +205,7 @@ class DTensor(GlobalProperties):
         if grad_placements is not None:
             layout = self._layout
             given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
+            _check_same_shards(given, layout)
             local = with_grad_layout(local, given, gradient_layout(layout))
         if PARAMETER_FLAG in self.__dict__:  # as in torch, isinstance(local, nn.Parameter)
             setattr(local, PARAMETER_FLAG, self.__dict__[PARAMETER_FLAG])
@@ -261,12 +277,14 @@ class DTensor(GlobalProperties):
         else:
             target = Layout.from_placements(mesh, source.shape, wanted, shard_order)
         local = unwrap(self)
+        if type(self) is not DTensor and _is_outside(source, target):
+            return DTensor._outside(target, local, dtype=forward_dtype)
         if target is source and forward_dtype is None and backward_dtype is None:
             return wrap(local, source)
         if async_op and carries_values(mesh) and communicates(source, target):
             dtypes = forward_dtype, backward_dtype
             moved, started = redistribute_later(local, source, target, *dtypes)
-            return WaitingDTensor.of(moved, target, started)
+            return DTensor._waiting(moved, target, started)
         moved = redistribute_local(
             local,
             source,
@@ -274,6 +292,8 @@ class DTensor(GlobalProperties):
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
         )
+        if mesh is not source.mesh and mesh.get_coordinate() is None:
+            return DTensor._outside(target, moved)
         return _as_new(moved, local, target)
 
     def wait(self) -> DTensor:
@@ -455,66 +475,6 @@ class DTensor(GlobalProperties):
         return dcp.chunk_at(unwrap(self).detach(), self._layout, index.offset)
 
 
-class WaitingDTensor(DTensor):
-    """A DTensor whose data are under way; `redistribute(async_op=True)` makes it.
-
-    It waits for them when it is used, and is an ordinary DTensor from then on. Its class is another
-    one so that ordinary tensors pay nothing for the question.
-    """
-
-    @staticmethod
-    def of(local: torch.Tensor, layout: Layout, started: Pending[torch.Tensor]) -> WaitingDTensor:
-        """Make one of a tensor with the shape and the history of the result, and of its data."""
-        result = wrap(local, layout)
-        ensure_state(result).pending = started
-        result.__class__ = WaitingDTensor
-        return result  # type: ignore[return-value]
-
-    def _renew(self) -> None:
-        notes = ensure_state(self)
-        pending: Pending[torch.Tensor] = notes.pending
-        with as_local(), torch.no_grad():
-            TensorBase.data.__set__(self, pending.wait())
-        notes.pending = None
-        self.__class__ = DTensor  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for each in tensors_in((args, kwargs or {})):
-            if type(each) is WaitingDTensor:
-                each._renew()
-        kinds = tuple(DTensor if kind is WaitingDTensor else kind for kind in types)
-        return DTensor.__torch_function__(func, kinds, args, kwargs)
-
-    # What does not call `__torch_function__`:
-
-    @property
-    def data(self) -> DTensor:
-        """The tensor without its history, sharing memory."""
-        return self.wait().data
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        self.wait().data = value
-
-    def stride(self, dim: int | None = None) -> Any:
-        return self.wait().stride(dim)
-
-    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
-        return self.wait().set_(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.wait())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return self.wait().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.wait().__reduce_ex__(protocol)
-
-
 def rebuilt(
     local: torch.Tensor,
     layout: Layout,
@@ -524,7 +484,10 @@ def rebuilt(
 ) -> DTensor:
     """Make a DTensor from its pickle, on the rank at the same place of the mesh."""
     check_pickled(local, layout, place)
-    result = wrap(local, layout)
+    if place is None:
+        result = DTensor._outside(layout, local)
+    else:
+        result = wrap(local, layout)
     result.requires_grad = requires_grad
     if is_param:
         setattr(result, PARAMETER_FLAG, True)
@@ -548,6 +511,7 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
                 f"got {tuple(value.shape)}"
             )
         return redistribute_to(value, layout)
+    value = waited(value)
     check_class(argument, value)
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)
@@ -563,7 +527,14 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
 def redistribute_to(tensor: DTensor, layout: Layout) -> DTensor:
     """Return a DTensor in another layout of the same shape; differentiable."""
     local = unwrap(tensor)
+    if type(tensor) is not DTensor and _is_outside(tensor._layout, layout):
+        return DTensor._outside(layout, local)
     return _as_new(redistribute_local(local, tensor._layout, layout), local, layout)
+
+
+def _is_outside(source: Layout, target: Layout) -> bool:
+    """Tell whether a move takes place on one mesh, which this rank is not in."""
+    return source.mesh is target.mesh and target.mesh.get_coordinate() is None
 
 
 def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor:
@@ -574,14 +545,29 @@ def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor
 def _check_plain(argument: str, tensor: Any) -> None:
     """Refuse a local tensor that is none, or that cannot be a shard."""
     if isinstance(tensor, DTensor):
-        raise LayoutError.also(RuntimeError)(
+        raise also(LayoutError, RuntimeError)(
             f"{argument}: expected a plain tensor, got a DTensor: it is one already"
         )
     if not isinstance(tensor, torch.Tensor):
-        raise LayoutError.also(AttributeError)(
+        raise also(LayoutError, AttributeError)(
             f"{argument}: expected a plain tensor, got {type(tensor).__name__}"
         )
     check_supported(argument, tensor)
+
+
+def _check_same_shards(gradient: Layout, layout: Layout) -> None:
+    """Refuse a layout of a gradient whose shards have other shapes than those of the tensor."""
+    sizes = layout.mesh.shape
+    splits = [
+        [[axis for axis in axes if sizes[axis] > 1] for axes in each.shard_order]
+        for each in (gradient, layout)
+    ]
+    if splits[0] != splits[1] or gradient.cuts != layout.cuts:
+        raise also(LayoutError, RuntimeError)(
+            f"grad_placements: expected the same dims to be split as in {layout!r}, as a local "
+            f"tensor and its gradient have one shape; got {gradient.placements}. Replicate() and "
+            "Partial() may differ"
+        )
 
 
 def _placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Sequence[Placement]:

@@ -19,8 +19,13 @@ from shardwise.export.placements import NAME_REMEDY, ProgramInputs
 from shardwise.export.program import ProgramSharder, check_is_program
 from shardwise.export.recording import GroupNaming, RecordingWorld, register_ranks
 from shardwise.parallel.plan_spec import check_pattern, matches, no_match_error
-from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleOutput
-from shardwise.parallel.styles import (
+from shardwise.parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    from_torch_style,
+    is_of_torch,
+)
+from shardwise.parallel.projections import (
     ColwiseParallel,
     ProjectionStyle,
     RowwiseParallel,
@@ -158,41 +163,19 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "replicate": _ReplicateStyle,
 }
 
-_FROM_TORCH: dict[str, Callable[[Any], Any]] = {
-    "ColwiseParallel": lambda style: ColwiseParallel(
-        input_layouts=style.input_layouts, output_layouts=style.output_layouts
-    ),
-    "RowwiseParallel": lambda style: RowwiseParallel(
-        input_layouts=style.input_layouts, output_layouts=style.output_layouts
-    ),
-    "SequenceParallel": lambda style: SequenceParallel(sequence_dim=style.sequence_sharding[0].dim),
-    "PrepareModuleInput": lambda style: PrepareModuleInput(
-        input_layouts=style.input_layouts,
-        desired_input_layouts=style.desired_input_layouts,
-        input_kwarg_layouts=style.input_kwarg_layouts,
-        desired_input_kwarg_layouts=style.desired_input_kwarg_layouts,
-    ),
-    "PrepareModuleOutput": lambda style: PrepareModuleOutput(
-        output_layouts=style.output_layouts, desired_output_layouts=style.desired_output_layouts
-    ),
-}
-"""From the name of torch's class to a function that makes our style of torch's."""
-
 
 def _as_style(given: Any, argument: str) -> Any:
     """Return our style for a name, for a class, or for an instance of torch's class or ours."""
     if isinstance(given, str) and given in _BY_NAME:
         return _BY_NAME[given]()
-    if inspect.isclass(given) and given.__name__ in _FROM_TORCH:
+    if inspect.isclass(given) and (given in _CONVERTERS or is_of_torch(given)):
         try:
             given = given()
         except TypeError as error:
             raise ExportError(f"{argument}: {given.__name__} has no defaults ({error})") from None
+    given = from_torch_style(given)
     if type(given) in _CONVERTERS:
         return given
-    kind = type(given)
-    if kind.__name__ in _FROM_TORCH and kind.__module__.startswith("torch.distributed.tensor"):
-        return _FROM_TORCH[kind.__name__](given)
     raise ExportError(
         f"{argument}: expected ColwiseParallel, RowwiseParallel, SequenceParallel or "
         f"PrepareModuleInput or -Output, as a class or an instance, or one of "
@@ -232,7 +215,7 @@ def _convert_projection(style: ProjectionStyle, module: ProgramModule) -> Conver
             f"{type(style).__name__} could split (it has {own or 'no parameters of its own'}); "
             "name the projections in it, or use shard_program, which lays out any parameter"
         )
-    return placements, _make_boundary(inputs, style.output_layouts[0])
+    return placements, _make_boundary(inputs, style.given_output)
 
 
 def _attention_placements(style: ProjectionStyle, module: ProgramModule) -> dict[str, Placement]:

@@ -83,7 +83,7 @@ def _check_whole_on_data_axes(layout: Layout, info: DataParallelMeshInfo, name: 
 def _joint_mesh(data: DeviceMesh, other: DeviceMesh, name: str) -> DeviceMesh:
     """Return the mesh with the data-parallel axes and those that a DTensor is laid out on."""
     names, others = data.mesh_dim_names, other.mesh_dim_names
-    if names is None or others is None or data.root is not other.root or data is other:
+    if names is None or others is None:
         raise FSDPError(
             f"{name}: it is a DTensor on {other!r}, and mesh is {data!r}; expected two parts of "
             "one mesh with names, such as mesh['dp'] beside mesh['tp']"
@@ -95,9 +95,9 @@ def _joint_mesh(data: DeviceMesh, other: DeviceMesh, name: str) -> DeviceMesh:
             "lay out the model on the other axes only, such as mesh['tp']"
         )
     try:
-        return data.root[(*names, *others)]
+        return DeviceMesh.concatenate([data, other])
     except MeshError as error:
-        raise FSDPError(f"{name}: no mesh has both {names} and {others}: {error}") from None
+        raise FSDPError(f"{name}: it is a DTensor, and {error}") from None
 
 
 def gather_buffer(buffer: DTensor, info: DataParallelMeshInfo) -> torch.Tensor:
@@ -145,9 +145,7 @@ class ParamSharding:
         if layout.mesh.ndim > data_axes or info.spmd_mesh is not None:
             other_mesh = info.spmd_mesh
             if other_mesh is None:
-                names = layout.mesh.mesh_dim_names
-                assert names is not None, "a joint mesh has names"
-                other_mesh = layout.mesh.root[names[data_axes:]]
+                other_mesh = layout.mesh.along(range(data_axes, layout.mesh.ndim), coordinate)
             axis_of = _other_axes(other_mesh, info)
             order = [
                 [axis_of[axis - data_axes] for axis in axes if axis >= data_axes]

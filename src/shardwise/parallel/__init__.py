@@ -8,12 +8,8 @@ from shardwise.parallel.prepare import (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-from shardwise.parallel.styles import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from shardwise.parallel.projections import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardwise.parallel.styles import ParallelStyle
 
 __all__ = [
     "Activations",

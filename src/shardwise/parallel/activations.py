@@ -20,7 +20,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard
 from shardwise.core.tensor_state import ensure_state
 from shardwise.dtensor.call_args import check_same_on_ranks
-from shardwise.dtensor.local_shards import check_shard, infer_layout
+from shardwise.dtensor.local_shards import check_shard, infer_layout, waited
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.parallel.containers import (
@@ -316,6 +316,7 @@ def wrap_shared(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
     Forward: nothing. Backward: nothing; the operator that uses the tensor beside shards makes the
         sum.
     """
+    local = waited(local)
     if state.plain_tensors == "check" and layout.is_replicated:
         check_same_on_ranks(what, local, layout.mesh)
     result = wrap(local.view_as(local), layout)

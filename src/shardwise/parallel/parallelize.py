@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import nn
 
 from shardwise.api.wrappers import check_unwrapped
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current
 from shardwise.core.placement import Placement, Replicate
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.parameters import (
@@ -25,6 +26,7 @@ from shardwise.parallel.parameters import (
 )
 from shardwise.parallel.plan_spec import (
     PlanError,
+    PlanTypeError,
     all_modules,
     as_placements,
     check_pattern,
@@ -32,8 +34,11 @@ from shardwise.parallel.plan_spec import (
     drop_unknown_axes,
     join_names,
     matches,
+    names_nothing_on_purpose,
     no_match_error,
+    warn_of_no_match,
 )
+from shardwise.parallel.prepare import from_torch_style, is_of_torch
 from shardwise.parallel.styles import (
     ModuleStyle,
     ParallelStyle,
@@ -75,7 +80,8 @@ def shard_module(
         src_data_rank: the position, along every axis, of the rank whose values all ranks get; with
             None each rank takes the shard of its own values.
         strict: whether a pattern that matches nothing, or an axis that the mesh does not have, is
-            an error.
+            an error; if not, such a pattern is a warning. A pattern that names only what is None,
+            such as a module of another pipeline stage, is skipped.
 
     Returns:
         The module itself.
@@ -137,20 +143,26 @@ def _match_layouts(
             )
         if isinstance(wanted, Activations):
             matched = [each for each in modules if matches(pattern, each[0])]
-            if not matched and strict:
-                raise no_match_error(
+            if not matched and not names_nothing_on_purpose(module, pattern):
+                error = no_match_error(
                     "plan", pattern, module_names, "modules", tensor_names, _MATCHES_TENSOR
                 )
+                if strict:
+                    raise error
+                warn_of_no_match(error, stacklevel=3)
             activations += [(*each, wanted) for each in _first_names(matched)]
             continue
         spec = wanted if strict else drop_unknown_axes(wanted, mesh)
         asked = as_placements(spec, mesh, f"plan[{pattern!r}]")
         fitting = [name for name in tensor_names if matches(pattern, name)]
-        if not fitting and strict:
+        if not fitting and not names_nothing_on_purpose(module, pattern):
             meant = _MATCHES_MODULE.format(join_names(pattern, "*"))
-            raise no_match_error(
+            error = no_match_error(
                 "plan", pattern, tensor_names, "parameters or buffers", module_names, meant
             )
+            if strict:
+                raise error
+            warn_of_no_match(error, stacklevel=3)
         placements |= dict.fromkeys(fitting, asked)
     return placements, activations
 
@@ -184,31 +196,43 @@ def parallelize_module(
 
     Arguments:
         module: any module; every rank has one like it.
-        device_mesh: the axis of tensor parallelism, such as `mesh["tp"]`.
+        device_mesh: the axis of tensor parallelism, such as `mesh["tp"]`; by default the mesh of
+            `with mesh:`. A style of your own gets the mesh as it is, of any number of axes.
         parallelize_plan: a style for the module itself, or styles by name pattern:
             `{"layers.*.attention.wq": ColwiseParallel()}`. The parts of a pattern between dots are
             matched one by one; `""` is the module itself; plans may be nested.
         src_data_rank: the rank of the axis whose parameters all ranks get; with None each rank
             keeps its own.
-        strict: whether a pattern that matches nothing is an error.
+        strict: whether a pattern that matches nothing is an error; if not, it is a warning, as in
+            torch. A pattern that names only modules that are None, as in the stages of a pipeline,
+            is skipped.
 
     Returns:
         The module itself.
     """
-    mesh = as_one_axis_mesh(device_mesh)
+    if parallelize_plan is None:
+        warnings.warn(
+            "parallelize_module: there is no parallelize_plan, so the module stays as it is",
+            stacklevel=2,
+        )
+        return module
     check_unwrapped("parallelize_module", module)
-    found = _without_repeats(list(_match_styles(module, parallelize_plan, strict)))
+    found = _without_repeats(_match_styles(module, parallelize_plan, strict))
+    if any(_has_steps(style) for _, _, style in found):
+        mesh = as_one_axis_mesh(device_mesh)
+    else:  # a style of the user's own may take any mesh
+        mesh = mesh_or_current(device_mesh)
     # Everything is checked before anything is changed.
     layouts: list[tuple[TensorSlot, Layout]] = []
     for path, submodule, style in found:
-        if isinstance(style, ModuleStyle):
+        if _has_steps(style):
             style.check(path, submodule)
             check_unstyled(path, submodule, style)
             layouts += style.layouts(path, submodule, mesh)
     check_ties(layouts)
     distribute_slots(layouts + tied_slots(module, layouts), src_data_rank)
     for path, submodule, style in found:
-        if isinstance(style, ModuleStyle):
+        if _has_steps(style):
             style.hooks(path, submodule, mesh)
         else:
             style.src_data_rank = src_data_rank
@@ -217,26 +241,36 @@ def parallelize_module(
     return module
 
 
+def _has_steps(style: ParallelStyle) -> TypeGuard[ModuleStyle]:
+    """Check whether a style is applied in our steps, rather than by an `_apply` of the user's."""
+    return isinstance(style, ModuleStyle) and not style.is_derived
+
+
 def _match_styles(
     module: nn.Module, plan: Any, strict: bool
-) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
-    """Yield the modules that a plan names, each with its style, in the plan's order."""
+) -> list[tuple[str, nn.Module, ParallelStyle]]:
+    """Return the modules that a plan names, each with its style, in the plan's order."""
     modules = list(all_modules(module))
+    result = []
     for pattern, style in _flatten_plan(plan, ""):
         found = [each for each in modules if matches(pattern, each[0])]
-        if not found and strict:
+        if not found and not names_nothing_on_purpose(module, pattern):
             names = [name for name, _ in modules]
             tensors = [slot.path for slot in find_slots(module)]
             meant = "which is a parameter or buffer: styles are for the module that has it"
-            raise no_match_error("parallelize_plan", pattern, names, "modules", tensors, meant)
-        for path, submodule in found:
-            yield path, submodule, style
+            error = no_match_error("parallelize_plan", pattern, names, "modules", tensors, meant)
+            if strict:
+                raise error
+            warn_of_no_match(error, stacklevel=3)
+        result += [(path, submodule, style) for path, submodule in found]
+    return result
 
 
 def _flatten_plan(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]:
     """Yield the styles of a plan and of the plans nested in it, with their full patterns."""
     if inspect.isclass(plan) and issubclass(plan, ParallelStyle):
         plan = plan()
+    plan = from_torch_style(plan)
     if isinstance(plan, ParallelStyle):
         yield prefix, plan
     elif isinstance(plan, Mapping):
@@ -246,11 +280,11 @@ def _flatten_plan(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]
     else:
         where = f"[{prefix!r}]" if prefix else ""
         hint = ""
-        if type(plan).__module__.startswith("torch.distributed.tensor"):
-            hint = ", which is torch's own: import it from shardwise.parallel"
+        if any(is_of_torch(kind) for kind in getattr(plan, "__mro__", type(plan).__mro__)):
+            hint = ", which is torch's own: import ParallelStyle from shardwise.parallel"
         elif isinstance(plan, Placement | Activations):
             hint = "; placements and Activations are for shard_module"
-        raise PlanError(
+        raise PlanTypeError(
             f"parallelize_plan{where}: expected a style, or a dict of them by name; "
             f"got {plan!r}{hint}"
         )
@@ -277,7 +311,7 @@ def _without_repeats(
 
 def _has_placements(style: ParallelStyle, module: nn.Module) -> bool:
     """Check whether a style lays out parameters of a module."""
-    if not isinstance(style, ModuleStyle):
+    if not _has_steps(style):
         return False
     style.check("", module)
     return bool(style.placements(module))

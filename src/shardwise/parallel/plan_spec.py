@@ -7,6 +7,7 @@ one placement per axis of the mesh, or a dict from axes to placements, such as `
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,7 +24,7 @@ from shardwise.core.placement import (
     _StridedShard,
     as_placement,
 )
-from shardwise.torch_internals import own_modules
+from shardwise.torch_internals import own_buffers, own_modules, own_parameters
 
 _MAX_SUGGESTIONS = 5
 
@@ -31,14 +32,30 @@ _STRICT_AXIS_REMEDY = "Make the mesh with that axis, or pass strict=False to lea
 """How to correct an axis that the mesh does not have, where `strict` is an argument."""
 
 
+NO_MATCH_REMEDY = "Correct it, or pass strict=False to leave it out"
+"""How to correct a pattern that matches nothing, where `strict` is an argument."""
+
+
 class PlanError(ShardwiseError, ValueError):
     """A plan that does not fit its module."""
+
+
+class PlanTypeError(PlanError, TypeError):
+    """A plan, or an entry of one, of a wrong type: torch raises TypeError."""
+
+
+class UnsupportedModuleError(PlanError, NotImplementedError):
+    """A style for a module of another kind: torch raises NotImplementedError."""
+
+
+class PrepareError(PlanError, AssertionError):
+    """Wrong arguments of a style that prepares inputs or outputs: torch raises AssertionError."""
 
 
 def check_plan(plan: object) -> None:
     """Raise PlanError for a plan that is not a dict."""
     if not isinstance(plan, Mapping):
-        raise PlanError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+        raise PlanTypeError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
 
 
 # ---- patterns
@@ -58,7 +75,7 @@ def matches(pattern: str, name: str) -> bool:
 def check_pattern(argument: str, pattern: object) -> None:
     """Raise PlanError for a key of a plan that is not a string."""
     if not isinstance(pattern, str):
-        raise PlanError(
+        raise PlanTypeError(
             f"{argument}: expected names, or patterns for names, as keys; got {pattern!r}"
         )
 
@@ -69,6 +86,31 @@ def all_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
     for name, child in own_modules(module).items():
         if child is not None:
             yield from all_modules(child, join_names(prefix, name))
+
+
+def names_nothing_on_purpose(module: nn.Module, pattern: str) -> bool:
+    """Check whether a pattern names what a module has set to None, or the items of an empty list.
+
+    The stages of a pipeline set the modules to None that other stages have, and a projection
+    without a bias has None in its place.
+    """
+    part, _, rest = pattern.partition(".")
+    children = own_modules(module)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not children:
+        return True
+    own: dict[str, Any] = {**own_parameters(module), **own_buffers(module), **children}
+    found = [child for name, child in own.items() if name == part or fnmatchcase(name, part)]
+    if any(child is None for child in found) or vars(module).get(part, module) is None:
+        return True
+    return bool(rest) and any(
+        names_nothing_on_purpose(child, rest) for child in found if isinstance(child, nn.Module)
+    )
+
+
+def warn_of_no_match(error: PlanError, stacklevel: int) -> None:
+    """Warn, with the message of an error, of a pattern that matches nothing."""
+    message = str(error.args[0]).replace(NO_MATCH_REMEDY, "It is left out")
+    warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 def join_names(prefix: str, name: str) -> str:
@@ -83,7 +125,7 @@ def no_match_error(
     kinds: str,
     others: Iterable[str] = (),
     meant: str = "",
-    remedy: str = "Correct it, or pass strict=False to leave it out",
+    remedy: str = NO_MATCH_REMEDY,
 ) -> PlanError:
     """Return the error for a pattern that matches nothing, with suggestions.
 

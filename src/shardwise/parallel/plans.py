@@ -19,7 +19,7 @@ from shardwise.core.placement import Replicate, Shard
 from shardwise.parallel.activations import Activations
 from shardwise.parallel.plan_spec import PlanError, all_modules, join_names
 from shardwise.parallel.prepare import PrepareModuleInput
-from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardwise.parallel.projections import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardwise.torch_internals import own_parameters
 
 ModelPlan = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from shardwise.parallel.containers import (
     replace_fields,
     replace_items,
 )
-from shardwise.parallel.plan_spec import PlanError
+from shardwise.parallel.plan_spec import PlanError, PrepareError
+from shardwise.parallel.projections import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardwise.parallel.styles import ModuleStyle, MoveOutput, make_output_move
 
 PositionalPlacements = Placement | Sequence[Placement | None] | None
@@ -41,6 +42,8 @@ class PrepareModuleInput(ModuleStyle):
         use_local_output: whether the module gets local shards rather than DTensors.
     """
 
+    torch_steps = ("_prepare_input_arg", "_prepare_input_fn", "_prepare_input_kwarg_fn")
+
     def __init__(
         self,
         *,
@@ -56,10 +59,10 @@ class PrepareModuleInput(ModuleStyle):
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
         if input_layouts is None and desired_input_layouts is not None:
-            raise PlanError("input_layouts: expected as many as desired_input_layouts, got none")
+            raise PrepareError("input_layouts: expected as many as desired_input_layouts, got none")
         _check_lengths(self.input_layouts, self.desired_input_layouts, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise PlanError(
+            raise PrepareError(
                 "desired_input_kwarg_layouts: expected the names of input_kwarg_layouts, "
                 f"{list(self.input_kwarg_layouts)}; got {list(self.desired_input_kwarg_layouts)}"
             )
@@ -116,6 +119,8 @@ class PrepareModuleOutput(ModuleStyle):
         use_local_output: whether to return local shards rather than DTensors.
     """
 
+    torch_steps = ("_prepare_out_fn",)
+
     def __init__(
         self,
         *,
@@ -134,7 +139,7 @@ class PrepareModuleOutput(ModuleStyle):
                 not (isinstance(given, dict) and isinstance(wanted, dict))
                 or given.keys() != wanted.keys()
             ):
-                raise PlanError(
+                raise PrepareError(
                     "desired_output_layouts: expected the names of output_layouts, "
                     f"{given!r}; got {wanted!r}"
                 )
@@ -224,7 +229,7 @@ class _PrepareTensor:
             return None
         moved = map_tensors(value, self._move_tensor)
         if moved is value and not isinstance(value, torch.Tensor):
-            raise PlanError(
+            raise PrepareError(
                 f"{self.what}: expected a tensor, got {type(value).__name__}; say None for its "
                 "layout"
             )
@@ -327,7 +332,7 @@ def _as_tuple_or_dict(given: Any, argument: str) -> Any:
 
 def _check_lengths(given: Sequence[Any], wanted: Sequence[Any], argument: str) -> None:
     if len(given) != len(wanted):
-        raise PlanError(
+        raise PrepareError(
             f"desired_{argument}: expected {len(given)}, as {argument} has; got {len(wanted)}"
         )
 
@@ -338,3 +343,70 @@ def _check_count(what: str, expected: int, found: int) -> None:
             f"{what}: expected {expected} results, as output_layouts has, got {found}; "
             "give None for those that are left alone"
         )
+
+
+# ---- torch's own styles
+
+
+def is_of_torch(kind: type) -> bool:
+    """Check whether a class is one of torch's own tensor parallelism."""
+    return kind.__module__.startswith("torch.distributed.tensor")
+
+
+def from_torch_style(style: Any) -> Any:
+    """Return our style for an instance of torch's own class; anything else as it is.
+
+    Programs that build plans without us, such as other packages, have these. A class that the user
+    has derived from torch's is not converted: it works on torch's tensors.
+    """
+    kind = type(style)
+    convert = _FROM_TORCH.get(kind.__name__) if is_of_torch(kind) else None
+    if convert is None:
+        return style
+    result = convert(style)
+    result.src_data_rank = style.src_data_rank
+    return result
+
+
+def _input_options(style: Any) -> dict[str, Any]:
+    return {
+        "input_layouts": style.input_layouts,
+        "desired_input_layouts": style.desired_input_layouts,
+        "input_kwarg_layouts": style.input_kwarg_layouts,
+        "desired_input_kwarg_layouts": style.desired_input_kwarg_layouts,
+    }
+
+
+def _output_options(style: Any) -> dict[str, Any]:
+    return {
+        "output_layouts": style.output_layouts,
+        "desired_output_layouts": style.desired_output_layouts,
+        "use_local_output": style.use_local_output,
+    }
+
+
+_FROM_TORCH: dict[str, Callable[[Any], ModuleStyle]] = {
+    "ColwiseParallel": lambda style: ColwiseParallel(
+        input_layouts=style.input_layouts,
+        output_layouts=style.output_layouts,
+        use_local_output=style.use_local_output,
+    ),
+    "RowwiseParallel": lambda style: RowwiseParallel(
+        input_layouts=style.input_layouts,
+        output_layouts=style.output_layouts,
+        use_local_output=style.use_local_output,
+    ),
+    "SequenceParallel": lambda style: SequenceParallel(
+        sequence_dim=style.sequence_sharding[0].dim, use_local_output=style.use_local_output
+    ),
+    "PrepareModuleInput": lambda style: PrepareModuleInput(
+        **_input_options(style), use_local_output=style.use_local_output
+    ),
+    "PrepareModuleOutput": lambda style: PrepareModuleOutput(**_output_options(style)),
+    "PrepareModuleInputOutput": lambda style: PrepareModuleInputOutput(
+        **_input_options(style.prepare_module_input),
+        use_local_input=style.prepare_module_input.use_local_output,
+        **_output_options(style.prepare_module_output),
+    ),
+}
+"""From the name of torch's class to a function that makes our style of an instance."""

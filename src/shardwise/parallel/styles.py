@@ -1,14 +1,14 @@
-"""Styles of tensor parallelism, with torch's names and arguments.
+"""The base classes of the styles of tensor parallelism, and their common parts.
 
 A style says how one module's parameters are laid out, and which hooks move its inputs and outputs.
-This file has the base classes, the common parts, and the styles of projections and norms;
-`prepare.py` has the styles that change inputs and outputs only.
+`projections.py` has the styles of projections and norms, `prepare.py` those that change inputs and
+outputs only.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import DeviceMesh, as_mesh
-from shardwise.core.placement import Placement, Replicate, Shard, as_placement
+from shardwise.core.mesh import DeviceMesh, mesh_or_current
+from shardwise.core.placement import Placement, as_placement
 from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.parallel.activations import (
     MoveFirstArgument,
@@ -38,8 +38,6 @@ from shardwise.parallel.parameters import (
 from shardwise.parallel.plan_spec import PlanError, join_names
 from shardwise.torch_internals import forward_pre_hooks
 
-Pieces = int | Sequence[int] | None
-
 
 class ParallelStyle(ABC):
     """A way to make a module parallel. A style of your own implements `_apply`."""
@@ -57,6 +55,9 @@ class ModuleStyle(ParallelStyle):
 
     So a whole plan can be checked before any module is changed.
     """
+
+    torch_steps: tuple[str, ...] = ()
+    """The names of methods of torch's class that derived styles may override or call."""
 
     def shown(self, path: str) -> str:
         """Format a module and its style for errors."""
@@ -85,9 +86,24 @@ class ModuleStyle(ParallelStyle):
             found.append((slot, layout_for(slot, mesh, [placement])))
         return found
 
+    @property
+    def is_derived(self) -> bool:
+        """Whether a class of the user's overrides `_apply` or a step of torch's class."""
+        return any(_is_overridden(type(self), name) for name in ("_apply", *self.torch_steps))
+
+    def apply_torch_steps(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Apply the style as torch does, by the steps that a derived class may have overridden."""
+        names = [name for name in self.torch_steps if _is_overridden(type(self), name)]
+        raise PlanError(
+            f"{type(self).__name__} overrides {', '.join(names)}, of torch's class, which "
+            "shardwise's does not call; override _apply, or register hooks of your own"
+        )
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = as_one_axis_mesh(device_mesh)
         self.check("", module)
+        if any(_is_overridden(type(self), name) for name in self.torch_steps):
+            return self.apply_torch_steps(module, mesh)
         check_unstyled("", module, self)
         layouts = self.layouts("", module, mesh)
         check_ties(layouts)
@@ -102,14 +118,18 @@ class ModuleStyle(ParallelStyle):
         return hash(type(self))
 
 
+def _is_overridden(style: type, method: str) -> bool:
+    """Check whether a class outside of this package defines a method of a style."""
+    owner = next((kind for kind in style.__mro__ if method in vars(kind)), ModuleStyle)
+    return not owner.__module__.startswith(f"{__package__}.")
+
+
 # ---- what all styles share
 
 
 def as_one_axis_mesh(device_mesh: Any) -> DeviceMesh:
     """Return the mesh of a style, or raise PlanError if it does not have exactly one axis."""
-    if device_mesh is None:
-        raise PlanError("device_mesh: expected a DeviceMesh of one axis, got None")
-    mesh = as_mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     if mesh.ndim != 1:
         name = (mesh.mesh_dim_names or ("tp",))[-1]
         raise PlanError(
@@ -126,9 +146,6 @@ def as_single_placement(given: Any, argument: str) -> Placement | None:
     if given is None:
         return None
     return as_placement(given, argument)
-
-
-_REPLICATE = Replicate()
 
 
 class _StyledInput(MoveFirstArgument):
@@ -224,209 +241,11 @@ def make_output_move(what: str, placement: Placement | None, use_local_output: b
     return MoveOutput(what, redistribute, use_local_output)
 
 
-def _leave_with_one(move: MoveOutput, module: nn.Module, args: Any, output: Any) -> Any:
+def leave_with_one(move: MoveOutput, module: nn.Module, args: Any, output: Any) -> Any:
+    """Move the result of a module: a forward hook, with its first argument bound."""
     return move(output)
 
 
-def _leave_with_several(move: MoveOutput, module: nn.Module, args: Any, output: Any) -> Any:
+def leave_with_several(move: MoveOutput, module: nn.Module, args: Any, output: Any) -> Any:
+    """Move all DTensors among the results of a module, as `leave_with_one`."""
     return map_tensors(output, lambda each: move(each) if isinstance(each, DTensor) else each)
-
-
-# ---- projections
-
-
-def weight_kind(module: nn.Module) -> str | None:
-    """Return the meaning of the dims of a module's weight; None if the module is no projection.
-
-    "linear" means (out, in), "transposed" (in, out), and "embedding" (rows, features).
-    """
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers', in GPT-2
-        return "transposed"
-    return None
-
-
-# The dim of the weight that has the outputs, and the one that has the inputs, by `weight_kind`.
-_OUT_DIM: dict[str | None, int] = {"linear": 0, "transposed": 1, "embedding": 1}
-_IN_DIM: dict[str | None, int] = {"linear": 1, "transposed": 0, "embedding": 0}
-
-
-def _input_features(module: nn.Module) -> int | None:
-    """Return the size of the last dim of a projection's input; None for indices."""
-    kind = weight_kind(module)
-    weight: Any = module.weight
-    return None if kind == "embedding" else int(weight.shape[_IN_DIM[kind]])
-
-
-def _check_shard_options(**options: Any) -> dict[str, Any]:
-    """Return the options of `Shard` that are not its defaults; raise if they are invalid."""
-    asked = {name: each for name, each in options.items() if each not in (None, 1)}
-    Shard(0, **asked)
-    return asked
-
-
-class ProjectionStyle(ModuleStyle):
-    """The common part of column-wise and row-wise parallelism."""
-
-    input_layouts: tuple[Placement | None]
-    output_layouts: tuple[Placement | None]
-    use_local_output: bool
-    _shard_options: dict[str, Any]
-
-    def check(self, path: str, module: nn.Module) -> None:
-        if weight_kind(module) is None:
-            raise PlanError(
-                f"{path or 'the module'}: {type(self).__name__} fits nn.Linear, nn.Embedding and "
-                f"transformers' Conv1D, and this is {type(module).__name__}; name the projections "
-                "in it, or use shard_module, which lays out any parameter"
-            )
-
-    @abstractmethod
-    def of_kind(self, kind: str | None) -> dict[str, Placement]:
-        """Return the placements of weight and bias of a module of this `weight_kind`."""
-
-    @abstractmethod
-    def wanted(self, kind: str | None) -> Placement:
-        """Return the placement that a module of this `weight_kind` needs for its input."""
-
-    def placements(self, module: nn.Module) -> dict[str, Placement]:
-        # Parameters that a subclass may have added are replicated.
-        own: dict[str, Placement] = {slot.path: _REPLICATE for slot in find_slots(module)}
-        known = self.of_kind(weight_kind(module))
-        return own | {name: each for name, each in known.items() if name in own}
-
-    def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what, wanted = self.shown(path), self.wanted(weight_kind(module))
-        given = self.input_layouts[0] or wanted
-        features = _input_features(module)
-        enter = make_input_hook(f"input of {what}", module, mesh, given, wanted, features)
-        leave = make_output_move(f"output of {what}", self.output_layouts[0], self.use_local_output)
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(partial(_leave_with_one, leave))
-
-    def __repr__(self) -> str:
-        extra = "".join(f", {name}={each}" for name, each in self._shard_options.items())
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts="
-            f"{self.output_layouts}, use_local_output={self.use_local_output}{extra})"
-        )
-
-
-class ColwiseParallel(ProjectionStyle):
-    """Split the outputs of a Linear or Embedding over the ranks.
-
-    Forward: every rank gets the whole input and computes its columns of the output. Backward: an
-    all-reduce sums the gradient of the input, once for all modules with the same input.
-
-    Arguments:
-        input_layouts: the placement of a plain input: `Replicate()` by default.
-        output_layouts: the placement of the output: split along its last dim by default.
-        use_local_output: whether to return the local shard rather than a DTensor.
-        pieces: for a fused projection, as of queries, keys and values: the number of equal pieces
-            that the outputs consist of, or their lengths; each piece is split by itself.
-        unit: the size that is never split, such as that of a head; one for all pieces, or for each.
-
-    Example:
-        >>> plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        >>> parallelize_module(mlp, mesh["tp"], plan)
-        >>> qkv = ColwiseParallel(pieces=(512, 128, 128), unit=64)  # heads of 64: 8, 2 and 2
-    """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        pieces: Pieces = None,
-        unit: int | Sequence[int] = 1,
-    ) -> None:
-        self.input_layouts = (as_single_placement(input_layouts, "input_layouts") or Replicate(),)
-        self.output_layouts = (as_single_placement(output_layouts, "output_layouts"),)
-        self.use_local_output = use_local_output
-        self._shard_options = _check_shard_options(pieces=pieces, unit=unit)
-
-    def of_kind(self, kind: str | None) -> dict[str, Placement]:
-        weight = Shard(_OUT_DIM[kind], **self._shard_options)
-        return {"weight": weight, "bias": Shard(0, **self._shard_options)}
-
-    def wanted(self, kind: str | None) -> Placement:
-        return _REPLICATE
-
-
-class RowwiseParallel(ProjectionStyle):
-    """Split the inputs of a Linear, or the rows of an Embedding, over the ranks.
-
-    Forward: every rank has its columns of the input and computes a contribution to the output,
-    which an all-reduce sums (a reduce-scatter, if the output is to be split). Backward: no
-    communication (an all-gather).
-
-    Arguments:
-        input_layouts: the placement of a plain input: split along its last dim by default; the
-            indices for an Embedding are replicated by default.
-        output_layouts: the placement of the output: `Replicate()` by default.
-        use_local_output: whether to return the local shard rather than a DTensor.
-        unit: the size that is never split, such as that of a head; the same as in the
-            `ColwiseParallel` that computes the input.
-    """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        unit: int = 1,
-    ) -> None:
-        self.input_layouts = (as_single_placement(input_layouts, "input_layouts"),)
-        self.output_layouts = (
-            as_single_placement(output_layouts, "output_layouts") or Replicate(),
-        )
-        self.use_local_output = use_local_output
-        self._shard_options = _check_shard_options(unit=unit)
-
-    def of_kind(self, kind: str | None) -> dict[str, Placement]:
-        return {"weight": Shard(_IN_DIM[kind], **self._shard_options), "bias": _REPLICATE}
-
-    def wanted(self, kind: str | None) -> Placement:
-        return _REPLICATE if kind == "embedding" else Shard(-1, **self._shard_options)
-
-
-# ---- norms
-
-
-class SequenceParallel(ModuleStyle):
-    """Run a module that treats each position by itself, as norms do, on a split sequence.
-
-    Its parameters are replicated; frozen ones stay frozen. Forward: no communication, if the input
-    is split along the sequence already. Backward: gradients of parameters are summed over the
-    ranks.
-
-    Arguments:
-        sequence_dim: the dim of the input that is split.
-        use_local_output: whether to return the local shard rather than a DTensor.
-    """
-
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        self.sequence_sharding = (Shard(sequence_dim),)
-        self.use_local_output = use_local_output
-
-    def placements(self, module: nn.Module) -> dict[str, Placement]:
-        return {slot.path: _REPLICATE for slot in find_slots(module)}
-
-    def hooks(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        what = self.shown(path)
-        (split,) = self.sequence_sharding
-        enter = make_input_hook(f"input of {what}", module, mesh, split, split)
-        leave = make_output_move(f"output of {what}", None, self.use_local_output)
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(partial(_leave_with_several, leave))
-
-    def __repr__(self) -> str:
-        (split,) = self.sequence_sharding
-        return (
-            f"SequenceParallel(sequence_dim={split.dim}, use_local_output={self.use_local_output})"
-        )

@@ -358,9 +358,12 @@ def draw_shard(
         sampler: the distribution.
         numbers: the parameters of the distribution.
     """
-    if world.current().draws_whole:
+    here = world.current()
+    if here.draws_whole:
         return _draw_whole(sampler, layout, *numbers, dtype=dtype)
     if device.type == "meta":  # torch draws nothing there either
+        if here.is_stand_in:  # but the ranks of the mesh do: the generators stay in step
+            draw_key(generator=generator)
         return torch.empty(layout.local_shape(), dtype=dtype, device=device)
     key = draw_key(layout.mesh, generator)
     return sampler(key, layout, *numbers, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,12 @@ from shardwise.redistribute.plan import (
     plan_redistribute,
     planning_costs,
 )
-from shardwise.torch_internals import TensorBase, backward_node, is_torch_function_enabled
+from shardwise.torch_internals import (
+    TensorBase,
+    backward_hooks_of,
+    backward_node,
+    is_torch_function_enabled,
+)
 
 _is_leaf = TensorBase.is_leaf.__get__
 _NO_CAUSE = Cause()
@@ -356,20 +361,72 @@ def with_grad_layout(local: torch.Tensor, given: Layout, wanted: Layout) -> torc
     """
     if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
         return local.view_as(local)
-    return _Relabel.apply(local, given, wanted)  # type: ignore[no-any-return,no-untyped-call]
+    result: torch.Tensor = _Relabel.apply(local, _gradient_move(given, wanted))  # type: ignore[no-untyped-call]
+    if wanted.partial:
+        ensure_state(result).relabelled = local, wanted
+    return result
+
+
+def _gradient_move(given: Layout, wanted: Layout) -> Move:
+    """Return the move of a gradient to the layout in which the user wants it.
+
+    Where it is whole and wanted as contributions, each rank gets an equal part of it, as in torch.
+    """
+    whole = {axis for axis, each in enumerate(given.placements) if each.is_replicate()}
+    shared = {axis for axis, op in wanted.partial if op == "sum" and axis in whole}
+    pending = {axis: op for axis, op in wanted.partial if axis not in shared}
+    count = math.prod(wanted.mesh.shape[axis] for axis in shared)
+    return Move(given, wanted.relaid(partial=pending), 1 / count)
 
 
 class _Relabel(torch.autograd.Function):
-    """Forward: nothing. Backward: the move from the given layout of the gradient to the wanted."""
+    """Forward: nothing. Backward: a move of the gradient to the layout in which it is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
-        ctx.move = given, wanted
+    def forward(ctx: Any, local: torch.Tensor, move: Move) -> torch.Tensor:
+        ctx.move = move
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return redistribute_local(gradients[0].contiguous(), *ctx.move), None, None
+        move: Move = ctx.move
+        moved = redistribute_local(gradients[0].contiguous(), move.source, move.target)
+        return moved if move.factor == 1 else moved * move.factor, None
+
+
+_RELABEL: Any = backward_node(_Relabel)
+
+
+def apply_to_relabelled(
+    tensor: torch.Tensor, pair: MovePair, started: Pending[torch.Tensor] | None
+) -> torch.Tensor | None:
+    """Apply a move to a tensor whose gradient is wanted as contributions (`with_grad_layout`).
+
+    Forward: `pair.forward`. Backward: the gradient goes directly to the layout in which it is
+    wanted; the sum that `pair.backward` would compute is never made.
+
+    Returns None for any other tensor, and if a hook or `retain_grad` looks at the gradient.
+    """
+    notes = tensor.__dict__.get(ATTRIBUTE)  # `state_of`, without its frame
+    if type(notes) is not TensorState or notes.relabelled is None:
+        return None
+    node = tensor.grad_fn
+    # Changed in place, it has another history.
+    if not isinstance(node, _RELABEL) or backward_hooks_of(tensor) or tensor.retains_grad:
+        return None
+    node.is_passed = True
+    local, wanted = notes.relabelled
+    back = pair.backward
+    move = _gradient_move(back.source, wanted)
+    move = replace(move, factor=move.factor * back.factor)
+    return apply_move(local, MovePair(pair.forward, move), started)
+
+
+def is_passed(tensor: torch.Tensor) -> bool:
+    """Tell whether uses of a (local) tensor have sent gradients past it, so that its own gradient
+    is never complete."""
+    node = tensor.grad_fn
+    return isinstance(node, (_NODE, _RELABEL)) and getattr(node, "is_passed", False)
 
 
 def make_move_pair(

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.local_shards import has_short_dims, is_globally_contiguous
-from shardwise.dtensor.memory import check_whole
-from shardwise.dtensor.properties import GlobalProperties
+from shardwise.dtensor.properties import GlobalProperties, check_whole
 from shardwise.dtensor.tensor import DTensor, unwrap
 from shardwise.rules.registry import handler, name_of
 from shardwise.torch_internals import TensorBase, as_local

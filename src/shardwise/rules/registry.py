@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.dtensor.composite import copy_into
+from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.rules.pattern import Names, PatternError, factors_of, parse_pattern, sizes_of
 from shardwise.rules.spec import Out, Spec
@@ -317,7 +318,7 @@ def register_rule(
     Example:
         >>> sw.register_rule(torch.ops.mine.matmul, "m k, k n -> m n", linear=[(0,), (1,)])
     """
-    functions = _functions_of(op)
+    functions = operator_functions(op)
     name = str(functions[0])
     left, arrow, _ = pattern.partition("->")
     if not arrow:
@@ -350,11 +351,20 @@ def register_rule(
             additive=additive,
         )
 
+    add_user_rule(functions, OpInfo(name, rule))
+
+
+def add_user_rule(functions: Sequence[Any], known: OpInfo) -> None:
+    """Add functions to the table, in place of what is known of them, also in calls planned before.
+
+    Those of other threads are not planned anew: register rules before ranks start.
+    """
     for function in functions:
-        add_op_info(function, OpInfo(name, rule))
+        add_op_info(function, known)
+    state.entries.clear()
 
 
-def _functions_of(op: Any) -> list[Any]:
+def operator_functions(op: Any) -> list[Any]:
     """Return the functions to register for an operator: its overloads and their packet."""
     op = overload_of_custom_operator(op)  # if it is from torch.library.custom_op
     if isinstance(op, OpOverload):
@@ -380,6 +390,11 @@ def _shapes(
     """Return the shapes of the results: from the factors, or by running on meta tensors."""
     if all(each != "_" and each in sizes for dims in results for each in dims):
         return [tuple(sizes[each] for each in dims) for dims in results]
+    return [tuple(each.shape) for each in tensors_in(meta_result(function, args, kwargs))]
+
+
+def meta_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on tensors of global shape without data (`register_fake`)."""
 
     def meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -388,5 +403,4 @@ def _shapes(
             return type(value)(meta(each) for each in value)
         return value
 
-    result = function(*map(meta, args), **{name: meta(arg) for name, arg in kwargs.items()})
-    return [tuple(each.shape) for each in tensors_in(result)]
+    return function(*map(meta, args), **{name: meta(arg) for name, arg in kwargs.items()})

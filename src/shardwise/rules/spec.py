@@ -17,9 +17,12 @@ import torch
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement
 
 Dims = tuple[str | None, ...]
 """The factor of each dim; None for a dim that must be whole."""
+Listed = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+"""The placements of the results, and those of the tensors among the arguments, on one axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,9 @@ class Spec:
     may_fail: bool = False
     """Whether torch may raise an error for the values of some shards: the error is then raised on
     all ranks. Costs a small collective."""
+    acceptable: Sequence[Listed] | None = None
+    """What one axis of the mesh may do, in placements, for an operator that is described by these
+    and not by factors (`shardwise.rules.acceptable`)."""
     needs_plain: bool = False
     """Whether the function that runs looks at shapes in Python, and so must not get DTensors."""
 

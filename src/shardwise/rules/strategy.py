@@ -31,6 +31,7 @@ from shardwise.redistribute.cost import (
     prices,
     worst_price,
 )
+from shardwise.rules.acceptable import listed_layouts
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext
 
 _MOST_CHOICES = 512
@@ -105,16 +106,11 @@ def choose(
         keeps: the layout that the first input and the first result must have (an in-place
             operator); None is returned if no strategy has it.
     """
-    options = [list(_options(spec, layouts, axis)) for axis in range(mesh.ndim)]
-    price = prices(mesh, costs_of(mesh))
     itemsizes = _itemsizes(spec)
     found: list[Strategy] = []
     best: Strategy | None = None
     best_rank: tuple[float, int, int] | None = None
-    for combination in islice(product(*options), _MOST_CHOICES):
-        made = _build_if_possible(spec, layouts, mesh, combination, price)
-        if made is None:
-            continue
+    for made in _strategies(spec, layouts, mesh):
         if keeps is not None and not (made.inputs[0] is keeps and made.outputs[0] is keeps):
             continue
         moved = sum(a is not b for a, b in zip(layouts, made.inputs, strict=True))
@@ -133,6 +129,26 @@ def choose(
 
 
 _FREE = (0.0, 0, 0)
+
+
+def _strategies(spec: Spec, layouts: Sequence[Layout], mesh: DeviceMesh) -> Iterator[Strategy]:
+    """Yield the possible strategies, in a fixed order."""
+    price = prices(mesh, costs_of(mesh))
+    if spec.acceptable is not None:
+        for inputs, outputs, used_on in listed_layouts(spec, layouts, mesh):
+            try:
+                for layout, target in zip(layouts, inputs, strict=True):
+                    _check_pending(layout, target.partial)
+            except _ImpossibleError:
+                continue
+            context = SplitContext(mesh, {}, inputs, outputs)
+            yield Strategy(context, used_on, _costs(spec, layouts, context, price))
+        return
+    options = [list(_options(spec, layouts, axis)) for axis in range(mesh.ndim)]
+    for combination in islice(product(*options), _MOST_CHOICES):
+        made = _build_if_possible(spec, layouts, mesh, combination, price)
+        if made is not None:
+            yield made
 
 
 def _itemsizes(spec: Spec) -> tuple[int, ...]:
@@ -347,13 +363,19 @@ def _build(
         for number, out in enumerate(spec.outputs)
     )
     context = SplitContext(mesh, splits, tuple(targets), outputs)
+    return Strategy(context, tuple(used), _costs(spec, layouts, context, price))
+
+
+def _costs(
+    spec: Spec, layouts: Sequence[Layout], context: SplitContext, price: Sequence[Price]
+) -> tuple[Price, ...]:
+    """Return the estimated communication: of each input, and of the call itself."""
     costs = [
-        estimate(layout, target, price) for layout, target in zip(layouts, targets, strict=True)
+        estimate(layout, target, price)
+        for layout, target in zip(layouts, context.inputs, strict=True)
     ]
-    costs.append(
-        _own_cost(spec, context, price, any(each.before or each.per_byte for each in costs))
-    )
-    return Strategy(context, tuple(used), tuple(costs))
+    moves_inputs = any(each.before or each.per_byte for each in costs)
+    return (*costs, _own_cost(spec, context, price, moves_inputs))
 
 
 def _own_cost(

@@ -175,6 +175,15 @@ functional_collectives: Any = _take(
 )
 
 
+def functional_operators() -> Any:
+    """Return the functional collectives by the names by which torch's CommDebugMode counts them.
+
+    Importing the module defines them.
+    """
+    importlib.import_module("torch.distributed._functional_collectives")
+    return torch.ops.c10d_functional
+
+
 def schema_of(operator: Any) -> Any:
     """Return the signature of an operator's overload: its arguments and what it writes to."""
     return operator._schema
@@ -258,12 +267,13 @@ def hooks_of_optimizer(optimizer: optim.Optimizer, when: str) -> list[Any]:
 # ---- process groups
 
 _c10d = "torch.distributed.distributed_c10d"
-world_of_torch: Any = _take(f"{_c10d}._world", "the process groups by what they are")
+_take(f"{_c10d}._world", "the process groups by what they are")
 default_group: Any = _take(f"{_c10d}._get_default_group", "all ranks; an error before the start")
 new_process_group: Any = _take(
     f"{_c10d}._new_process_group_helper",
     "makes a group under a name of ours, by its members only",
-    "group_size group_rank global_ranks_in_group backend store group_name timeout group_desc",
+    "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout "
+    "group_desc",
 )
 device_for_objects: Any = _take(
     f"{_c10d}._get_object_coll_device", "the device on which a group sends bytes", "group"
@@ -316,6 +326,11 @@ start_coalescing: Any = _take(
 end_coalescing: Any = _take("torch.distributed.ProcessGroup._end_coalescing", "the same")
 
 
+def world_of_torch() -> Any:
+    """Return torch's record of process groups. Threads of a test may have one each."""
+    return torch.distributed.distributed_c10d._world
+
+
 def start_all_gather(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
     """Start an all_gather into one buffer; return the work to wait for."""
     return group._allgather_base(out, part)
@@ -327,8 +342,15 @@ def start_reduce_scatter(group: Any, out: torch.Tensor, packed: torch.Tensor, op
 
 
 def timeout_of(group: Any) -> Any:
-    """Return the timeout of a group's collectives."""
-    return group._get_backend(torch.device(device_for_objects(group))).options._timeout
+    """Return the timeout of a group's collectives; torch's default for threads, which have none."""
+    if world_of_torch().pg_map[group][0] == "threaded":
+        return torch.distributed.constants.default_pg_timeout
+    return timeout_in(group._get_backend(torch.device(device_for_objects(group))).options)
+
+
+def timeout_in(options: Any) -> Any:
+    """Return the timeout that the options of a backend give."""
+    return options._timeout
 
 
 # ---- exported programs

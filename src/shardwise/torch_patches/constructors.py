@@ -16,7 +16,7 @@ import torch
 import torch.utils.dlpack
 from torch.overrides import handle_torch_function
 
-from shardwise.dtensor.memory import check_whole
+from shardwise.dtensor.properties import check_whole
 from shardwise.dtensor.tensor import DTensor, tensors_in, unwrap
 from shardwise.rules.registry import add_op_info, lookup
 from shardwise.torch_internals import (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import dispatch
-from shardwise.dtensor.memory import check_whole
+from shardwise.dtensor.properties import check_whole
 from shardwise.dtensor.tensor import DTensor
 from shardwise.torch_internals import ScriptFunction, ScriptModule, script_modules, torch_c
 from shardwise.torch_patches.constructors import call_on_whole, watched_with_lists

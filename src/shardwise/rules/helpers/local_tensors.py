@@ -92,6 +92,25 @@ def lower_with_padding(
     return lower
 
 
+def copied_as_elsewhere(
+    result: torch.Tensor,
+    local: torch.Tensor,
+    is_view: bool,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    """Return the result of an operator that copies only if it must, copied on all ranks or on none.
+
+    Arguments:
+        result: what the operator returned for `local`: a view where this rank's shard allows one,
+            which a shard of one row may although the global tensor does not.
+        is_view: whether the operator returns a view of the global tensor.
+        memory_format: of the copy.
+    """
+    if is_view or result.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
+        return result
+    return result.clone(memory_format=memory_format)
+
+
 def is_empty(shape: Sequence[int]) -> bool:
     """Return whether a tensor of this shape has no elements."""
     return math.prod(shape) == 0

@@ -19,7 +19,7 @@ from shardwise.dtensor.input_moves import move_input, plan_input_move
 from shardwise.dtensor.local_shards import has_short_dims, is_globally_contiguous
 from shardwise.dtensor.tensor import DTensor, find_detaching_operator
 from shardwise.dtensor.writes import check_writable
-from shardwise.rules.helpers.local_tensors import is_summed, keeps_sums
+from shardwise.rules.helpers.local_tensors import copied_as_elsewhere, is_summed, keeps_sums
 from shardwise.rules.pointwise.elementwise import broadcast_spec
 from shardwise.rules.registry import Function, composed, dispatched, handler, name_of, rule
 from shardwise.rules.spec import Out, Spec, SplitContext, dims_of, takes_shards
@@ -45,17 +45,19 @@ def kept(input: Any, *args: Any, **kwargs: Any) -> Spec:
 def contiguous(input: Any, *args: Any, **kwargs: Any) -> Spec:
     def lower(context: SplitContext) -> Any:
         (layout,) = context.inputs
-        return partial(_copied_as_elsewhere, layout) if has_short_dims(layout) else None
+        return partial(_contiguous, layout) if has_short_dims(layout) else None
 
     return broadcast_spec([input], [(0,)], lower=lower, positions=())
 
 
-def _copied_as_elsewhere(layout: Layout, local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run `contiguous`, and copy also where only this rank's shard happens to be contiguous."""
-    result = local.contiguous(*args, **kwargs)
-    if result is local and not is_globally_contiguous(local, layout, *args, **kwargs):
-        return local.clone(memory_format=torch.contiguous_format)
-    return result
+def _contiguous(
+    layout: Layout,
+    local: torch.Tensor,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    is_view = is_globally_contiguous(local, layout, memory_format)
+    result = local.contiguous(memory_format=memory_format)
+    return copied_as_elsewhere(result, local, is_view, memory_format)
 
 
 @rule("alias", inplace=False)

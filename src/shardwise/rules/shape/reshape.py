@@ -19,6 +19,7 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.local_shards import has_short_dims, is_globally_viewable
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.rules.helpers.dims import as_sizes, replace_dim
+from shardwise.rules.helpers.local_tensors import copied_as_elsewhere
 from shardwise.rules.pointwise.casts import viewed_as
 from shardwise.rules.registry import Aten, Function, composed, handler, rule
 from shardwise.rules.spec import Dims, Out, Spec, SplitContext, dims_of, normalize_dim, takes_shards
@@ -236,24 +237,16 @@ def _by_reshape(input: torch.Tensor, target: Sequence[int], local: Any = None) -
     def lower(context: SplitContext) -> Callable[..., Any] | None:
         # A split dim of size 1 may become another dim of the result, so all sizes are given.
         shape = context.outputs[0].local_shape()
-        if has_short_dims(context.inputs[0]):
-            return lambda x, *args, **kwargs: _copied_as_elsewhere(x, context, shape)
+        (layout,) = context.inputs
+        if has_short_dims(layout):
+            return lambda x, *args, **kwargs: copied_as_elsewhere(
+                x.reshape(shape), x, is_globally_viewable(x, layout, target)
+            )
         if local is not None and _means(local, shape):
             return None
         return takes_shards(lambda x, *args, **kwargs: x.reshape(shape))
 
     return reshape_spec(input, target, lower=lower)
-
-
-def _copied_as_elsewhere(
-    local: torch.Tensor, context: SplitContext, shape: Sequence[int]
-) -> torch.Tensor:
-    """Run `reshape`, and copy also where only this rank's shard can be viewed in the new shape."""
-    result = local.reshape(shape)
-    if is_globally_viewable(local, context.inputs[0], context.outputs[0].shape):
-        return result
-    is_view = result.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return result.clone() if is_view else result
 
 
 @handler("view_as", "reshape_as", "expand_as")

@@ -1,5 +1,7 @@
 """`torch.distributed.tensor.experimental`."""
 
 from shardwise.api.distribute import local_map
+from shardwise.dtensor.state import implicit_replication
+from shardwise.rules.acceptable import register_sharding
 
-__all__ = ["local_map"]
+__all__ = ["implicit_replication", "local_map", "register_sharding"]

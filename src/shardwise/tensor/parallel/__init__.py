@@ -1,16 +1,15 @@
 """`torch.distributed.tensor.parallel`."""
 
-from shardwise.parallel.parallelize import loss_parallel, parallelize_module
-from shardwise.parallel.prepare import (
+from shardwise.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-)
-from shardwise.parallel.styles import (
-    ColwiseParallel,
-    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
+    parallelize_module,
 )
 
 __all__ = [

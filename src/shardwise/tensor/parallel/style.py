@@ -1,13 +1,11 @@
 """`torch.distributed.tensor.parallel.style`."""
 
-from shardwise.parallel.prepare import (
+from shardwise.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-)
-from shardwise.parallel.styles import (
-    ColwiseParallel,
-    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
 )
