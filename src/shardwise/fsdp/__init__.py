@@ -29,7 +29,12 @@ from shardwise.fsdp.mesh_info import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
-from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.fsdp.module import (
+    FSDPModule,
+    ReplicateModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+)
 from shardwise.fsdp.root import GradientReductionHandle
 
 __all__ = [
@@ -48,6 +53,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
+    "ReplicateModule",
     "ShardPlacementResult",
     "ShardedState",
     "StateError",

@@ -12,10 +12,6 @@ class FSDPError(ShardwiseError, ValueError):
     """An argument that is not accepted, or a module that cannot be sharded as asked."""
 
 
-class MeshInfoError(FSDPError, AssertionError):
-    """A description of data-parallel axes that lacks one of them."""
-
-
 class StateError(ShardwiseError, RuntimeError):
     """A request that a sharded module cannot serve in its present state."""
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from shardwise.comm import Communicator, communicator
 from shardwise.core import world
 from shardwise.core.checks import as_int
-from shardwise.core.errors import MeshError
+from shardwise.core.errors import MeshError, also
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Placement
-from shardwise.fsdp.errors import FSDPError, MeshInfoError
+from shardwise.fsdp.errors import FSDPError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,19 +47,19 @@ class DataParallelMeshInfo:
         ]
         for name in needed:
             if getattr(self, name) is None:
-                raise MeshInfoError(
+                raise also(FSDPError, AssertionError)(
                     f"{type(self).__name__}({name}): expected the index of an axis of "
                     f"{self.mesh!r}, got None"
                 )
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
-            raise MeshInfoError(
+            raise also(FSDPError, AssertionError)(
                 f"{type(self).__name__}: expected shard_mesh_dim, replicate_mesh_dim or both; got "
                 "neither"
             )
         for name in ("shard_mesh_dim", "replicate_mesh_dim"):
             axis = getattr(self, name)
             if axis is not None and as_int(axis) not in range(self.mesh.ndim):
-                raise MeshInfoError(
+                raise also(FSDPError, AssertionError)(
                     f"{type(self).__name__}({name}): expected the index of an axis of "
                     f"{self.mesh!r}, got {axis!r}"
                 )
@@ -206,6 +206,27 @@ class ShardPlacementResult:
 
     placement: Placement | None
     mesh_info: FSDPMeshInfo
+
+
+def resolve_shard_placement(
+    result: Placement | ShardPlacementResult | None, default_mesh_info: FSDPMeshInfo
+) -> ShardPlacementResult:
+    """Return what `shard_placement_fn` has returned as a `ShardPlacementResult`."""
+    if isinstance(result, ShardPlacementResult):
+        return result
+    if result is not None and not isinstance(result, Placement):
+        raise FSDPError(
+            f"result: expected Shard(dim), a ShardPlacementResult or None, got {result!r}"
+        )
+    return ShardPlacementResult(result, default_mesh_info)
+
+
+def mesh_info_of(
+    mesh: DeviceMesh | TorchMesh, dp_mesh_dims: DataParallelMeshDims | None = None
+) -> DataParallelMeshInfo:
+    """Return the data-parallel axes of a mesh, as `fully_shard` takes them. It is torch's
+    `_get_mesh_info`."""
+    return shard_info(mesh, dp_mesh_dims, as_mesh(mesh).device_type)
 
 
 def shard_info(

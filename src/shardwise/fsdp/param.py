@@ -248,6 +248,16 @@ class ShardedParam:
         """The name of the parameter, for messages."""
         return self.slot.name
 
+    @property
+    def sharded_param(self) -> DTensor:
+        """The DTensor that the module has at rest: torch's name for it."""
+        return self.sharded
+
+    @property
+    def unsharded_param(self) -> torch.Tensor:
+        """The parameter that the module computes with: torch's name for it."""
+        return self.gathered
+
     def apply_grad_hooks(self, gradient: torch.Tensor, has_history: bool) -> torch.Tensor:
         """Return the shard's new gradient after the hooks that users have registered on it.
 

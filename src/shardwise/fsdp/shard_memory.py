@@ -104,7 +104,7 @@ def divide_into_units(groups: Sequence[ParamGroup]) -> list[UnitPart]:
     for (dtype_key, *_), members in by_unit.items():
         users = tensors[id(members[0][1])][2]
         reduce_dtype = _find_reduce_dtype(by_dtype[dtype_key])
-        for part in _split_replicated(members):
+        for part in _split_replicated(members, users[0]):
             found.append(UnitPart(users, part, reduce_dtype))
     return found
 
@@ -136,14 +136,15 @@ def _find_reduce_dtype(parameters: Sequence[SlotTensor]) -> torch.dtype | None:
     return promoted_dtype(known) if known else None
 
 
-def _split_replicated(part: list[SlotTensor]) -> list[list[SlotTensor]]:
+def _split_replicated(part: list[SlotTensor], group: ParamGroup) -> list[list[SlotTensor]]:
     """Split the parameters of a replicated module over several units, others over one."""
     if part[0][0].info.shard_mesh_size > 1:
         return [part]
+    most = group.settings.replicated_unit_bytes or REPLICATED_UNIT_BYTES
     result: list[list[SlotTensor]] = [[]]
     size = 0
     for slot, tensor in part:
-        if size >= REPLICATED_UNIT_BYTES:
+        if size >= most:
             result.append([])
             size = 0
         result[-1].append((slot, tensor))
