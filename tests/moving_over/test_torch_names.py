@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.torch_names import CLASSES, Row, difference, resolve, rows
+from support.torch_names import CLASSES, Row, difference, public_names, resolve, rows
 
-from shardwise.cli.counterparts import counterpart
+from shardwise.cli.counterparts import MODULES
 from shardwise.cli.torch_names import BETTER, DIFFERENT, INSTEAD, SINCE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "moving-over.md"
@@ -47,6 +47,8 @@ def test_calls_that_are_valid_for_torch_are_valid_for_ours():
 
 OTHER_ARGUMENTS = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "the last argument is a private switch",
+    "torch.distributed._shard.sharded_tensor.reshard.reshuffle_local_shard": "the first name",
+    "torch.distributed._shard.sharding_spec._internals.check_tensor": "names",
     "torch.distributed._composable.replicate.replicate": "dp_mesh_dims and spmd_mesh",
     **dict.fromkeys(
         (
@@ -70,18 +72,20 @@ def test_members_are_of_the_same_kind():
 
 
 def test_what_is_called_absent_is_absent():
-    there = [name for name in INSTEAD if not _is_module(name) and _is_ours(name)]
+    there = [each for name in INSTEAD for each in _names_in(name) if _is_ours(each)]
     assert not there
 
 
-def _is_module(name: str) -> bool:
-    """Tell whether a name is a module of torch. Ours may have one by chance, with other names."""
-    return inspect.ismodule(resolve(name))
+def _names_in(name: str) -> list[str]:
+    """Return a name, or those in a module; ours may have one of that name by chance."""
+    found = resolve(name)
+    return [f"{name}.{each}" for each in public_names(found)] if inspect.ismodule(found) else [name]
 
 
 def _is_ours(name: str) -> bool:
-    found = counterpart(name)
-    return found is not None and _exists(".".join([found.path, *name.split(".")[found.length :]]))
+    """Tell whether shardwise has the name, in the module of the same path."""
+    module = max((each for each in MODULES if name.startswith(f"{each}.")), key=len, default=None)
+    return module is not None and _exists(MODULES[module] + name.removeprefix(module))
 
 
 @pytest.mark.parametrize(

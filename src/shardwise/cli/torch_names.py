@@ -130,13 +130,6 @@ INSTEAD: dict[str, str] = {
     # ShardedTensor's internals
     f"{_SHARD}.sharded_tensor._ops": "torch's own functions take ShardedTensors: torch.equal, "
     "torch.allclose, torch.nn.init.uniform_, x.clone(), x.detach(), ...",
-    f"{_SHARD}.sharded_tensor.reshard": "x.reshard(spec)",
-    f"{_SHARD}.sharded_tensor.utils": "init_from_local_shards(shards, size) builds the metadata",
-    **_all(
-        f"{_SHARD}.sharding_spec._internals",
-        "check_tensor get_chunk_sharding_params",
-        "spec.build_metadata(size, properties) checks and computes the shards",
-    ),
     f"{_SHARD}.sharding_spec.chunk_sharding_spec_ops": "torch.nn.functional.embedding and "
     "embedding_bag take a ShardedTensor as weight",
     f"{_SHARD}.sharding_spec.ChunkShardingSpec.ShardingDim": "int | str",
