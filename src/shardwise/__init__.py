@@ -119,7 +119,6 @@ __all__ = [
     "calibrate",
     "check_random_state",
     "communicator",
-    "device_mesh",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -152,7 +151,6 @@ __all__ = [
     "seed",
     "sharded",
     "simulate",
-    "tensor",
     "testing",
     "zeros",
 ]

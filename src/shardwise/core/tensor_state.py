@@ -37,6 +37,7 @@ class TensorState:
         "reduced",
         "relabelled",
         "replaced_by",
+        "summed_later",
         "viewed_copy",
     )
 
@@ -78,6 +79,10 @@ class TensorState:
         they are there."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
+
+        self.summed_later: tuple[int, ...] = ()
+        """The axes over which the gradient of this leaf is summed after the backward, so that no
+        operator sums it. Set by `fsdp`; read by `summed_later`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # torch.load accepts it, also where shardwise is not installed
