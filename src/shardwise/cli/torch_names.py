@@ -201,8 +201,23 @@ BETTER: dict[str, str] = {
 # ---- names of newer versions
 
 SINCE: dict[str, str] = {
-    f"{_TENSOR}.linspace": "2.15",
-    f"{_TENSOR}.logspace": "2.15",
-    f"{_FSDP}.GradientReductionHandle": "2.15",
+    **dict.fromkeys(
+        (f"{_TENSOR}{path}.{name}" for path in ("", "._api") for name in ("linspace", "logspace")),
+        "2.14",
+    ),
+    **dict.fromkeys(
+        (
+            f"{_FSDP}.GradientReductionHandle",
+            f"{_FSDP}._fully_shard.GradientReductionHandle",
+            f"{_FSDP}._fully_shard._fully_shard.GradientReductionHandle",
+            f"{_FSDP}.FSDPModule.finalize_backward",
+            f"{_FSDP}.FSDPModule.set_keep_unsharded_storage",
+            f"{_FSDP}.FSDPModule.set_manual_backward_finalization",
+            f"{_FSDP}.MixedPrecisionPolicy.param_dtype_override_fn",
+            "torch.distributed.device_mesh.DeviceMesh.abort",
+            f"{_SHARD}.sharded_tensor.TensorProperties.strides",
+        ),
+        "2.15",
+    ),
 }
 """The version of torch that a name came with, if that is not 2.13."""
