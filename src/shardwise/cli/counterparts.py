@@ -128,11 +128,11 @@ def difference(path: str) -> str | None:
     return DIFFERENT.get(path)
 
 
-def absent_names(module: str) -> Iterator[str]:
-    """Yield the names of a module of torch that are known to have no counterpart."""
-    for name in INSTEAD:
+def names_in(module: str) -> Iterator[str]:
+    """Yield the names of a module of torch that are replaced one by one, or known to be absent."""
+    for name in (*NAMES, *INSTEAD):
         parent, _, last = name.rpartition(".")
-        if parent == module and counterpart(name) is None:
+        if parent == module:
             yield last
 
 
