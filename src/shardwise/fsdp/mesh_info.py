@@ -190,20 +190,6 @@ class DataParallelMeshDims:
                     f"names, got {names!r}"
                 )
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """The names of the axes that parameters are sharded over."""
-        return _as_names(self.shard)
-
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        """The names of the axes that parameters are replicated along."""
-        return _as_names(self.replicate)
-
-
-def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names or ()
-
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
