@@ -70,6 +70,8 @@ def rewrite(text: str) -> Rewritten:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         raise SourceError(f"{line}: {getattr(error, 'msg', None) or error}") from None
+    if "distributed" not in text:
+        return Rewritten(text, (), ())
     names = NameCollector()
     names.visit(tree)
     rewriter = _Rewriter(_Source(text), names)
@@ -416,7 +418,7 @@ class _Rewriter:
             else:
                 rest = name.split(".")[found.length :]
                 ours = ".".join([found.path, *rest])
-                self._find(node, f'the string "{text}" has {name}: write {ours}')
+                self._find(node, f'the string "{text}" names {name}: write {ours}')
 
     # findings
 
