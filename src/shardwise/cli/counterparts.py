@@ -63,6 +63,8 @@ def counterpart(path: str, is_module: bool = False) -> Counterpart | None:
     The name `torch.distributed.tensor.DTensor.from_local` has the one of `DTensor`.
     """
     parts = path.split(".")
+    if any(".".join(parts[:length]) in INSTEAD for length in range(3, len(parts) + 1)):
+        return None  # also where shardwise has a name like it, of another meaning
     if not is_module:
         for length in range(len(parts), 0, -1):
             name = ".".join(parts[:length])
