@@ -33,7 +33,6 @@ class TensorState:
         "key",
         "link",
         "moves",
-        "origin",
         "pending",
         "reduced",
         "relabelled",
@@ -55,9 +54,6 @@ class TensorState:
         self.gathered_from: torch.Tensor | None = None
         """The piece that a gather made this tensor of. Set and read by `redistribute`, which sums
         gradients directly into the pieces."""
-        self.origin: Any = None
-        """The layout of the DTensor whose local shard this plain tensor is. Set and read by
-        `local_shards`; only for tensors that are not in a graph, whose node has the note else."""
         self.replaced_by: dict[int, weakref.ref[torch.Tensor]] | None = None
         """The DTensors that have replaced this parameter in a module, by rank, as simulated ranks
         may share a parameter. Set and read by `parallel`, which keeps ties."""
