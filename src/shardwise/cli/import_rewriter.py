@@ -56,7 +56,7 @@ class Rewritten:
     findings: tuple[Finding, ...]
     """What is left to do by hand."""
     notes: tuple[Finding, ...]
-    """Names that were replaced and behave differently."""
+    """What the author should know of its names, though nothing is left to do."""
 
 
 def rewrite(text: str) -> Rewritten:
@@ -189,7 +189,7 @@ class _Rewriter:
         if module is None or full == path:
             return  # no module, or one that stays torch's
         found = counterpart(full)
-        self._note_difference(chain.nodes[0], full)
+        self._note(chain.nodes[0], full)
         if found is None:
             self._find_absent(chain.nodes[0], full)
         elif not f"{module.path}{full.removeprefix(path)}".startswith(found.path):
@@ -217,7 +217,7 @@ class _Rewriter:
             self._find(root, f"{full}: write {found.path}, and import {found.module}")
             return False
         self.edits.append(_Edit(start, end, found.path))
-        self._note_difference(root, full)
+        self._note(root, full)
         scope = chain.scope.find(chain.parts[0])
         anchor = next(each.at for each in bindings if each.path is not None)
         assert scope is not None
@@ -232,6 +232,7 @@ class _Rewriter:
             name = alias.name
             if name.partition(".")[0] == PACKAGE and alias.asname is None:
                 self._imported[scope].add(name)
+            self._note(alias, name)
             if not is_moved(name):
                 continue
             found = counterpart(name, is_module=True)
@@ -287,6 +288,7 @@ class _Rewriter:
         for alias in node.names:
             path = f"{module}.{alias.name}"
             targets.append((module, self.source.of(alias)))
+            self._note(alias, path)
             if not is_moved(path):
                 continue
             found = counterpart(path)
@@ -297,7 +299,6 @@ class _Rewriter:
             renamed = f"{name} as {alias.asname or alias.name}"
             text = self.source.of(alias) if name == alias.name else renamed
             targets[-1] = (parent, text)
-            self._note_difference(alias, path)
         new_modules = dict.fromkeys(parent for parent, _ in targets)
         if list(new_modules) == [module]:
             return
@@ -425,10 +426,10 @@ class _Rewriter:
     def _find_absent(self, node: _Located, path: str) -> None:
         self._find(node, f"{_up_to_class(path)} has no counterpart: {advice(path)}")
 
-    def _note_difference(self, node: _Located, path: str) -> None:
+    def _note(self, node: _Located, path: str) -> None:
         text = difference(path)
         if text is not None:
-            self.notes.append(Finding(node.lineno, f"{path} behaves differently: {text}"))
+            self.notes.append(Finding(node.lineno, f"{path} {text}"))
 
     def _find(self, node: _Located, message: str) -> None:
         self.findings.append(Finding(node.lineno, message))
