@@ -531,5 +531,8 @@ STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 torch's own DTensor, and so shardwise never imports it: its names are changed when somebody does."""
 STATE_DICT_HELPERS = "torch.distributed.checkpoint.state_dict"
 """The module of `get_model_state_dict` and its siblings."""
+STATE_DICT_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+"""The module of `StateDictStager`, which copies the tensors of `async_save`. It imports torch's own
+DTensor too."""
 
 check_internals()
