@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed.rpc
@@ -27,6 +27,8 @@ from shardwise.torch_internals.lookup import check_internals
 from shardwise.torch_internals.lookup import getter as _getter
 from shardwise.torch_internals.lookup import report as report
 from shardwise.torch_internals.lookup import take as _take
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # ---- tensors: the shard below a DTensor
 
@@ -332,6 +334,13 @@ end_coalescing: Any = _take("torch.distributed.ProcessGroup._end_coalescing", "t
 def world_of_torch() -> Any:
     """Return torch's record of process groups. Threads of a test may have one each."""
     return torch.distributed.distributed_c10d._world
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Mark a function as `torch.compiler.assume_constant_result` does, without importing dynamo:
+    torch.compile calls it while it traces, and keeps the result."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
 
 
 def start_all_gather(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
