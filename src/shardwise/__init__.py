@@ -41,7 +41,7 @@ from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, _StridedShard  # noqa: F401
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dtensor.dcp import CheckpointStager
-from shardwise.dtensor.local_shards import piece_sizes
+from shardwise.dtensor.shard_sizes import piece_sizes
 from shardwise.dtensor.state import (
     CacheInfo,
     cache_clear,
@@ -119,7 +119,6 @@ __all__ = [
     "calibrate",
     "check_random_state",
     "communicator",
-    "device_mesh",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -152,7 +151,6 @@ __all__ = [
     "seed",
     "sharded",
     "simulate",
-    "tensor",
     "testing",
     "zeros",
 ]

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from shardwise import cli
-from shardwise.cli import migrate
+from shardwise.cli import counterparts, migrate
 from shardwise.cli.import_rewriter import SourceError, rewrite
 
 
@@ -292,6 +292,25 @@ def test_positions_are_those_of_characters_not_of_bytes():
     assert rewritten(old).endswith("x = shardwise.tensor.Shard(0)\n")
 
 
+def test_torch_is_kept_where_another_import_of_it_may_not_run():
+    old = """\
+    from typing import TYPE_CHECKING
+    if TYPE_CHECKING:
+        import torch
+    import torch.distributed.tensor
+    torch.nn.Linear(2, 2)
+    """
+    assert "\nimport torch.distributed, shardwise.tensor\n" in rewritten(old)
+
+
+def test_names_in_f_strings_are_replaced_or_listed_but_never_other_characters():
+    old = 'import torch.distributed as d\nx = f"""\n{d.tensor.Shard(0)!r} {d.rank}\n"""\n'
+    result = rewrite(old)
+    replaced = old.replace("d.tensor", "shardwise.tensor")
+    assert result.text.replace("import shardwise.tensor\n", "") in (old, replaced)
+    assert len(result.findings) == (result.text == old)
+
+
 # ---- what is left
 
 
@@ -333,6 +352,24 @@ def test_names_of_a_star_import_without_a_counterpart_are_listed():
     assert [line for line, _ in findings(text)] == [2]
 
 
+def test_a_star_import_of_a_module_that_stays_may_bring_names_that_move():
+    text = "from torch.distributed import *\nmesh = init_device_mesh('cpu', (2,))\nget_rank()\n"
+    message = "it imports init_device_mesh: add from shardwise import init_device_mesh after it"
+    assert findings(text) == [(1, message)]
+    assert findings(text + "def init_device_mesh(*args): ...\n") == []
+
+
+def test_names_that_behave_differently_are_noted_once(tmp_path, monkeypatch, capsys):
+    name = "torch.distributed.tensor.DTensor"
+    monkeypatch.setitem(counterparts.DIFFERENT, name, "it is the shard.")
+    for number in (1, 2):
+        (tmp_path / f"{number}.py").write_text(f"import torch\n{TORCH}")
+    assert cli.main(["migrate", str(tmp_path)]) == 0
+    printed = capsys.readouterr().err
+    assert printed.count("behaves differently") == 1
+    assert f"note: {tmp_path}/1.py:2: {name} behaves differently: it is the shard.\n" in printed
+
+
 def test_a_text_that_is_no_program_is_refused_with_its_line():
     with pytest.raises(SourceError, match=r"^2: "):
         rewrite("x = 1\nprint 'python 2'\n")
@@ -354,7 +391,7 @@ def test_a_dry_run_shows_the_difference_and_changes_nothing(tmp_path, capsys):
     assert f"-{TORCH}+{OURS}" in printed.out
     assert printed.out.startswith(f"--- a{path}\n+++ b{path}\n")
     assert printed.err == (
-        "files read: 1, to change: 1 (--write changes them), places left to change by hand: 0\n"
+        "files read: 1, to change by --write: 1, places left to change by hand: 0, errors: 0\n"
     )
     assert path.read_text() == f"import torch\n{TORCH}"
 
@@ -456,8 +493,8 @@ def test_a_file_that_cannot_be_replaced_is_left_whole(tmp_path, monkeypatch, cap
     assert [each.name for each in tmp_path.iterdir()] == ["program.py"]
 
 
+@pytest.mark.needs("rich")
 def test_the_difference_has_colours_on_a_terminal(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("rich")
     path = tmp_path / "program.py"
     path.write_text(TORCH)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

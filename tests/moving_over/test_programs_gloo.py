@@ -1,28 +1,25 @@
-"""Programs written for torch run after `shardwise migrate --write`, and give what one process gives.
+"""Programs written for torch, rewritten by `shardwise migrate`, give what one process gives.
 
 Each file in `programs` is one program, written anew after the public behaviour of torch's examples
-and of torchtitan. It runs on two and on four ranks, as it is and rewritten.
+(`example_`) and of torchtitan (`titan_`). It runs on two and on four ranks: as it is, with torch,
+and rewritten. Those named `trap_` are programs with which torch fails.
 """
 
 import pytest
-from support.moving_over import PROGRAMS, run_program
+from support.moving_over import FOLDER, PROGRAMS, run_program, write_program
 
 import shardwise as sw
+from shardwise.cli import migrate
 
 TORCH_FAILS = {
-    "trap_uneven_units": "torch takes the pieces of uneven units as even: a RuntimeError about shapes",
-    "trap_divide_factor": "torch divides twice by the factor if one rank holds each shard",
-    "trap_clip_meshes": "torch does not clip gradients of two meshes in one call: a RuntimeError",
+    "trap_clip_meshes": "gradients on two meshes are not clipped in one call: a RuntimeError",
+    "trap_divide_factor": "with one rank for each shard the factor divides twice",
+    "trap_uneven_units": "pieces of uneven units are taken for even ones: a RuntimeError",
 }
-"""Programs with which torch 2.13 fails, and how."""
+"""Programs with which torch fails, and how."""
 
-QUICK = {
-    "example_fsdp_tp",
-    "example_pipeline",
-    "titan_trainer",
-    "titan_world_mesh",
-    "trap_uneven_units",
-}
+QUICK = ("example_fsdp_tp", "example_pipeline", "titan_trainer", "titan_world_mesh")
+"""Each takes about two seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +28,40 @@ def two_ranks():
         yield workers
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS
-     if "checkpoint" not in name],
-)  # fmt: skip
-def test_a_rewritten_program_gives_what_one_process_gives(name, workers4, tmp_path):
-    run_program(name, "shardwise", 4, lambda size: workers4, tmp_path)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_rewritten_program_gives_on_four_ranks_what_one_process_gives(name, workers4, tmp_path):
+    run_program(name, "shardwise", {4: workers4}, 4, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_rewritten_program_gives_what_one_process_gives(
+    name, ranks, two_ranks, workers4, tmp_path
+):
+    if (name, ranks) in [(each, 4) for each in QUICK]:
+        pytest.skip("a quick test")
+    run_program(name, "shardwise", {2: two_ranks, 4: workers4}, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_torch_gives_what_one_process_gives(name, ranks, two_ranks, workers4, tmp_path, request):
+    if name in TORCH_FAILS:
+        request.applymarker(pytest.mark.xfail(reason=TORCH_FAILS[name], strict=True))
+    run_program(name, "torch", {2: two_ranks, 4: workers4}, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_only_imports_and_names_of_torch_change(name, tmp_path):
+    new = write_program(name, "shardwise", tmp_path).read_text()
+    old = (FOLDER / f"{name}.py").read_text()
+    changed = [
+        line
+        for line in set(new.splitlines()) - set(old.splitlines())
+        if not line.lstrip().startswith(("from shardwise", "import shardwise"))
+    ]
+    assert all("shardwise." in line for line in changed)
+    assert migrate.run([str(tmp_path)], write=True) == migrate.DONE
+    assert (tmp_path / f"{name}.py").read_text() == new

@@ -360,7 +360,7 @@ def test_the_sizes_of_plain_pieces_are_asked_for_unless_they_are_even():
             with sw.piece_sizes("even"):
                 assert norm(torch.ones(2, 3, 4)).shape == (2, 6, 4)
         assert [kind for kind, _ in asked] == ["all_gather"] and heard(events, mesh) == asked
-        with pytest.raises(sw.PolicyError, match="piece_sizes: expected one of ask, even"):
+        with pytest.raises(sw.PolicyError, match="piece_sizes: expected one of known, ask, even"):
             sw.piece_sizes("odd")
 
     on(2, run)

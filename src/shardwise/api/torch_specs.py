@@ -17,7 +17,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
 from shardwise.core.placement import Placement, Shard
 from shardwise.dtensor.dtensor_spec import DTensorSpec, layout_of_spec
-from shardwise.dtensor.local_shards import infer_layout
+from shardwise.dtensor.shard_sizes import infer_layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.redistribute.autograd import redistribute_local
 

@@ -63,6 +63,8 @@ def counterpart(path: str, is_module: bool = False) -> Counterpart | None:
     The name `torch.distributed.tensor.DTensor.from_local` has the one of `DTensor`.
     """
     parts = path.split(".")
+    if any(".".join(parts[:length]) in INSTEAD for length in range(3, len(parts) + 1)):
+        return None  # also where shardwise has a name like it, of another meaning
     if not is_module:
         for length in range(len(parts), 0, -1):
             name = ".".join(parts[:length])
@@ -126,11 +128,11 @@ def difference(path: str) -> str | None:
     return DIFFERENT.get(path)
 
 
-def absent_names(module: str) -> Iterator[str]:
-    """Yield the names of a module of torch that are known to have no counterpart."""
-    for name in INSTEAD:
+def names_in(module: str) -> Iterator[str]:
+    """Yield the names of a module of torch that are replaced one by one, or known to be absent."""
+    for name in (*NAMES, *INSTEAD):
         parent, _, last = name.rpartition(".")
-        if parent == module and counterpart(name) is None:
+        if parent == module:
             yield last
 
 

@@ -41,6 +41,7 @@ class Migrated:
     new: str
     encoding: str
     findings: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
 
 
 def run(paths: Sequence[str], *, write: bool = False) -> int:
@@ -55,43 +56,30 @@ def run(paths: Sequence[str], *, write: bool = False) -> int:
         except MigrateError as error:
             problems.append(str(error))
     changed = [each for each in files if each.new != each.old]
-    written = []
+    failed = 0
     for each in changed:
-        if write:
-            try:
-                replace_file(each.path, each.new.encode(each.encoding))
-            except OSError as error:
-                problems.append(f"{each.path}: cannot write it: {error.strerror}")
-                continue
-            written.append(each)
-        else:
+        if not write:
             _show_difference(each)
-    left = [f"{each.path}:{finding.line}: {finding.message}"
-            for each in files for finding in each.findings]  # fmt: skip
-    for line in (*left, *problems):
-        print(line, file=sys.stderr)
-    print(
-        _summary(len(files), changed, written if write else None, left, problems), file=sys.stderr
-    )
+            continue
+        try:
+            replace_file(each.path, each.new.encode(each.encoding))
+        except OSError as error:
+            problems.append(f"{each.path}: cannot write it: {error.strerror}")
+            failed += 1
+    left = [finding.at(each.path) for each in files for finding in each.findings]
+    notes: dict[str, str] = {}  # each once, at the first place
+    for each in files:
+        for note in each.notes:
+            notes.setdefault(note.message, f"note: {note.at(each.path)}")
+    counts = {
+        "files read": len(files),
+        "changed" if write else "to change by --write": len(changed) - failed,
+        "places left to change by hand": len(left),
+        "errors": len(problems),
+    }
+    summary = ", ".join(f"{name}: {count}" for name, count in counts.items())
+    print(*notes.values(), *left, *problems, summary, sep="\n", file=sys.stderr)
     return FAILED if problems else LEFT if left else DONE
-
-
-def _summary(
-    total: int,
-    changed: Sequence[Migrated],
-    written: Sequence[Migrated] | None,
-    left: Sequence[str],
-    problems: Sequence[str],
-) -> str:
-    parts = [f"files read: {total}"]
-    if written is None:
-        parts.append(f"to change: {len(changed)}" + (" (--write changes them)" if changed else ""))
-    else:
-        parts.append(f"changed: {len(written)}")
-    parts.append(f"places left to change by hand: {len(left)}")
-    if problems:
-        parts.append(f"files with errors: {len(problems)}")
-    return ", ".join(parts)
 
 
 # ---- files
@@ -148,7 +136,7 @@ def migrate_file(path: Path) -> Migrated:
         rewritten = rewrite(text)
     except SourceError as error:
         raise MigrateError(f"{path}:{error}") from None
-    return Migrated(path, text, rewritten.text, encoding, rewritten.findings)
+    return Migrated(path, text, rewritten.text, encoding, rewritten.findings, rewritten.notes)
 
 
 def _encoding(data: bytes) -> str:

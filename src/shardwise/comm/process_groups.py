@@ -29,6 +29,7 @@ from shardwise.torch_internals import (
     end_coalescing,
     forget_group,
     new_process_group,
+    root_of_torch_mesh,
     set_default_group,
     start_coalescing,
     timeout_in,
@@ -108,6 +109,11 @@ class C10dWorld(World):
             if self._known((ranks, "", Backend())) is None:
                 self._groups[ranks, "", Backend()] = ref(group)
         return ranks
+
+    def root_of_torch_mesh(self, mesh: TorchMesh) -> TorchMesh:
+        """Return the torch DeviceMesh that one of torch was cut from, or itself."""
+        root: TorchMesh = root_of_torch_mesh(mesh)
+        return root
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
         """Return the torch DeviceMesh of the same ranks, over the same process groups."""

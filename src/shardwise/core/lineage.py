@@ -185,8 +185,9 @@ def joint_ranks(meshes: Sequence[DeviceMesh]) -> tuple[NDArray[np.int64], list[D
             found.append(source)
     if not grids:
         raise MeshError(
-            f"no mesh has both {_shown(meshes)}: their ranks overlap, or divide "
-            f"{common[-1]!r} differently; take axes that together form a grid of it"
+            f"no mesh has both {_shown(meshes)}: their ranks overlap, or divide {common[-1]!r} "
+            "differently; expected parts of one mesh that have no axis in common, such as "
+            "mesh['dp'] and mesh['tp']"
         )
     if len(grids) > 1:
         raise MeshError(

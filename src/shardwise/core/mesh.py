@@ -168,8 +168,11 @@ class DeviceMesh(RankGrid):
         if not wanted or len(set(wanted)) != len(wanted):
             raise MeshError(f"mesh[{wanted}]: expected each axis name once, got {wanted}")
         if all(name in own for name in wanted):
-            ranks = np.array(self.ranks_along(wanted), dtype=np.int64)
-            return self._derive(ranks.reshape([self.size(name) for name in wanted]), wanted)
+            sizes = [self.size(name) for name in wanted]
+            # a rank outside of the mesh knows which sub-mesh is meant if there is only one
+            outside = self.get_coordinate() is None and math.prod(sizes) == self.size()
+            ranks = self.ranks_along(wanted, (0,) * self.ndim if outside else None)
+            return self._derive(np.array(ranks, dtype=np.int64).reshape(sizes), wanted)
         self._own_coordinate()
         source, positions = lineage.resolve_names(self, wanted)
         return source._derive(source._ranks.reshape(-1)[positions], wanted)
@@ -299,6 +302,12 @@ class DeviceMesh(RankGrid):
         result = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         for group in groups:
             world.current().adopt(group)
+        root = world.current().root_of_torch_mesh(mesh)
+        if root is not mesh:
+            ranks = as_ranks(root.mesh)
+            lineage.record_cut(
+                result, _intern(mesh.device_type, ranks, root.mesh_dim_names, is_abstract=False)
+            )
         return result
 
     def to_torch(self) -> TorchMesh:

@@ -128,6 +128,10 @@ class World(ABC):
         """Use a torch process group that the user made; return its global ranks."""
         raise self._refusal("process group")
 
+    def root_of_torch_mesh(self, mesh: Any) -> Any:
+        """Return the torch DeviceMesh that one of torch was cut from, or itself."""
+        raise self._refusal("DeviceMesh")
+
     def torch_mesh(self, mesh: DeviceMesh) -> Any:
         """Return the torch DeviceMesh of the same ranks and process groups."""
         raise self._refusal("DeviceMesh")

@@ -8,7 +8,7 @@ share them. The versions of a leaf are kept apart (`leaf_moves`).
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shardwise.comm import Pending
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of
+from shardwise.dtensor.later_sums import data_axes, find_later_sums
 from shardwise.dtensor.state import ExplicitRedistributionContext, state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import (
@@ -150,6 +151,10 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
     if move.stages is not None:
         reduction, enter = move.stages
         return move_input(move_input(tensor, reduction, operator), enter, operator)
+    later: tuple[int, ...] = ()
+    if needs_grad and move.used_on and move.source.mesh in data_axes:
+        later = find_later_sums(tensor, move.used_on, data_axes[move.source.mesh], operator)
+        move = _with_later_sums(move, later) if later else move
     # All ranks must agree on what is shared: moving its gradients back is a collective.
     is_shared = (
         type(tensor) is DTensor
@@ -173,7 +178,7 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
                 f"{operator}: a pending reduction of {move.source!r} has no gradient, as it is not "
                 "linear; detach() the tensor first"
             )
-        gather = _skippable_gather(tensor) if move.is_enter else None
+        gather = _skippable_gather(tensor) if move.is_enter and not later else None
         if gather is not None:
             result = apply_gathered_use(tensor, gather, move.used_on)
         else:
@@ -193,6 +198,14 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
     if keeps_reduced:
         remember_reduced(tensor, result, needs_grad)  # type: ignore[arg-type]
     return result
+
+
+def _with_later_sums(move: InputMove, axes: tuple[int, ...]) -> InputMove:
+    """Return a move whose gradient stays a contribution on some axes."""
+    back = move.pair.backward
+    target = back.target.relaid(partial=dict.fromkeys(axes, "sum"))
+    pair = MovePair(move.pair.forward, replace(back, target=target))
+    return replace(move, pair=pair)
 
 
 def _skippable_gather(tensor: torch.Tensor) -> Any:

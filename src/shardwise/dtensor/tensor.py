@@ -28,12 +28,11 @@ from shardwise.dtensor.local_shards import (
     check_replicas,
     check_shard,
     check_supported,
-    guess_layout,
-    infer_layout,
     state_layout,
     waited,
 )
 from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
+from shardwise.dtensor.shard_sizes import guess_layout, infer_layout, note_origin
 from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import (
     redistribute_later,
@@ -201,14 +200,15 @@ class DTensor(GlobalProperties):
             grad_placements: the placements of the gradient of the result; by default those of this
                 tensor, with pending sums reduced.
         """
+        layout = self._layout
         local = unwrap(self)
         if grad_placements is not None:
-            layout = self._layout
             given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
             _check_same_shards(given, layout)
             local = with_grad_layout(local, given, gradient_layout(layout))
         if PARAMETER_FLAG in self.__dict__:  # as in torch, isinstance(local, nn.Parameter)
             setattr(local, PARAMETER_FLAG, self.__dict__[PARAMETER_FLAG])
+        note_origin(local, layout)
         return local
 
     @property

@@ -20,7 +20,8 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard
 from shardwise.core.tensor_state import ensure_state
 from shardwise.dtensor.call_args import check_same_on_ranks
-from shardwise.dtensor.local_shards import check_shard, infer_layout, waited
+from shardwise.dtensor.local_shards import check_shard, waited
+from shardwise.dtensor.shard_sizes import infer_layout
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.parallel.containers import (
@@ -353,8 +354,8 @@ class ShardLayouts:
     def layout_of(self, local: torch.Tensor) -> Layout:
         """Return the layout of the DTensor whose local shard this is.
 
-        If the global size of the split dim is not known, the ranks exchange their local sizes, in
-        each call: a cached layout would be wrong if another rank's size has changed meanwhile.
+        If the global size of the split dim is not known, `infer_layout` finds it, in each call: a
+        layout kept here would be wrong if another rank's size has changed meanwhile.
         """
         found = self._cache.get(local.shape)
         if found is not None:

@@ -116,6 +116,12 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | TorchMesh) -> None:
     torch.manual_seed(seed)
 
 
+def is_rng_supported_mesh(device_mesh: DeviceMesh | TorchMesh) -> bool:
+    """Return True: random operators are right on every device, as torch's are on some."""
+    as_mesh(device_mesh)
+    return True
+
+
 def check_random_state(
     device_mesh: DeviceMesh | TorchMesh, *, generator: torch.Generator | None = None
 ) -> None:

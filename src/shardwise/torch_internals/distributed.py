@@ -20,6 +20,9 @@ new_process_group: Any = _take(
     "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout "
     "group_desc",
 )
+root_of_torch_mesh: Any = _take(
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh", "what a mesh of torch was cut from"
+)
 device_for_objects: Any = _take(
     f"{_c10d}._get_object_coll_device", "the device on which a group sends bytes", "group"
 )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.core.errors import MeshError
+from shardwise.core.errors import MeshError, also
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dispatch.collectives import check_read, check_written, note_written
 from shardwise.dtensor.tensor import DTensor, tensors_in
@@ -160,10 +160,6 @@ def _ranks_of(group: Any) -> tuple[int, ...] | None:
 # ---- meshes as groups of functional collectives
 
 
-class MeshOfSeveralAxesError(MeshError, AssertionError):
-    """A mesh as a group that does not say along which axis; torch raises an AssertionError."""
-
-
 def _take_our_meshes() -> Undo:
     return when_imported("torch.distributed._functional_collectives", _resolve_our_meshes)
 
@@ -186,7 +182,7 @@ def _as_group(group: Any) -> Any:
     are."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise MeshOfSeveralAxesError(
+            raise also(MeshError, AssertionError)(
                 f"group: expected a mesh with one axis, got {group!r}; say over which axis, as in "
                 f"(mesh, {group.axis_name(0)!r}) or mesh[{group.axis_name(0)!r}], or use "
                 "mesh.flatten()"

@@ -2,6 +2,7 @@
 
 from shardwise.api.distribute import local_map
 from shardwise.dtensor.state import implicit_replication
+from shardwise.parallel.context_parallel import context_parallel
 from shardwise.rules.acceptable import register_sharding
 
-__all__ = ["implicit_replication", "local_map", "register_sharding"]
+__all__ = ["context_parallel", "implicit_replication", "local_map", "register_sharding"]
