@@ -168,16 +168,6 @@ class DataParallelMeshDims:
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """The names of the axes that shard."""
-        return _as_names(self.shard)
-
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        """The names of the axes that replicate."""
-        return _as_names(self.replicate)
-
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise FSDPError("DataParallelMeshDims: expected shard, replicate or both; got neither")
@@ -199,10 +189,6 @@ class DataParallelMeshDims:
     def replicate_names(self) -> tuple[str, ...]:
         """The names of the axes that parameters are replicated along."""
         return _as_names(self.replicate)
-
-
-def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names or ()
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
