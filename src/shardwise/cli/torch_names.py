@@ -70,8 +70,6 @@ INSTEAD: dict[str, str] = {
     ),
     f"{_TENSOR}.parallel.fsdp": "fully_shard(module, mesh=mesh['dp']) of shardwise.fsdp, after "
     "parallelize_module",
-    f"{_TENSOR}.parallel.input_reshard": "SequenceParallel keeps activations split; "
-    "torch.utils.checkpoint recomputes them",
     # FSDP1
     **_all(
         _FSDP,
@@ -213,6 +211,9 @@ BETTER: dict[str, str] = {
         "weights, ignore_index, every reduction, meshes of several axes; it is left on exceptions"
     ),
     f"{_TENSOR}.parallel.SequenceParallel": "frozen parameters stay frozen",
+    f"{_TENSOR}.parallel.input_reshard.input_reshard": (
+        "only what is the same on every rank is split, of any size"
+    ),
     f"{_FSDP}.fully_shard": "gathers and reductions overlap on gloo, too; tied weights, mixed "
     "dtypes, scalars, uneven Shard(1); deepcopy and load_state_dict work",
     f"{_COMPOSABLE}.replicate.replicate": (
