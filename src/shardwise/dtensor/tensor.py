@@ -470,6 +470,10 @@ class DTensor(GlobalProperties):
     def _stored_parts(self) -> list[tuple[Box, Box]]:
         return dcp.parts_of(self._layout)
 
+    def _staged(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:
+        """Return the same tensor made of a copy of this rank's shard, as `async_save` stores it."""
+        return wrap(copied(unwrap(self).detach()), self._layout)
+
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Return the memory that a checkpoint is read into, or written from."""
         return dcp.chunk_at(unwrap(self).detach(), self._layout, index.offset)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from shardwise.torch_internals.lookup import take as _take
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # ---- what torch_patches changes
 
@@ -108,3 +110,13 @@ STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 torch's own DTensor, and so shardwise never imports it: its names are changed when somebody does."""
 STATE_DICT_HELPERS = "torch.distributed.checkpoint.state_dict"
 """The module of `get_model_state_dict` and its siblings."""
+STATE_DICT_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+"""The module of `StateDictStager`, which copies the tensors of `async_save`. It imports torch's own
+DTensor too."""
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Mark a function as `torch.compiler.assume_constant_result` does, without importing dynamo:
+    torch.compile calls it while it traces, and keeps the result."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
