@@ -1,4 +1,4 @@
-"""Rules that users register: sizes by running without data, and calls that do not fit the pattern."""
+"""Rules that users register: sizes found without data, and calls that do not fit the pattern."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_tensors_that_do_not_fit_the_pattern_are_refused_with_both() -> None:
 
     def run(mesh: sw.DeviceMesh) -> None:
         with pytest.raises(
-            sw.RuleError, match="doubled_rows.*'m -> m': it does not fit the 2 dims"
+            sw.RuleError, match=r"doubled_rows.*'m -> m': it does not fit the 2 dims"
         ):
             doubled_rows(split(full(5, 3), mesh, Shard(0)), [1, 2])
 
