@@ -526,6 +526,12 @@ _take("torch.autograd.Function.apply", "since 2.14 a method of C, before of Pyth
 
 FRAME_CONVERSION = "torch._dynamo.convert_frame"
 """The module that compiles functions for torch.compile. It takes seconds to import: as the next."""
+OPTIMIZER_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+"""The module of the next."""
+APPLY_IN_BACKWARD = "_apply_optimizer_in_backward"
+"""The function that lets optimizers step as soon as a parameter has its gradient."""
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
+"""The attribute of a parameter that holds these optimizers."""
 STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 """The module that gathers and distributes the values of state dicts. Like the next, it imports
 torch's own DTensor, and so shardwise never imports it: its names are changed when somebody does."""
