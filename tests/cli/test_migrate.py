@@ -370,6 +370,14 @@ def test_names_that_behave_differently_are_noted_once(tmp_path, monkeypatch, cap
     assert f"note: {tmp_path}/1.py:2: {name} behaves differently: it is the shard.\n" in printed
 
 
+def test_a_module_that_stays_torchs_and_knows_only_torchs_tensors_is_noted():
+    text = "from torch.distributed._local_tensor import LocalTensorMode\n"
+    result = rewrite(text)
+    assert (result.text, result.findings) == (text, ())
+    (note,) = result.notes
+    assert "stays torch's" in note.message and "sw.simulate" in note.message
+
+
 def test_a_text_that_is_no_program_is_refused_with_its_line():
     with pytest.raises(SourceError, match=r"^2: "):
         rewrite("x = 1\nprint 'python 2'\n")

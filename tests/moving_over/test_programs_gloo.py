@@ -7,8 +7,8 @@ and rewritten. Those named `trap_` are programs with which torch fails.
 
 import pytest
 from support.moving_over import FOLDER, PROGRAMS, run_program, write_program
+from support.ranks import Pool
 
-import shardwise as sw
 from shardwise.cli import migrate
 
 TORCH_FAILS = {
@@ -22,35 +22,51 @@ QUICK = ("example_fsdp_tp", "example_pipeline", "titan_trainer", "titan_world_me
 """Each takes about two seconds."""
 
 
+SIZES = (2, 4)
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
-    with sw.Workers(2, timeout=180) as workers:
-        yield workers
+    """Return the pool of two ranks, which are started when they are first needed."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_rewritten_program_gives_on_four_ranks_what_one_process_gives(name, workers4, tmp_path):
-    run_program(name, "shardwise", {4: workers4}, 4, tmp_path)
+@pytest.fixture
+def ranks_of(two_ranks, workers4):
+    """Return the function that returns the workers of each number of ranks."""
+    return lambda size: workers4 if size == 4 else two_ranks.get()
+
+
+@pytest.mark.parametrize(
+    "name, ranks",
+    [
+        pytest.param(name, ranks, marks=() if name in QUICK and ranks == 4 else pytest.mark.slow)
+        for name in PROGRAMS
+        for ranks in SIZES
+    ],
+)
+def test_a_rewritten_program_gives_what_one_process_gives(name, ranks, ranks_of, tmp_path):
+    run_program(name, "shardwise", ranks_of, ranks, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_rewritten_program_gives_what_one_process_gives(
-    name, ranks, two_ranks, workers4, tmp_path
-):
-    if (name, ranks) in [(each, 4) for each in QUICK]:
-        pytest.skip("a quick test")
-    run_program(name, "shardwise", {2: two_ranks, 4: workers4}, ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_torch_gives_what_one_process_gives(name, ranks, two_ranks, workers4, tmp_path, request):
-    if name in TORCH_FAILS:
-        request.applymarker(pytest.mark.xfail(reason=TORCH_FAILS[name], strict=True))
-    run_program(name, "torch", {2: two_ranks, 4: workers4}, ranks, tmp_path)
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(reason=TORCH_FAILS[name], raises=AssertionError, strict=True),
+        )
+        if name in TORCH_FAILS
+        else name
+        for name in PROGRAMS
+    ],
+)
+def test_torch_gives_what_one_process_gives(name, ranks, ranks_of, tmp_path):
+    run_program(name, "torch", ranks_of, ranks, tmp_path)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn, optim, overrides
 from torch._dynamo import convert_frame
-from torch.distributed import _state_dict_utils
+from torch.distributed import _functional_collectives, _state_dict_utils
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -94,10 +95,18 @@ def changed_places() -> dict[str, Any]:
         "_broadcast_coalesced": torch.distributed._broadcast_coalesced,
         **{
             f"{kind.__name__}.{name}": vars(kind)[name]
-            for kind in (torch.distributed.ProcessGroup, torch_internals.ProcessGroupBackend)
+            for kind in (
+                torch.distributed.ProcessGroup,
+                torch_internals.ProcessGroupBackend,
+                ProcessLocalGroup,
+            )
             for name in collectives.METHODS
             if name in vars(kind)
         },
+        "groups of functional collectives": (
+            _functional_collectives._resolve_group,
+            _functional_collectives._expand_group,
+        ),
         "hooks": tuple(_global_optimizer_pre_hooks.values()),
         "after": tuple(_global_optimizer_post_hooks.values()),
         **{kind.__name__: vars(kind).get("step") for kind in optimizers.POINTWISE},

@@ -73,20 +73,19 @@ def expected_runs(name, ranks):
     return expected if isinstance(expected, list) else [expected]
 
 
-def run_program(name, library, workers, ranks, folder):
+def run_program(name, library, workers_of, ranks, folder):
     """Run a program as often as it says; compare each run with one process.
 
     A program of several runs goes on where the one before ended, on another number of ranks.
 
     Arguments:
         library: "torch", or "shardwise" for the rewritten program.
-        workers: the workers of each number of ranks.
-        ranks: how many ranks the first run has.
+        workers_of: returns the workers of a number of ranks.
+        ranks: how many ranks the first run has; two or four.
     """
     sources = Path(folder, library)
     sources.mkdir()
     path = write_program(name, library, sources)
-    sizes = [ranks, *(size for size in workers if size != ranks)]
     for number, expected in enumerate(expected_runs(name, ranks)):
-        size = sizes[number % len(sizes)]
-        check(workers[size].run(run_here, str(path), str(folder), library), expected)
+        workers = workers_of(ranks if number % 2 == 0 else 6 - ranks)
+        check(workers.run(run_here, str(path), str(folder), library), expected)

@@ -37,8 +37,11 @@ NAMES: dict[str, str] = {
 }
 """Names that are in another module than `MODULES` says. Modules of the last two names exist too."""
 
-WITHOUT_COUNTERPART = ("torch.distributed._local_tensor",)
-"""Modules that only work with torch's own DTensors, and have no counterpart."""
+STAYS: dict[str, str] = {
+    "torch.distributed._local_tensor": "it simulates ranks for torch's own DTensors; for ours "
+    "sw.simulate(function, ranks) does",
+}
+"""Modules that stay torch's, and what a program that uses them should know."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Counterpart:
 
 def is_moved(path: str) -> bool:
     """Return whether a dotted name of torch belongs to what shardwise replaces."""
-    return any(_is_below(path, each) for each in (*MODULES, *NAMES, *WITHOUT_COUNTERPART))
+    return any(_is_below(path, each) for each in (*MODULES, *NAMES))
 
 
 @functools.cache
@@ -124,8 +127,11 @@ def advice(path: str) -> str:
 
 
 def difference(path: str) -> str | None:
-    """Return how our name behaves differently from torch's, if it does."""
-    return DIFFERENT.get(path)
+    """Return what a program should know about a name, though nothing is left to do by hand."""
+    if (text := DIFFERENT.get(path)) is not None:
+        return f"behaves differently: {text}"
+    stays = (text for module, text in STAYS.items() if _is_below(path, module))
+    return next((f"stays torch's: {text}" for text in stays), None)
 
 
 def names_in(module: str) -> Iterator[str]:

@@ -56,7 +56,7 @@ class Rewritten:
     findings: tuple[Finding, ...]
     """What is left to do by hand."""
     notes: tuple[Finding, ...]
-    """Names that were replaced and behave differently."""
+    """What the author should know of its names, though nothing is left to do."""
 
 
 def rewrite(text: str) -> Rewritten:
@@ -70,6 +70,8 @@ def rewrite(text: str) -> Rewritten:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         raise SourceError(f"{line}: {getattr(error, 'msg', None) or error}") from None
+    if "distributed" not in text:
+        return Rewritten(text, (), ())
     names = NameCollector()
     names.visit(tree)
     rewriter = _Rewriter(_Source(text), names)
@@ -187,7 +189,7 @@ class _Rewriter:
         if module is None or full == path:
             return  # no module, or one that stays torch's
         found = counterpart(full)
-        self._note_difference(chain.nodes[0], full)
+        self._note(chain.nodes[0], full)
         if found is None:
             self._find_absent(chain.nodes[0], full)
         elif not f"{module.path}{full.removeprefix(path)}".startswith(found.path):
@@ -215,7 +217,7 @@ class _Rewriter:
             self._find(root, f"{full}: write {found.path}, and import {found.module}")
             return False
         self.edits.append(_Edit(start, end, found.path))
-        self._note_difference(root, full)
+        self._note(root, full)
         scope = chain.scope.find(chain.parts[0])
         anchor = next(each.at for each in bindings if each.path is not None)
         assert scope is not None
@@ -230,6 +232,7 @@ class _Rewriter:
             name = alias.name
             if name.partition(".")[0] == PACKAGE and alias.asname is None:
                 self._imported[scope].add(name)
+            self._note(alias, name)
             if not is_moved(name):
                 continue
             found = counterpart(name, is_module=True)
@@ -285,6 +288,7 @@ class _Rewriter:
         for alias in node.names:
             path = f"{module}.{alias.name}"
             targets.append((module, self.source.of(alias)))
+            self._note(alias, path)
             if not is_moved(path):
                 continue
             found = counterpart(path)
@@ -295,7 +299,6 @@ class _Rewriter:
             renamed = f"{name} as {alias.asname or alias.name}"
             text = self.source.of(alias) if name == alias.name else renamed
             targets[-1] = (parent, text)
-            self._note_difference(alias, path)
         new_modules = dict.fromkeys(parent for parent, _ in targets)
         if list(new_modules) == [module]:
             return
@@ -416,17 +419,17 @@ class _Rewriter:
             else:
                 rest = name.split(".")[found.length :]
                 ours = ".".join([found.path, *rest])
-                self._find(node, f'the string "{text}" has {name}: write {ours}')
+                self._find(node, f'the string "{text}" names {name}: write {ours}')
 
     # findings
 
     def _find_absent(self, node: _Located, path: str) -> None:
         self._find(node, f"{_up_to_class(path)} has no counterpart: {advice(path)}")
 
-    def _note_difference(self, node: _Located, path: str) -> None:
+    def _note(self, node: _Located, path: str) -> None:
         text = difference(path)
         if text is not None:
-            self.notes.append(Finding(node.lineno, f"{path} behaves differently: {text}"))
+            self.notes.append(Finding(node.lineno, f"{path} {text}"))
 
     def _find(self, node: _Located, message: str) -> None:
         self.findings.append(Finding(node.lineno, message))

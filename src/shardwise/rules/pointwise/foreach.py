@@ -99,7 +99,7 @@ def _outplace(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Run the ordinary operator for each position."""
+    """Run a foreach operator as calls of the ordinary one, for each position of the lists."""
     operator = _ordinary(func.__name__.removeprefix("_foreach_"))
     keywords = {name: each for name, each in kwargs.items() if name in ("alpha", "value")}
     args = [*args, *(each for name, each in kwargs.items() if name not in keywords)]
