@@ -5,7 +5,7 @@ import importlib
 from shardwise.core import torch_version  # noqa: F401  (warns before anything of torch is changed)
 
 # isort: split
-from shardwise.api.distribute import distribute_module, distribute_tensor, local_map
+from shardwise.api.distribute import distribute_module, distribute_tensor
 from shardwise.api.factories import (
     arange,
     empty,
@@ -21,6 +21,7 @@ from shardwise.api.factories import (
     zeros,
 )
 from shardwise.api.flops import FlopCount, FlopTotals, flops
+from shardwise.api.local_map import local_map
 from shardwise.api.optimizers import OptimizerError
 from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
 from shardwise.core.box import Box
@@ -41,7 +42,7 @@ from shardwise.core.mesh import DeviceMesh, init_device_mesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, _StridedShard  # noqa: F401
 from shardwise.dispatch.fallback import FallbackWarning
 from shardwise.dtensor.dcp import CheckpointStager
-from shardwise.dtensor.local_shards import piece_sizes
+from shardwise.dtensor.shard_sizes import piece_sizes
 from shardwise.dtensor.state import (
     CacheInfo,
     cache_clear,
@@ -119,7 +120,6 @@ __all__ = [
     "calibrate",
     "check_random_state",
     "communicator",
-    "device_mesh",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -152,7 +152,6 @@ __all__ = [
     "seed",
     "sharded",
     "simulate",
-    "tensor",
     "testing",
     "zeros",
 ]

@@ -44,6 +44,9 @@ def test_an_error_can_be_of_one_of_pythons_types_too(builtin):
     assert (
         also(sw.LayoutError, builtin) is kind and also(sw.LayoutError, ValueError) is sw.LayoutError
     )
+    several = also(sw.LayoutError, builtin, NotImplementedError)
+    assert issubclass(several, builtin) and issubclass(several, NotImplementedError)
+    assert type(pickle.loads(pickle.dumps(several("no")))) is several
     error = kind("placements: expected a list")
     for other in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is kind and str(other) == "placements: expected a list"

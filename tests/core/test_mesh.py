@@ -426,6 +426,17 @@ def test_a_rank_outside_the_mesh_can_flatten_it() -> None:
     assert simulate(ranks, 3) == [[0, 1]] * 3
 
 
+def test_a_rank_outside_the_mesh_can_cut_it_where_there_is_only_one_way() -> None:
+    def ranks() -> list[int]:
+        mesh = DeviceMesh("cpu", [[0, 2]], mesh_dim_names=("dp", "tp"))
+        if mesh.get_rank() == 1:
+            with refused("rank 1 is not part of"):
+                mesh["dp"]
+        return mesh["tp"].mesh.tolist()
+
+    assert simulate(ranks, 3) == [[0, 2]] * 3
+
+
 def test_a_transposed_mesh_flattens_in_its_own_order() -> None:
     ranks = on_six(lambda mesh: mesh["tp", "dp"].flatten().mesh.tolist())
     assert ranks == [[0, 3, 1, 4, 2, 5]] * 6

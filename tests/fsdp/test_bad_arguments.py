@@ -199,7 +199,7 @@ def test_dtensors_that_do_not_fit_beside_the_mesh():
             model, lambda: fully_shard(model, mesh=mesh["dp"]), "weight", "axis 'dp'", "mesh['tp']"
         )
         model = on(init_device_mesh("cpu", (4,), ("other",)), Shard(0))
-        unchanged(model, lambda: fully_shard(model, mesh=mesh["dp"]), "weight", "parts of one mesh")
+        unchanged(model, lambda: fully_shard(model, mesh=mesh["dp"]), "weight", "no mesh has both")
         model = nn.Linear(4, 4)
         pending = sw.DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()])
         model.weight = nn.Parameter(pending)
@@ -406,7 +406,7 @@ def test_memory_for_communication_is_not_chosen_beside_custom_communication():
 
     def run(mesh):
         model = fully_shard(made(), mesh=mesh)
-        model.set_symm_mem_for_comm()
+        refused(model.set_symm_mem_for_comm, "set_symm_mem_for_comm", "set_custom_all_gather")
         model.set_allocate_memory_from_process_group_for_comm(True)
         model(batch())
         model.set_custom_all_gather(Gathers())

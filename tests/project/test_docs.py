@@ -30,7 +30,7 @@ def blocks(page):
 
 
 TRIED_ELSEWHERE = {"export.md", "hugging-face.md"}
-TRIED_HERE = {"dtensor.md", "fsdp.md", "parallel.md", "sharded.md"}
+TRIED_HERE = {"dtensor.md", "fsdp.md", "moving-over.md", "parallel.md", "sharded.md"}
 BLOCKS = blocks("parallel.md")
 
 
@@ -144,7 +144,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_guide_to_dtensors_runs():
-    first, pieces, own = blocks("dtensor.md")
+    first, meshes, pieces, own = blocks("dtensor.md")
     whole, weight, x = torch.randn(4, 6), torch.randn(48, 32), torch.randn(5, 32)
     names = {"sw": sw, "DTensor": sw.DTensor, "Shard": Shard, "Replicate": Replicate}
 
@@ -153,6 +153,8 @@ def test_the_guide_to_dtensors_runs():
         known = names | {"mesh": mesh, "full": whole, "piece": piece}
         exec(first, known)
         assert torch.equal(known["x"].full_tensor(), whole)
+        exec(meshes, known)
+        assert known["x"].device_mesh is known["dense"] and known["experts"]["ep"].size() == 4
         known |= {"mesh": mesh["tp"], "weight": weight, "x": x, "F": nn.functional}
         exec(pieces, known)
         assert f"qkv.mesh_layout  # {known['qkv'].mesh_layout}\n" in pieces
@@ -161,6 +163,14 @@ def test_the_guide_to_dtensors_runs():
 
     on_ranks(run)
     exec(own, {"sw": sw, "torch": torch})
+
+
+# ---- docs/moving-over.md: a program whose imports were changed
+
+
+def test_the_program_that_moved_over_runs():
+    (program,) = blocks("moving-over.md")
+    sw.simulate(lambda: exec(program, {"torch": torch}), 2)
 
 
 # ---- docs/fsdp.md: its blocks are one program
@@ -221,6 +231,14 @@ def run_the_page(path):
     gathered = [e.cause.module for e in backward if e.cause.operator == "unshard"]
     assert gathered == ["layers.0"], "what a checkpoint computes anew is not gathered again"
     return losses
+
+
+def test_the_example_of_context_parallelism_attends_to_the_whole_sequence():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "cp"))
+        exec(block("context_parallel_unshard"), {"torch": torch, "mesh": mesh})
+
+    sw.simulate(run, 4)
 
 
 def test_the_page_on_data_parallelism_is_a_program_that_trains_as_one_process_does(

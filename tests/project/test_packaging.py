@@ -137,7 +137,7 @@ def test_the_metadata_name_the_versions_that_are_supported(wheel):
     assert set(metadata.get_all("Provides-Extra")) == {"demo", "hf", "pickle", "dev"}
 
 
-def test_only_the_demo_launch_and_hugging_face_import_packages_that_are_not_required():
+def test_only_the_commands_launch_and_hugging_face_import_packages_that_are_not_required():
     found = {}
     for path in (ROOT / "src" / "shardwise").rglob("*.py"):
         names = []
@@ -152,7 +152,8 @@ def test_only_the_demo_launch_and_hugging_face_import_packages_that_are_not_requ
     assert set(found) == {"cloudpickle", "rich", "safetensors", "transformers"}
     assert {path.name for path in found.pop("cloudpickle")} == {"worker.py"}
     assert {path.name for path in found.pop("transformers")} == {"hugging_face.py"}
-    assert {path.parent.name for paths in found.values() for path in paths} == {"demo"}
+    by_folder = {(path.parent.name, name) for name, paths in found.items() for path in paths}
+    assert by_folder == {("demo", "rich"), ("demo", "safetensors"), ("cli", "rich")}
 
 
 def test_the_metadata_say_what_it_is(wheel):

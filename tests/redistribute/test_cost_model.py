@@ -1,10 +1,12 @@
 """One cost model: plans and the strategies of operators follow dtypes and the costs of a mesh."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.rules import ranks
 
 import shardwise as sw
 from shardwise import AxisCost, Costs, DeviceMesh, Layout, Partial, Replicate, Shard
@@ -145,3 +147,23 @@ def test_the_estimate_of_a_move_over_one_axis_is_the_time_of_its_plan(dtype, cos
 def test_a_step_over_several_axes_costs_what_the_dearest_of_them_does() -> None:
     costs = Costs({"fast": AxisCost(1.0, 8.0), "slow": AxisCost(4.0, 2.0)}, start=0.5)
     assert costs.seconds(["fast", "slow"], peers=3, bytes=10) == 0.5 + 3 * 4.0 + 10 * 8.0
+
+
+def test_costs_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(sw.CostsError, match="axes: expected such as"):
+        sw.Costs({"tp": 3.0})  # type: ignore[dict-item]
+    with pytest.raises(sw.CostsError, match="costs: cannot write"):
+        sw.Costs().save(tmp_path / "no such folder" / "costs.json")
+
+    def run(mesh: DeviceMesh) -> None:
+        with pytest.raises(sw.CostsError, match="repeats: expected at least 1, got 0"):
+            sw.calibrate(mesh, repeats=0)
+
+    ranks(run)
+
+
+def test_a_step_says_what_it_does_over_which_axes() -> None:
+    mesh = sw.DeviceMesh.abstract((2,), ("tp",))
+    rows, whole = sw.Layout(mesh, (4,), {0: (0,)}), sw.Layout(mesh, (4,))
+    (step,) = sw.plan_redistribute(rows, whole).moves
+    assert repr(step) == f"all_gather over tp: {rows!r} -> {whole!r}"

@@ -66,7 +66,7 @@ def the_table_is_restored():
 def register_softmax():
     @register_sharding(torch.ops.shardwise_listed.scaled_softmax.default)
     def sharding(x, scale, dim):
-        SEEN.append((tuple(x.shape), x.ndim, dim))
+        SEEN.append((tuple(x.shape), x.ndim, dim, x.placements, scale.tensor_meta.shape))
         listed = [([Replicate()], [Replicate(), Replicate(), None])]
         for each in range(x.ndim):
             if each != dim % x.ndim:
@@ -178,7 +178,8 @@ def test_the_function_sees_global_shapes_and_is_returned():
             scaled_softmax(x, SCALE.detach(), 2)
 
     ranks(run)
-    assert SEEN == [((5, 4, 3), 3, 2)] * 2  # once for each rank: planned calls are cached
+    seen = (5, 4, 3), 3, 2, (Shard(0),), (3,)
+    assert [seen] * 2 == SEEN  # once for each rank: planned calls are cached
 
 
 def test_an_aten_operator_also_rules_torchs_function_and_method_of_its_name():

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.locking_tracer import traced_threads
 
 import shardwise as sw
 from shardwise.comm.trace import user_line
@@ -313,6 +314,30 @@ def test_all_ranks_may_raise_at_once_in_parallel() -> None:
     for _ in range(20):
         with pytest.raises(sw.RankError, match="raised KeyError: 'lost'"):
             sw.simulate(program, 8, parallel=True)
+
+
+def raise_together() -> None:
+    everybody().barrier()
+    fail_here()
+
+
+def compute_until_stopped() -> None:
+    everybody().barrier()
+    if my_rank() == 1:
+        fail_here()
+    while True:
+        my_rank()
+
+
+@pytest.mark.parametrize(("program", "ranks"), [(raise_together, 8), (compute_until_stopped, 2)])
+def test_stopped_ranks_leave_no_lock_taken(program: Callable[[], None], ranks: int) -> None:
+    """Ranks that compute are ended by an exception that can be raised anywhere: not while they take
+    the lock of the scheduler, or one of a tracer."""
+    with traced_threads() as lock:
+        for _ in range(10):
+            simulation_raises(sw.RankError, program, ranks, parallel=True)
+    assert lock.acquire(timeout=1)
+    lock.release()
 
 
 def test_user_code_that_catches_exceptions_does_not_swallow_the_stop() -> None:

@@ -106,14 +106,9 @@ def test_pinned_memory_is_refused_where_there_is_no_accelerator():
         empty(chunks(0, 0), 4, pin_memory=True)
 
 
-def test_a_group_of_other_ranks_is_refused():
-    def run():
-        mesh = sw.DeviceMesh("cpu", [0, 1])
-        if rank_here() == 2:
-            refused(lambda: empty(chunks(0, 0), 4, process_group=mesh), "that this rank is in")
-        refused(lambda: empty(chunks(0, 0), 4, process_group="all"), "expected a ProcessGroup")
-
-    sw.simulate(run, 3)
+@pytest.mark.parametrize("given", ["all", -1])
+def test_what_is_no_group_is_refused(given):
+    refused(lambda: empty(chunks(0, 0), 4, process_group=given), "expected a ProcessGroup")
 
 
 def test_a_process_that_is_alone_is_told_how_to_start_others():

@@ -174,15 +174,17 @@ def test_contexts_do_not_nest_and_end_with_an_error():
     sw.simulate(check, 2)
 
 
-def test_a_rank_outside_the_group_is_refused():
+def test_ranks_outside_the_group_save_and_load_their_tensor_without_shards():
     def check():
         mesh = sw.DeviceMesh("cpu", [0, 1])
-        if world.current().rank == 2:
-            with (
-                pytest.raises(sharded.ShardedTensorError, match="that this rank is in"),
-                sharded.load_with_process_group(mesh),
-            ):
-                pass
+        made = sharded.ones(
+            ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 5, 3, process_group=mesh
+        )
+        data = pickle.dumps(made)
+        with sharded.load_with_process_group(mesh):
+            loaded = pickle.loads(data)
+        assert loaded.metadata() == made.metadata()
+        assert len(loaded.local_shards()) == (world.current().rank < 2)
 
     sw.simulate(check, 3)
 

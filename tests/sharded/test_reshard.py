@@ -334,3 +334,24 @@ def test_a_recorded_move_that_leaves_a_rank_nothing_is_refused_on_all_ranks(othe
         assert is_cut_of(y.detach().reshard(chunks(1, *others)), 2 * numbers([4, 4]))
 
     sw.simulate(run, 3)
+
+
+def test_the_metadata_lists_shards_in_the_order_of_the_ranks_as_torchs_does():
+    def run():
+        x = chunks(0, 2, 0, 1).shard(numbers((5, 4)))
+
+        def owners():
+            return [each.placement.rank() for each in x.metadata().shards_metadata]
+
+        assert owners() == [2, 0, 1]
+        x.reshard(chunks(0, 2, 0, 1))  # nothing changes
+        assert owners() == [2, 0, 1]
+        for spec in (chunks(1, 1, 2, 0), chunks(1, 2, 1, 0), chunks(0, 2, 0, 1)):
+            x.reshard(spec)
+            assert owners() == [0, 1, 2]
+            assert x.sharding_spec() == spec
+            x.reshard(spec)
+            assert owners() == [0, 1, 2]
+            assert is_cut_of(x, numbers((5, 4)))
+
+    sw.simulate(run, 3)

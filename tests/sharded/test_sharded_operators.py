@@ -374,3 +374,15 @@ def test_numbers_of_one_rank_promote_as_those_of_one_process() -> None:
         torch.testing.assert_close(gradient(tensor), 2 * number.detach())
 
     on_ranks(run, 3)
+
+
+def test_conversions_to_the_dtype_of_another_tensor() -> None:
+    def run() -> None:
+        tensor = sh.rand(chunks(0, 0, 1), 4, 3)
+        wide = torch.ones(1, dtype=torch.float64)
+        assert torch.Tensor.to(tensor, torch.float64).dtype == torch.float64
+        assert tensor.type_as(wide).dtype == torch.float64
+        assert wide.to(tensor).dtype == torch.float32
+        assert not tensor.is_shared()
+
+    sw.simulate(run, 2)

@@ -175,6 +175,26 @@ def test_step_returns_the_loss_of_the_closure_and_runs_hooks():
     assert sw.simulate(run, 2) == [["before", "closure", "after"] * 2] * 2
 
 
+def test_hooks_of_the_state_dict_run_and_may_replace_it():
+    def run():
+        model = cut(Recommender(), in_order(2))
+        optimizer = sharded_optimizer(model, "Adam")
+        train(model, optimizer)
+        ran = []
+        optimizer.register_state_dict_pre_hook(lambda optimizer: ran.append("before saving"))
+        optimizer.register_state_dict_post_hook(lambda optimizer, saved: {**saved, "note": 1})
+        optimizer.register_load_state_dict_pre_hook(
+            lambda optimizer, given: {name: each for name, each in given.items() if name != "note"}
+        )
+        optimizer.register_load_state_dict_post_hook(lambda optimizer: ran.append("loaded"))
+        saved = optimizer.state_dict()
+        assert saved["note"] == 1
+        optimizer.load_state_dict(saved)
+        return ran
+
+    assert sw.simulate(run, 2) == [["before saving", "loaded"]] * 2
+
+
 def test_learning_rate_schedulers_work():
     def run():
         model = cut(Recommender(), in_order(2))

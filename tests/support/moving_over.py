@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import shardwise as sw
 from shardwise.cli import migrate
 
 FOLDER = Path(__file__).parents[1] / "moving_over" / "programs"
@@ -33,13 +32,13 @@ def write_program(name, library, folder):
     return path
 
 
-def run_here(path, folder):
+def run_here(path, folder, library):
     """Run a program on a rank; return its results, or the traceback of its error.
 
     The ranks stay for the next program: an error that all of them raise must not end them.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if "/torch/" in str(path) else "error")
+        warnings.simplefilter("ignore" if library == "torch" else "error")
         try:
             results = load(path).run(str(folder))
         except Exception:
@@ -74,51 +73,19 @@ def expected_runs(name, ranks):
     return expected if isinstance(expected, list) else [expected]
 
 
-def run_program(name, library, ranks, workers, folder):
+def run_program(name, library, workers_of, ranks, folder):
     """Run a program as often as it says; compare each run with one process.
 
-    `workers` gives the ranks of a size. A program of several runs goes on where the one before
-    ended, on another number of ranks.
+    A program of several runs goes on where the one before ended, on another number of ranks.
+
+    Arguments:
+        library: "torch", or "shardwise" for the rewritten program.
+        workers_of: returns the workers of a number of ranks.
+        ranks: how many ranks the first run has; two or four.
     """
     sources = Path(folder, library)
     sources.mkdir()
     path = write_program(name, library, sources)
     for number, expected in enumerate(expected_runs(name, ranks)):
-        size = ranks if number % 2 == 0 else 6 - ranks
-        check(workers(size).run(run_here, str(path), str(folder)), expected)
-
-
-def main(names, libraries=("torch", "shardwise"), sizes=(2, 4)):
-    """Run programs and print which fail: `python -m support.moving_over NAME...`"""
-    import tempfile
-
-    pools = {}
-
-    def workers(size):
-        if size not in pools or not pools[size].is_alive:
-            pools[size] = sw.Workers(size, timeout=100)
-        return pools[size]
-
-    for name in names or PROGRAMS:
-        for library in libraries:
-            for size in sizes:
-                with tempfile.TemporaryDirectory() as folder:
-                    try:
-                        run_program(name, library, size, workers, folder)
-                    except Exception as error:
-                        last = "\n    ".join(
-                            line[:400] for line in str(error).strip().split("\n")[-9:]
-                        )
-                        print(f"{name} {library} {size}: {type(error).__name__}: {last}")
-                    else:
-                        print(f"{name} {library} {size}: ok", flush=True)
-
-
-if __name__ == "__main__":
-    import sys
-
-    chosen = [each for each in ("torch", "shardwise") if f"--{each}" in sys.argv]
-    main(
-        [each for each in sys.argv[1:] if not each.startswith("--")],
-        chosen or ("torch", "shardwise"),
-    )
+        workers = workers_of(ranks if number % 2 == 0 else 6 - ranks)
+        check(workers.run(run_here, str(path), str(folder), library), expected)

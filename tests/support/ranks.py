@@ -10,14 +10,15 @@ TIMEOUT = 180.0  # seconds, on a busy machine
 
 
 class Pool:
-    """Four ranks, started when first needed; again after a failure, which ends them."""
+    """Some ranks, started when first needed; again after a failure, which ends them."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
         self.workers: sw.Workers | None = None
 
     def get(self) -> sw.Workers:
         if self.workers is None or not self.workers.is_alive:
-            self.workers = sw.Workers(4, timeout=TIMEOUT)
+            self.workers = sw.Workers(self.size, timeout=TIMEOUT)
         return self.workers
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.sharded import (
     Shard,
     ShardedTensor,
     ShardedTensorError,
+    ShardedTensorMetadata,
     ShardingSpec,
     ShardMetadata,
 )
@@ -77,10 +79,17 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
+def by_rank(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
+    """Return metadata whose shards are listed in the order of the ranks."""
+    shards = sorted(metadata.shards_metadata, key=lambda each: each.placement.rank())
+    return replace(metadata, shards_metadata=shards)
+
+
 def is_cut_of(x: ShardedTensor, whole: torch.Tensor, spec: ShardingSpec | None = None) -> bool:
     """Return whether this rank's shards are parts of `whole` as their metadata says.
 
-    They must also be the shards that `spec`, by default the tensor's own, gives to this rank.
+    They must also be the shards that `spec`, by default the tensor's own, gives to this rank. The
+    metadata lists them in the order of the spec or, after a reshard, of the ranks.
     """
     spec = x.sharding_spec() if spec is None else spec
     described = spec.build_metadata(whole.shape, x.metadata().tensor_properties)
@@ -89,7 +98,7 @@ def is_cut_of(x: ShardedTensor, whole: torch.Tensor, spec: ShardingSpec | None =
     return (
         x.shape == whole.shape
         and x.dtype == whole.dtype
-        and x.metadata() == described
+        and by_rank(x.metadata()) == by_rank(described)
         and [each.metadata for each in shards] == mine
         and all(same(each.tensor, whole[each.metadata.box.slices]) for each in shards)
     )

@@ -177,7 +177,7 @@ class LocalTypes:
 
     @property
     def _has_groups(self) -> bool:
-        return not self.mesh.is_abstract and not world.current().is_simulated
+        return not self.mesh.is_abstract and world.current().has_process_groups
 
     def _as_current(self) -> Any:
         """Return the mesh in the package's form, with process groups if it finds them by name."""

@@ -20,6 +20,7 @@ MODULES: dict[str, str] = {
     "torch.distributed.device_mesh": "shardwise.device_mesh",
     "torch.distributed.fsdp": "shardwise.fsdp",
     "torch.distributed._composable.fsdp": "shardwise.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard": "shardwise.fsdp",
     "torch.distributed._composable.replicate": "shardwise.fsdp",
     "torch.distributed._composable.replicate_with_fsdp": "shardwise.fsdp",
     "torch.distributed._shard": "shardwise.sharded",
@@ -31,12 +32,16 @@ MODULES: dict[str, str] = {
 NAMES: dict[str, str] = {
     "torch.distributed.DeviceMesh": "shardwise.DeviceMesh",
     "torch.distributed.init_device_mesh": "shardwise.init_device_mesh",
+    "torch.distributed._composable.fsdp.fully_shard": "shardwise.fsdp.fully_shard",
     "torch.distributed._composable.replicate": "shardwise.fsdp.replicate",
 }
-"""Names of modules that stay torch's. The last is a function, and a module of the same name."""
+"""Names that are in another module than `MODULES` says. Modules of the last two names exist too."""
 
-WITHOUT_COUNTERPART = ("torch.distributed._local_tensor",)
-"""Modules that only work with torch's own DTensors, and have no counterpart."""
+STAYS: dict[str, str] = {
+    "torch.distributed._local_tensor": "it simulates ranks for torch's own DTensors; for ours "
+    "sw.simulate(function, ranks) does",
+}
+"""Modules that stay torch's, and what a program that uses them should know."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,7 @@ class Counterpart:
 
 def is_moved(path: str) -> bool:
     """Return whether a dotted name of torch belongs to what shardwise replaces."""
-    return (
-        path in NAMES
-        or _module_rule(path) is not None
-        or any(_is_below(path, module) for module in WITHOUT_COUNTERPART)
-    )
+    return any(_is_below(path, each) for each in (*MODULES, *NAMES))
 
 
 @functools.cache
@@ -65,6 +66,8 @@ def counterpart(path: str, is_module: bool = False) -> Counterpart | None:
     The name `torch.distributed.tensor.DTensor.from_local` has the one of `DTensor`.
     """
     parts = path.split(".")
+    if any(".".join(parts[:length]) in INSTEAD for length in range(3, len(parts) + 1)):
+        return None  # also where shardwise has a name like it, of another meaning
     if not is_module:
         for length in range(len(parts), 0, -1):
             name = ".".join(parts[:length])
@@ -95,7 +98,7 @@ def _in_modules(module: str, rest: list[str]) -> tuple[str, str, int] | None:
     used = 0
     while used < len(rest):
         below = f"{module}.{rest[used]}"
-        value = getattr(loaded, rest[used], None)
+        value = vars(loaded).get(rest[used])
         if value is not None and not isinstance(value, ModuleType):
             break
         if (submodule := _load(below)) is None:
@@ -104,7 +107,7 @@ def _in_modules(module: str, rest: list[str]) -> tuple[str, str, int] | None:
     if used == len(rest):
         return module, module, used
     for position in range(used, len(rest)):
-        if hasattr(loaded, rest[position]):
+        if _has(loaded, rest[position]):
             return f"{module}.{rest[position]}", module, position + 1
         if not rest[position].islower():  # a class, not a file of torch
             break
@@ -124,15 +127,18 @@ def advice(path: str) -> str:
 
 
 def difference(path: str) -> str | None:
-    """Return how our name behaves differently from torch's, if it does."""
-    return DIFFERENT.get(path)
+    """Return what a program should know about a name, though nothing is left to do by hand."""
+    if (text := DIFFERENT.get(path)) is not None:
+        return f"behaves differently: {text}"
+    stays = (text for module, text in STAYS.items() if _is_below(path, module))
+    return next((f"stays torch's: {text}" for text in stays), None)
 
 
-def absent_names(module: str) -> Iterator[str]:
-    """Yield the names of a module of torch that are known to have no counterpart."""
-    for name in INSTEAD:
+def names_in(module: str) -> Iterator[str]:
+    """Yield the names of a module of torch that are replaced one by one, or known to be absent."""
+    for name in (*NAMES, *INSTEAD):
         parent, _, last = name.rpartition(".")
-        if parent == module and counterpart(name) is None:
+        if parent == module:
             yield last
 
 
@@ -144,6 +150,13 @@ def _module_rule(path: str) -> str | None:
 
 def _is_below(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
+
+
+def _has(module: ModuleType | None, name: str) -> bool:
+    try:
+        return hasattr(module, name)
+    except ModuleNotFoundError:  # of a module that imports its submodules when they are used
+        return False
 
 
 @functools.cache

@@ -29,7 +29,7 @@ _LAUNCH_SECONDS = 60.0
 OPTIONAL = {
     "cloudpickle": "launch of lambdas, closures and functions of notebooks",
     "matplotlib": "the plot of the demo",
-    "rich": "the demo",
+    "rich": "the demo, and colours of migrate",
     "safetensors": "the demo",
     "transformers": "models of Hugging Face",
 }

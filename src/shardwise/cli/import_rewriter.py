@@ -14,7 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.cli.counterparts import absent_names, advice, counterpart, is_moved
+from shardwise.cli.counterparts import (
+    advice,
+    counterpart,
+    difference,
+    is_moved,
+    names_in,
+)
 from shardwise.cli.scopes import Binding, Chain, ImportStatement, NameCollector, Scope
 from shardwise.core.errors import ShardwiseError
 
@@ -32,18 +38,25 @@ class SourceError(ShardwiseError, ValueError):
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Something that is left to do by hand, at a line of a program."""
+    """Something that the author of a program should know, about a line of it."""
 
     line: int
     message: str
 
+    def at(self, path: object) -> str:
+        """Return the message with its place in a file."""
+        return f"{path}:{self.line}: {self.message}"
+
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A program after the replacements, and what is left to do by hand."""
+    """A program after the replacements."""
 
     text: str
     findings: tuple[Finding, ...]
+    """What is left to do by hand."""
+    notes: tuple[Finding, ...]
+    """What the author should know of its names, though nothing is left to do."""
 
 
 def rewrite(text: str) -> Rewritten:
@@ -57,6 +70,8 @@ def rewrite(text: str) -> Rewritten:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         raise SourceError(f"{line}: {getattr(error, 'msg', None) or error}") from None
+    if "distributed" not in text:
+        return Rewritten(text, (), ())
     names = NameCollector()
     names.visit(tree)
     rewriter = _Rewriter(_Source(text), names)
@@ -64,7 +79,8 @@ def rewrite(text: str) -> Rewritten:
     changed = rewriter.source.apply(rewriter.edits)
     if changed != text:
         ast.parse(changed)  # it must still be a program
-    return Rewritten(changed, tuple(sorted(set(rewriter.findings))))
+    findings, notes = (sorted(set(each)) for each in (rewriter.findings, rewriter.notes))
+    return Rewritten(changed, tuple(findings), tuple(notes))
 
 
 # ---- positions
@@ -131,6 +147,7 @@ class _Rewriter:
         self.names = names
         self.edits: list[_Edit] = []
         self.findings: list[Finding] = []
+        self.notes: list[Finding] = []
         self._kept: defaultdict[tuple[Scope, str], list[str]] = defaultdict(list)
         """The full names that the program goes on using, by the name they begin with."""
         self._needed: defaultdict[Scope, dict[str, ast.AST]] = defaultdict(dict)
@@ -172,6 +189,7 @@ class _Rewriter:
         if module is None or full == path:
             return  # no module, or one that stays torch's
         found = counterpart(full)
+        self._note(chain.nodes[0], full)
         if found is None:
             self._find_absent(chain.nodes[0], full)
         elif not f"{module.path}{full.removeprefix(path)}".startswith(found.path):
@@ -199,6 +217,7 @@ class _Rewriter:
             self._find(root, f"{full}: write {found.path}, and import {found.module}")
             return False
         self.edits.append(_Edit(start, end, found.path))
+        self._note(root, full)
         scope = chain.scope.find(chain.parts[0])
         anchor = next(each.at for each in bindings if each.path is not None)
         assert scope is not None
@@ -213,6 +232,7 @@ class _Rewriter:
             name = alias.name
             if name.partition(".")[0] == PACKAGE and alias.asname is None:
                 self._imported[scope].add(name)
+            self._note(alias, name)
             if not is_moved(name):
                 continue
             found = counterpart(name, is_module=True)
@@ -237,6 +257,7 @@ class _Rewriter:
             for each in self.names.imports
             if each.scope is statement.scope
             and each.node is not statement.node
+            and (each.block is each.scope.body or each.block is statement.block)
             and isinstance(each.node, ast.Import)
             and any(self._brings(alias, root) for alias in each.node.names)
         ]
@@ -267,6 +288,7 @@ class _Rewriter:
         for alias in node.names:
             path = f"{module}.{alias.name}"
             targets.append((module, self.source.of(alias)))
+            self._note(alias, path)
             if not is_moved(path):
                 continue
             found = counterpart(path)
@@ -291,17 +313,22 @@ class _Rewriter:
 
     def _rewrite_star(self, node: ast.ImportFrom, module: str) -> None:
         found = counterpart(module, is_module=True)
-        if not is_moved(module):
-            return
-        if found is None:
+        if found is not None:
+            self._replace_module(node, found.path)
+        elif is_moved(module):
             self._find_absent(node, module)
             return
-        self._replace_module(node, found.path)
-        absent = set(absent_names(module))
+        known = set(names_in(module))
         for chain in self.names.chains:
             name = chain.parts[0]
-            if name in absent and chain.scope.find(name) is None:
+            if name not in known or chain.scope.find(name) is not None:
+                continue
+            own = counterpart(f"{module}.{name}")
+            if own is None:
                 self._find_absent(chain.nodes[0], f"{module}.{name}")
+            elif found is None:
+                parent = own.path.rpartition(".")[0]
+                self._find(node, f"it imports {name}: add from {parent} import {name} after it")
 
     def _replace_module(self, node: ast.ImportFrom, new: str) -> None:
         start = self.source.start(node)
@@ -392,12 +419,17 @@ class _Rewriter:
             else:
                 rest = name.split(".")[found.length :]
                 ours = ".".join([found.path, *rest])
-                self._find(node, f'the string "{text}" has {name}: write {ours}')
+                self._find(node, f'the string "{text}" names {name}: write {ours}')
 
     # findings
 
     def _find_absent(self, node: _Located, path: str) -> None:
         self._find(node, f"{_up_to_class(path)} has no counterpart: {advice(path)}")
+
+    def _note(self, node: _Located, path: str) -> None:
+        text = difference(path)
+        if text is not None:
+            self.notes.append(Finding(node.lineno, f"{path} {text}"))
 
     def _find(self, node: _Located, message: str) -> None:
         self.findings.append(Finding(node.lineno, message))

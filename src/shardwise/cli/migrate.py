@@ -41,6 +41,7 @@ class Migrated:
     new: str
     encoding: str
     findings: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
 
 
 def run(paths: Sequence[str], *, write: bool = False) -> int:
@@ -55,45 +56,30 @@ def run(paths: Sequence[str], *, write: bool = False) -> int:
         except MigrateError as error:
             problems.append(str(error))
     changed = [each for each in files if each.new != each.old]
-    written = []
+    failed = 0
     for each in changed:
-        if write:
-            try:
-                replace_file(each.path, each.new.encode(each.encoding))
-            except OSError as error:
-                problems.append(f"{each.path}: cannot write it: {error.strerror}")
-                continue
-            written.append(each)
-        else:
+        if not write:
             _show_difference(each)
-    left = [f"{each.path}:{finding.line}: {finding.message}"
-            for each in files for finding in each.findings]  # fmt: skip
-    for line in (*left, *problems):
-        print(line, file=sys.stderr)
-    print(
-        _summary(len(files), changed, written if write else None, left, problems), file=sys.stderr
-    )
+            continue
+        try:
+            replace_file(each.path, each.new.encode(each.encoding))
+        except OSError as error:
+            problems.append(f"{each.path}: cannot write it: {error.strerror}")
+            failed += 1
+    left = [finding.at(each.path) for each in files for finding in each.findings]
+    notes: dict[str, str] = {}  # each once, at the first place
+    for each in files:
+        for note in each.notes:
+            notes.setdefault(note.message, f"note: {note.at(each.path)}")
+    counts = {
+        "files read": len(files),
+        "changed" if write else "to change by --write": len(changed) - failed,
+        "places left to change by hand": len(left),
+        "errors": len(problems),
+    }
+    summary = ", ".join(f"{name}: {count}" for name, count in counts.items())
+    print(*notes.values(), *left, *problems, summary, sep="\n", file=sys.stderr)
     return FAILED if problems else LEFT if left else DONE
-
-
-def _summary(
-    total: int,
-    changed: Sequence[Migrated],
-    written: Sequence[Migrated] | None,
-    left: Sequence[str],
-    problems: Sequence[str],
-) -> str:
-    parts = [f"{total} files read"]
-    if written is None:
-        parts.append(
-            f"{len(changed)} would change" + (" (--write changes them)" if changed else "")
-        )
-    else:
-        parts.append(f"{len(written)} changed")
-    parts.append(f"{len(left)} places left to change by hand")
-    if problems:
-        parts.append(f"{len(problems)} files with errors")
-    return ", ".join(parts)
 
 
 # ---- files
@@ -150,7 +136,7 @@ def migrate_file(path: Path) -> Migrated:
         rewritten = rewrite(text)
     except SourceError as error:
         raise MigrateError(f"{path}:{error}") from None
-    return Migrated(path, text, rewritten.text, encoding, rewritten.findings)
+    return Migrated(path, text, rewritten.text, encoding, rewritten.findings, rewritten.notes)
 
 
 def _encoding(data: bytes) -> str:
@@ -207,7 +193,8 @@ def _show_difference(file: Migrated) -> None:
 def difference(file: Migrated) -> list[str]:
     """Return the lines of a unified diff between the old and the new text of a file."""
     old, new = (text.splitlines(keepends=True) for text in (file.old, file.new))
-    lines = difflib.unified_diff(old, new, f"a/{file.path}", f"b/{file.path}")
+    name = file.path.as_posix().lstrip("/")
+    lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
     return [
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     ]

@@ -27,6 +27,8 @@ class Scope:
     parent: Scope | None = None
     is_class: bool = False
     bindings: defaultdict[str, list[Binding]] = field(default_factory=lambda: defaultdict(list))
+    body: list[ast.stmt] | None = None
+    """The statements that always run: not those within conditions."""
     elsewhere: dict[str, Scope] = field(default_factory=dict)
     """Names that `global` and `nonlocal` statements bind in another scope."""
 
@@ -218,6 +220,8 @@ class NameCollector(ast.NodeVisitor):
         around = self._block
         if nodes and isinstance(nodes[0], ast.stmt):
             self._block = [each for each in nodes if isinstance(each, ast.stmt)]
+            if self.scope.body is None:
+                self.scope.body = self._block
         self._visit_all(nodes)
         self._block = around
 

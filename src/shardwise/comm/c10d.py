@@ -67,8 +67,8 @@ class _Progress:
 
 
 _progress: WeakKeyDictionary[dist.ProcessGroup, _Progress] = WeakKeyDictionary()
-_generations: Counter[str] = Counter()
-"""How many process groups of each name there were."""
+_generations: Counter[tuple[str, int]] = Counter()
+"""How many process groups of each name there were, on each rank: ranks may be threads."""
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -98,8 +98,9 @@ class C10dCommunicator(Communicator):
         # Weak, so that destroy_process_group frees the group.
         self._group_reference = ref(group)
         if group not in _progress:
-            _generations[group.group_name] += 1
-            _progress[group] = _Progress(_generations[group.group_name])
+            name = group.group_name, ranks[index]
+            _generations[name] += 1
+            _progress[group] = _Progress(_generations[name])
         self._progress = _progress[group]
         self._left_in_store: list[str] = []
         self._exchanges = 0
@@ -134,7 +135,7 @@ class C10dCommunicator(Communicator):
         super()._begin()
 
     def _compare_facts(self, group: Group, facts: str) -> None:
-        _, store = world_of_torch.pg_map.get(self._group, (None, None))
+        _, store = world_of_torch().pg_map.get(self._group, (None, None))
         if store is None:
             return
         ranks = blake2b(repr(sorted(group)).encode(), digest_size=8).hexdigest()
@@ -434,7 +435,7 @@ class C10dCommunicator(Communicator):
 def living_group(reference: ReferenceType[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     """Return the group, or None if it was destroyed: it may still be referenced, but not used."""
     group = reference()
-    return group if group in world_of_torch.pg_map else None
+    return group if group in world_of_torch().pg_map else None
 
 
 def _reducible(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:

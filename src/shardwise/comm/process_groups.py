@@ -20,6 +20,7 @@ from shardwise.comm.buffers import format_tuple
 from shardwise.comm.c10d import C10dCommunicator, living_group
 from shardwise.comm.interface import Communicator
 from shardwise.comm.offline import AloneCommunicator, AloneWorld
+from shardwise.comm.threaded import ThreadedCommunicator
 from shardwise.core.errors import CollectiveError, MeshError
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.world import Backend, Link, World
@@ -28,8 +29,10 @@ from shardwise.torch_internals import (
     end_coalescing,
     forget_group,
     new_process_group,
+    root_of_torch_mesh,
     set_default_group,
     start_coalescing,
+    timeout_in,
     timeout_of,
     world_of_torch,
 )
@@ -43,6 +46,8 @@ class C10dWorld(World):
 
     Groups are held by weak references: torch owns them, so `destroy_process_group` frees them.
     """
+
+    _engine = C10dCommunicator
 
     def __init__(self, default: dist.ProcessGroup) -> None:
         super().__init__(default.rank(), default.size())
@@ -66,7 +71,7 @@ class C10dWorld(World):
         if backend.name is not None and "fake" in backend.name:
             backend = Backend()  # a fake group carries nothing; its axis may still have to
         group = self._group(ranks, channel, backend)
-        return C10dCommunicator(group, ranks, ranks.index(self.rank), axes)
+        return self._engine(group, ranks, ranks.index(self.rank), axes)
 
     def set_backend(self, ranks: tuple[int, ...], axis: str, backend: Backend) -> None:
         """Set how the group of an axis is made; refuse an unknown backend."""
@@ -100,10 +105,18 @@ class C10dWorld(World):
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
         ranks = tuple(dist.get_process_group_ranks(group))
+        backend = Backend()
+        if _is_fake(group) and not _is_fake(default_group()):
+            backend = Backend("fake")  # never for collectives, as if backend_override said so
         with self.lock:
-            if self._known((ranks, "", Backend())) is None:
-                self._groups[ranks, "", Backend()] = ref(group)
+            if self._known((ranks, "", backend)) is None:
+                self._groups[ranks, "", backend] = ref(group)
         return ranks
+
+    def root_of_torch_mesh(self, mesh: TorchMesh) -> TorchMesh:
+        """Return the torch DeviceMesh that one of torch was cut from, or itself."""
+        root: TorchMesh = root_of_torch_mesh(mesh)
+        return root
 
     def torch_mesh(self, mesh: DeviceMesh) -> TorchMesh:
         """Return the torch DeviceMesh of the same ranks, over the same process groups."""
@@ -129,13 +142,41 @@ class C10dWorld(World):
         keys = [key for key in list(self._groups) if key[:2] in ended]
         groups = [group for key in keys if (group := self._known(key)) is not None]
         _abort(groups)
-        if world_of_torch.default_pg in groups:
+        if world_of_torch().default_pg in groups:
             _note_left(self)
         _release(groups)
 
     def _known(self, key: _GroupKey) -> dist.ProcessGroup | None:
         reference = self._groups.get(key)
         return None if reference is None else living_group(reference)
+
+
+class ThreadedWorld(C10dWorld):
+    """The ranks of torch's threaded process group, each a thread of this process."""
+
+    is_simulated = True
+    shares_random_state = True
+    _engine = ThreadedCommunicator
+
+    def describe(self) -> str:
+        """Say what kind of ranks these are."""
+        return f"torch's threaded process group runs {self.size} ranks here, as threads"
+
+    def first_value(
+        self, ranks: tuple[int, ...], name: Any, number: int, value: int
+    ) -> tuple[int, int]:
+        """Return the first of the ranks that came, and its value, without waiting."""
+        _, store = world_of_torch().pg_map[default_group()]
+        key = f"shardwise first/{ranks}/{name!r}/{number}"
+        first = store.compare_set(key, "", f"{self.rank} {value}").decode()
+        if store.add(f"{key}/taken", 1) == len(ranks):
+            store.delete_key(key)
+            store.delete_key(f"{key}/taken")
+        rank, taken = map(int, first.split())
+        return rank, taken
+
+    def _end(self, links: Set[Link], along_one_axis: Set[Link]) -> NoReturn:
+        raise MeshError(f"abort: expected ranks that are processes; {self.describe()}")
 
 
 class LeftWorld(World):
@@ -170,10 +211,11 @@ def process_world(start: bool) -> World:
     global _latest, _left
     if not _IS_AVAILABLE:
         return _alone
-    default = world_of_torch.default_pg
+    default = world_of_torch().default_pg
     # A quick answer, as this is called several times per collective.
-    if default is not None and _latest[0]() is default:
-        return _latest[1]()  # type: ignore[no-any-return]
+    last_default, last_world = _latest
+    if default is not None and last_default() is default:
+        return last_world()  # type: ignore[no-any-return]
     if not dist.is_initialized():
         if _left is not None:
             return _left
@@ -188,10 +230,17 @@ def process_world(start: bool) -> World:
     found = _worlds.get(default)
     if found is None:
         with _making:
-            found = _worlds.setdefault(default, C10dWorld(default))
+            kind = ThreadedWorld if _is_threaded(default) else C10dWorld
+            found = _worlds.setdefault(default, kind(default))
         _left = None
     _latest = ref(default), ref(found)
     return found
+
+
+def _is_threaded(default: dist.ProcessGroup) -> bool:
+    """Tell whether the ranks are threads, each with process groups of its own."""
+    backend, _ = world_of_torch().pg_map[default]
+    return bool(backend == "threaded")
 
 
 def _join() -> None:
@@ -207,6 +256,10 @@ def _leave(joined: ReferenceType[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
 
 
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    return "fake" in dist.get_backend(group)
+
+
 def _new_group(ranks: tuple[int, ...], rank: int, turn: str, wanted: Backend) -> dist.ProcessGroup:
     """Make a group with the help of its members only.
 
@@ -218,7 +271,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str, wanted: Backend) ->
     if rank not in ranks:
         raise MeshError(f"group: expected ranks that include this one, got {format_tuple(ranks)}")
     default = default_group()
-    backend, store = world_of_torch.pg_map[default]
+    backend, store = world_of_torch().pg_map[default]
     options = wanted.options
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
     bound, default.bound_device_id = default.bound_device_id, None
@@ -231,7 +284,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str, wanted: Backend) ->
             store,
             c10d.GroupName(f"shardwise_{digest}_{turn}"),
             backend_options=options,
-            timeout=timeout_of(default) if options is None else options._timeout,
+            timeout=timeout_of(default) if options is None else timeout_in(options),
             group_desc=f"shardwise ranks {ranks}",
         )
     except (RuntimeError, AssertionError) as error:
@@ -243,7 +296,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, turn: str, wanted: Backend) ->
         ) from error
     finally:
         default.bound_device_id = bound
-    world_of_torch.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
+    world_of_torch().pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 
@@ -264,7 +317,7 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
         end_coalescing(groups[0], device)
     for group in groups:
         forget_group(group)
-        for tagged in world_of_torch.tags_to_pg.values():  # torch keeps those of new_group twice
+        for tagged in world_of_torch().tags_to_pg.values():  # torch keeps those of new_group twice
             if group in tagged:
                 tagged.remove(group)
 

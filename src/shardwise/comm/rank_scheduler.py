@@ -11,6 +11,7 @@ One lock guards everything; each rank sleeps on a condition of its own.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -113,6 +114,10 @@ class _Rank:
     thread: threading.Thread | None = None
     waits_in: Meeting | None = None
     """The meeting that it waits for; None while it can run."""
+    sleeps: bool = False
+    """Whether it sleeps on its condition: when it wakes, it looks whether it must stop."""
+    ending: bool = False
+    """Whether it has met the failure of the simulation: it must not be interrupted any more."""
     finished: bool = False
 
 
@@ -169,6 +174,25 @@ class RankScheduler:
         """Stop all ranks; the first error is the one the caller sees."""
         with self.lock:
             self._fail(error)
+            self._mark_ending()
+
+    def interrupt(self, *, anywhere: bool = False) -> None:
+        """End the ranks that compute, after a failure, at their next Python step.
+
+        A rank that is ended in Python code that takes a lock, such as an import, may never release
+        it: such a rank is passed over.
+
+        Arguments:
+            anywhere: end it all the same.
+        """
+        with self.lock:
+            for state in self._ranks if self.failure is not None else ():
+                thread = state.thread
+                if thread is None or state.sleeps or state.ending or state.finished:
+                    continue
+                if anywhere or _holds_no_lock(thread):
+                    state.ending = True
+                    _raise_stopped(thread)
 
     # ---- collectives
 
@@ -324,7 +348,9 @@ class RankScheduler:
         while self.failure is None and (
             state.waits_in is not None or (not self.parallel and self._turn != rank)
         ):
+            state.sleeps = True
             state.wake.wait()
+            state.sleeps = False
         self._check_running()
         if not self.parallel and self._present != rank:
             self._present = rank
@@ -336,9 +362,17 @@ class RankScheduler:
             raise CollectiveError("the simulation these ranks belong to has ended")
 
     def _check_stopped(self) -> None:
-        here = threading.current_thread()
-        if self.failure is not None and any(state.thread is here for state in self._ranks):
+        if self.failure is not None and self._mark_ending():
             raise Stopped
+
+    def _mark_ending(self) -> bool:
+        """Mark the calling thread's rank as ending; return whether it is the thread of a rank."""
+        here = threading.current_thread()
+        for state in self._ranks:
+            if state.thread is here:
+                state.ending = True
+                return True
+        return False
 
     def _end(self) -> None:
         self.over.set()
@@ -346,6 +380,7 @@ class RankScheduler:
 
     def _stop_with(self, message: str) -> None:
         self._fail(MismatchError(message))
+        self._mark_ending()
         raise Stopped
 
     def _fail(self, error: BaseException) -> None:
@@ -353,18 +388,8 @@ class RankScheduler:
             return
         self.failure = error
         self._end()
-        here = threading.current_thread()
-        by_a_rank = any(state.thread is here for state in self._ranks)
         for state in self._ranks:
             state.wake.notify()
-            # A rank that computes may not come here for long: end it at its next Python step. With
-            # turns no other rank computes if a rank failed, but one does if the caller was
-            # interrupted.
-            thread = state.thread
-            if thread is not None and thread is not here:
-                busy = state.waits_in is None and not state.finished
-                if busy and (self.parallel or not by_a_rank):
-                    _interrupt(thread)
 
     def _describe_stall(self) -> str:
         lines = []
@@ -378,11 +403,25 @@ class RankScheduler:
         return "no rank can go on:\n" + "\n".join(lines) + self._first_crossing
 
 
-def _interrupt(thread: threading.Thread) -> None:
+def _raise_stopped(thread: threading.Thread) -> None:
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
         )
+
+
+def _holds_no_lock(thread: threading.Thread) -> bool:
+    """Return whether a thread is outside of Python code that may be about to take a lock.
+
+    That is the standard library (imports, logging, conditions), and a debugger or a measurement of
+    coverage, which follow each thread.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return False
+    tracer = getattr(threading.gettrace(), "__module__", None) or ""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in sys.stdlib_module_names and package != tracer.partition(".")[0]
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

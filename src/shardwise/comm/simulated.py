@@ -219,6 +219,7 @@ class SimulatedWorld(World):
     """The world of one simulated rank."""
 
     is_simulated = True
+    has_process_groups = False
 
     def __init__(self, scheduler: RankScheduler, rank: int, size: int) -> None:
         super().__init__(rank, size)

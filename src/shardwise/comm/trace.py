@@ -206,6 +206,11 @@ def watch_calls(watcher: CallWatcher) -> Iterator[None]:
         _current.call_watcher = before
 
 
+def call_watcher() -> CallWatcher | None:
+    """Return the watcher of this thread's calls: another one can pass calls on to it."""
+    return _current.call_watcher
+
+
 def run_watched(func: Any, args: Any, kwargs: Any, run: Callable[[], T]) -> T:
     """Run a torch function on DTensors, through the watcher of this thread if there is one."""
     watcher = _current.call_watcher

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shardwise.core.errors import MeshError, format_value
+from shardwise.core.errors import MeshError, also, format_value
 from shardwise.core.world import Backend
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def as_backend(value: Any, argument: str) -> Backend:
     if isinstance(value, tuple) and len(value) == 2:
         name, options = value
     has_name = name is None or (isinstance(name, str) and name)
-    if not has_name or not (options is None or hasattr(options, "_timeout")) or value is None:
+    has_options = options is None or type(options).__module__.startswith("torch.")
+    if not has_name or not has_options or value is None:
         raise MeshError(
             f"{argument}: expected a backend such as 'gloo', its options (a Backend.Options of "
             f"torch.distributed), or a tuple of both; got {format_value(value)}"
@@ -138,11 +139,13 @@ def as_backends(
             axis = names.index(key) if names is not None and key in names else None
         if axis is None or not 0 <= axis < ndim:
             axes = f"{names} or " if names else ""
-            raise MeshError(
+            raise also(MeshError, RuntimeError)(
                 f"{argument}: expected axes among {axes}0 to {ndim - 1}, got {format_value(key)}"
             )
         if axis in seen:
-            raise MeshError(f"{argument}: expected each axis once, got axis {axis} and its name")
+            raise also(MeshError, RuntimeError)(
+                f"{argument}: expected each axis once, got axis {axis} and its name"
+            )
         seen.add(axis)
         found[axis] = as_backend(value, f"{argument}[{key!r}]")
     return tuple(found)

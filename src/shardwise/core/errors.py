@@ -58,14 +58,6 @@ class MeshError(ShardwiseError, ValueError, RuntimeError):
     """
 
 
-class MeshKeyError(MeshError, KeyError):
-    """The name of an axis that a mesh does not have."""
-
-
-class MeshTypeError(MeshError, TypeError):
-    """An axis that is not given by its name, as by a loop over a mesh."""
-
-
 class LayoutError(ShardwiseError, ValueError, RuntimeError):
     """A placement or layout that does not fit its mesh or its tensor.
 
@@ -122,35 +114,37 @@ class TorchVersionWarning(UserWarning):
     """shardwise is not tested with this version of torch."""
 
 
-def also(kind: type[_Kind], builtin: type[Exception]) -> type[_Kind]:
-    """Return an error class of shardwise as one that derives from one of Python's as well.
+def also(kind: type[_Kind], *builtins: type[Exception]) -> type[_Kind]:
+    """Return an error class of shardwise as one that derives from some of Python's as well.
 
-    For calls for which torch raises that: code that catches it goes on working.
+    For calls for which torch raises those: code that catches them goes on working.
 
     Example:
         >>> raise also(LayoutError, TypeError)("placements: expected a list, got 3")
     """
-    if issubclass(kind, builtin):
+    bases = (kind, *(each for each in builtins if not issubclass(kind, each)))
+    if len(bases) == 1:
         return kind
-    if (kind, builtin) not in _combined:
-        _combined[kind, builtin] = _combine(kind, builtin)
-    return _combined[kind, builtin]  # type: ignore[no-any-return]
+    if bases not in _combined:
+        _combined[bases] = _combine(*bases)
+    return _combined[bases]  # type: ignore[no-any-return]
 
 
-_combined: dict[tuple[type, type], Any] = {}
+_combined: dict[tuple[type, ...], Any] = {}
 
 
-def _combine(kind: type, builtin: type) -> type:
+def _combine(kind: type, *builtins: type) -> type:
+    names = ", ".join(each.__name__ for each in builtins)
     fields = {
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
-        "__qualname__": f"{kind.__name__}.also({builtin.__name__})",
+        "__qualname__": f"{kind.__name__}.also({names})",
     }
-    return type(kind.__name__, (kind, builtin), fields)
+    return type(kind.__name__, (kind, *builtins), fields)
 
 
 def _rebuilt(
-    kind: type[ShardwiseError] | tuple[type[ShardwiseError], type[Exception]],
+    kind: type[ShardwiseError] | tuple[Any, ...],
     arguments: tuple[Any, ...],
     fields: dict[str, Any],
 ) -> ShardwiseError:

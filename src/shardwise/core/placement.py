@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from shardwise.core.box import chunk
 from shardwise.core.checks import as_int, as_ints
 from shardwise.core.cut import Cut
 from shardwise.core.errors import LayoutError, also, format_value
@@ -119,6 +120,20 @@ class Shard(Placement):
             unit = unit[0] if len(set(unit)) == 1 else unit
         object.__setattr__(self, "pieces", None if pieces == 1 else pieces)
         object.__setattr__(self, "unit", unit)
+
+    @staticmethod
+    def local_shard_size_and_offset(
+        curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
+        """Return the length of a chunk, by the rule of `torch.chunk`, and where it begins.
+
+        Arguments:
+            curr_local_size: the length that is split.
+            num_chunks: the number of chunks.
+            rank: which one.
+        """
+        start, stop = chunk(0, curr_local_size, num_chunks, rank)
+        return stop - start, start
 
     def cut(self, size: int, argument: str) -> Cut | None:
         """Return the pieces of a dim of this size; None if the dim is not cut in pieces."""
@@ -292,6 +307,9 @@ class Partial(Placement):
             `torch.distributed.ReduceOp` with that name.
     """
 
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
+    ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = REDUCE_OPS
+
     reduce_op: str = "sum"
 
     def __init__(self, reduce_op: ReduceOp = "sum") -> None:
@@ -373,4 +391,5 @@ def as_reduce_op(op: object, argument: str) -> str:
 
 
 def _describe(value: Any) -> str:
-    return f"{format_value(value)} ({type(value).__name__})"
+    kind = "type" if isinstance(value, type) else type(value).__name__
+    return f"{format_value(value)} ({kind})"

@@ -33,12 +33,12 @@ class TensorState:
         "key",
         "link",
         "moves",
-        "origin",
         "pending",
         "reduced",
         "relabelled",
         "replaced_by",
         "stand_in",
+        "summed_later",
         "viewed_copy",
     )
 
@@ -55,9 +55,6 @@ class TensorState:
         self.gathered_from: torch.Tensor | None = None
         """The piece that a gather made this tensor of. Set and read by `redistribute`, which sums
         gradients directly into the pieces."""
-        self.origin: Any = None
-        """The layout of the DTensor whose local shard this plain tensor is. Set and read by
-        `local_shards`; only for tensors that are not in a graph, whose node has the note else."""
         self.replaced_by: dict[int, weakref.ref[torch.Tensor]] | None = None
         """The DTensors that have replaced this parameter in a module, by rank, as simulated ranks
         may share a parameter. Set and read by `parallel`, which keeps ties."""
@@ -86,6 +83,10 @@ class TensorState:
         outside of its mesh. Set and read by `dispatch.outside`."""
         self.viewed_copy: torch.Tensor | None = None
         """The copy that this tensor is a view of. Set and read by `view_copy` beside `link`."""
+
+        self.summed_later: tuple[int, ...] = ()
+        """The axes over which the gradient of this leaf is summed after the backward, so that no
+        operator sums it. Set by `fsdp`; read by `summed_later`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # torch.load accepts it, also where shardwise is not installed

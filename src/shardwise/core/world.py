@@ -49,6 +49,8 @@ class World(ABC):
 
     is_simulated = False
     """Whether the ranks are threads of one process."""
+    has_process_groups = True
+    """Whether torch.distributed knows these ranks."""
     is_stand_in = False
     """Whether this is a rank outside of a mesh that acts as one of the mesh."""
     carries_values = True
@@ -125,6 +127,10 @@ class World(ABC):
     def adopt(self, group: Any) -> tuple[int, ...]:
         """Use a torch process group that the user made; return its global ranks."""
         raise self._refusal("process group")
+
+    def root_of_torch_mesh(self, mesh: Any) -> Any:
+        """Return the torch DeviceMesh that one of torch was cut from, or itself."""
+        return mesh
 
     def torch_mesh(self, mesh: DeviceMesh) -> Any:
         """Return the torch DeviceMesh of the same ranks and process groups."""

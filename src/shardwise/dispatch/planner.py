@@ -34,6 +34,7 @@ from shardwise.dtensor.call_args import (
     tensor_paths,
 )
 from shardwise.dtensor.composite import (
+    call_when_waited,
     call_with_numbers,
     compute_into_out,
     compute_then_copy,
@@ -43,6 +44,7 @@ from shardwise.dtensor.composite import (
     write_to_plain,
 )
 from shardwise.dtensor.input_moves import InputMove, plan_input_move
+from shardwise.dtensor.local_shards import is_under_way
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor
 from shardwise.redistribute.cost import when_costs_change
@@ -82,6 +84,8 @@ def plan(func: Any, known: OpInfo | None, args: Args, kwargs: Kwargs) -> CachedC
         return CompositeCall(name, call_with_numbers(func, numbers))
     paths = list(tensor_paths(args, kwargs))
     tensors = [argument_at(args, kwargs, path) for path in paths]
+    if any(map(is_under_way, tensors)):
+        return CompositeCall(name, call_when_waited(func))
     mesh = common_mesh(name, tensors)
     check_dense_arguments(name, tensors)
     check_plain_tensors(name, tensors, mesh)

@@ -15,9 +15,10 @@ import torch
 
 from shardwise.core.errors import DispatchError
 from shardwise.core.layout import Layout
+from shardwise.dtensor.local_shards import waited
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.writes import check_writable, is_split, refuse_plain_target
-from shardwise.torch_internals import OpOverload
+from shardwise.torch_internals import OpOverload, pytree
 
 Run = Callable[..., Any]
 
@@ -164,6 +165,16 @@ def call_with_numbers(func: Any, keywords: list[str]) -> Run:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return func(*args, **{**kwargs, **{each: kwargs[each].item() for each in keywords}})
+
+    return run
+
+
+def call_when_waited(func: Any) -> Run:
+    """Return a call that waits for results of functional collectives among its arguments."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, waited, (args, kwargs))
+        return func(*args, **kwargs)
 
     return run
 

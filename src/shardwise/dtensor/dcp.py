@@ -151,8 +151,7 @@ def local_sizes(size: torch.Size, parts: Parts) -> tuple[tuple[int, ...], ...]:
 class CheckpointStager:
     """The stager for `torch.distributed.checkpoint.async_save`: copies the state dict.
 
-    The default stager of torch copies storages of the global size, and the DTensors and
-    ShardedTensors of this library have no such storage.
+    Torch's own stagers work too; this one needs no options and keeps nothing.
 
     Example:
         >>> dcp.async_save(state, checkpoint_id=path, async_stager=sw.CheckpointStager())

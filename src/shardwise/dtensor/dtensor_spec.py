@@ -111,6 +111,18 @@ class DTensorSpec:
             placements[axis] = placement
         return DTensorSpec(mesh, tuple(placements), tensor_meta)
 
+    @staticmethod
+    def compute_default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
+        """Return the axes that split each dim, in the order of the mesh."""
+        return _order_of_mesh(placements)
+
+    @staticmethod
+    def is_default_device_order(shard_order: ShardOrder | None) -> bool:
+        """Return whether the axes that split a dim are in the order of the mesh."""
+        return shard_order is not None and all(
+            list(each.mesh_dims) == sorted(each.mesh_dims) for each in shard_order
+        )
+
     @property
     def _layout(self) -> Layout:
         """The layout that it describes."""

@@ -8,16 +8,17 @@ share them. The versions of a leaf are kept apart (`leaf_moves`).
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise.comm import Pending
-from shardwise.core.errors import LayoutError, PolicyError
+from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.tensor_state import ATTRIBUTE, TensorState, ensure_state, leaf_moves, state_of
-from shardwise.dtensor.state import state
+from shardwise.dtensor.later_sums import data_axes, find_later_sums
+from shardwise.dtensor.state import ExplicitRedistributionContext, state
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
 from shardwise.redistribute.autograd import (
     MovePair,
@@ -151,6 +152,10 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
     if move.stages is not None and not (needs_grad and wants_contributions(tensor)):
         reduction, enter = move.stages
         return move_input(move_input(tensor, reduction, operator), enter, operator)
+    later: tuple[int, ...] = ()
+    if needs_grad and move.used_on and move.source.mesh in data_axes:
+        later = find_later_sums(tensor, move.used_on, data_axes[move.source.mesh], operator)
+        move = _with_later_sums(move, later) if later else move
     # All ranks must agree on what is shared: moving its gradients back is a collective.
     is_shared = (
         type(tensor) is DTensor
@@ -166,15 +171,15 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
             if keeps_reduced:
                 remember_reduced(tensor, found, needs_grad)  # type: ignore[arg-type]
             return found
-    if state.explicit:
-        _refuse_communication(move, tensor.dtype, operator)
+    if state.explicit is not None:
+        _refuse_implicit_move(state.explicit, move, tensor.dtype, operator)
     if needs_grad:
         if not move.is_linear:
             raise LayoutError(
                 f"{operator}: a pending reduction of {move.source!r} has no gradient, as it is not "
                 "linear; detach() the tensor first"
             )
-        gather = _skippable_gather(tensor) if move.is_enter else None
+        gather = _skippable_gather(tensor) if move.is_enter and not later else None
         if gather is not None:
             result = apply_gathered_use(tensor, gather, move.used_on)
         else:
@@ -194,6 +199,14 @@ def move_input(tensor: torch.Tensor, move: InputMove, operator: str) -> torch.Te
     if keeps_reduced:
         remember_reduced(tensor, result, needs_grad)  # type: ignore[arg-type]
     return result
+
+
+def _with_later_sums(move: InputMove, axes: tuple[int, ...]) -> InputMove:
+    """Return a move whose gradient stays a contribution on some axes."""
+    back = move.pair.backward
+    target = back.target.relaid(partial=dict.fromkeys(axes, "sum"))
+    pair = MovePair(move.pair.forward, replace(back, target=target))
+    return replace(move, pair=pair)
 
 
 def _skippable_gather(tensor: torch.Tensor) -> Any:
@@ -290,13 +303,15 @@ def _moves_of_leaf(leaf: torch.Tensor) -> dict[Any, Any]:
     return leaf_moves.of_parameters if is_parameter else leaf_moves.of_inputs
 
 
-def _refuse_communication(move: InputMove, dtype: torch.dtype, operator: str) -> None:
-    """Refuse a move that communicates, within `sw.explicit()`."""
+def _refuse_implicit_move(
+    explicit: ExplicitRedistributionContext, move: InputMove, dtype: torch.dtype, operator: str
+) -> None:
+    """Refuse a move that communicates, within `sw.explicit()`; if that is strict, any move."""
     plan = plan_redistribute(move.source, move.target, dtype)
-    if not any(step.communicates for step in plan.moves):
+    if not any(step.communicates for step in plan.moves) and not (explicit.strict and plan.moves):
         return
     wanted = ", ".join(map(repr, move.target.placements))
-    raise PolicyError(
+    explicit.refuse(
         f"{operator}: within explicit(), but an input must move to fit:\n{plan.explain()}\n"
         f"Say so: x.redistribute(placements=[{wanted}])"
     )

@@ -1,11 +1,10 @@
-"""Checks that the local tensors of all ranks fit together, and the global shape they form."""
+"""Checks that the local tensors of all ranks fit together; the memory of the tensor they form."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -17,115 +16,7 @@ from shardwise.core import world
 from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Shard, as_placement
-from shardwise.dtensor.state import Policy
-
-_MOST_DIMS = 32
-
-
-class _Setting(threading.local):
-    """The policy of one thread; simulated ranks are threads."""
-
-    piece_sizes = "ask"
-
-
-_setting = _Setting()
-
-
-def piece_sizes(policy: str) -> Policy:
-    """Set, on this thread, how ranks find the global size of a split dim from their shards.
-
-    `DTensor.from_local` without `shape` needs that size. So do styles whose plain inputs are split
-    along a dim whose size the module does not know, such as a sequence.
-
-    Arguments:
-        policy: `"ask"` makes the ranks exchange their sizes, in one small collective each time
-            (the default); `"even"` assumes shards of equal size, as torch does: no communication,
-            but uneven shards give wrong shapes, or a deadlock.
-
-    Example:
-        >>> with sw.piece_sizes("even"):
-        ...     model(x)
-    """
-    return Policy(_setting, "piece_sizes", policy, ("ask", "even"))
-
-
-def guess_layout(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int] | None = None,
-) -> Layout:
-    """Return the layout of shards without asking other ranks.
-
-    If the global shape is not given, all shards are taken to be like this one.
-    """
-    if shape is not None:
-        return Layout.from_placements(mesh, shape, placements)
-    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
-    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
-    probe = Layout.from_placements(mesh, local.shape, ordinary)
-    shape = [
-        size * math.prod(mesh.shape[axis] for axis in axes)
-        for size, axes in zip(probe.shape, probe.shard_order, strict=True)
-    ]
-    return Layout.from_placements(mesh, shape, placements)
-
-
-def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of shards whose global shape was not given.
-
-    The ranks exchange their sizes, unless `piece_sizes("even")` is set; all of them call this.
-    """
-    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
-    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
-    probe = Layout.from_placements(mesh, local.shape, ordinary)
-    if not any(probe.shard_order) or mesh.is_abstract or _setting.piece_sizes == "even":
-        return guess_layout(local, mesh, placements)
-    sizes = _all_sizes(local, mesh)
-    shape = []
-    for dim, axes in enumerate(probe.shard_order):
-        first = [0] * mesh.ndim
-        total = 0
-        for number in range(math.prod(mesh.shape[axis] for axis in axes)):
-            for axis in reversed(axes):
-                number, first[axis] = divmod(number, mesh.shape[axis])
-            total += sizes[tuple(first)][dim]
-        shape.append(total if axes else sizes[tuple(first)][dim])
-    layout = Layout.from_placements(mesh, shape, placements)
-    for place, found in sizes.items():
-        if found != layout.local_shape(place):
-            raise LayoutError(
-                f"local_tensor: the pieces are no legal sharding {tuple(placements)} of one "
-                f"tensor: rank {mesh.rank_at(place)} has {found}, and would have "
-                f"{layout.local_shape(place)} of {layout!r}, as torch.chunk cuts it; "
-                "redistribute the rows, or gather them and use distribute_tensor"
-            )
-    return layout
-
-
-def _all_sizes(local: torch.Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Gather the shape of every rank's shard, by the rank's coordinate on the mesh."""
-    if local.dim() > _MOST_DIMS:
-        raise LayoutError(f"local_tensor: expected at most {_MOST_DIMS} dims, got {local.dim()}")
-    device = local.device
-    if local.is_meta:  # it has no data to send, but its sizes are known
-        device = torch.device("cpu" if mesh.device_type == "meta" else mesh.device_type)
-    mine = torch.full((1, 1 + _MOST_DIMS), -1, dtype=torch.int64, device=device)
-    mine[0, : 1 + local.dim()] = torch.tensor([local.dim(), *local.shape])
-    rows = communicator(mesh).all_gather(mine).tolist()
-    ranks = mesh.mesh.flatten().tolist()
-    found = {}
-    for rank, (ndim, *sizes) in zip(ranks, rows, strict=True):
-        place = mesh.coordinate_of(rank)
-        assert place is not None, "it is of the mesh"
-        found[place] = tuple(sizes[:ndim])
-        if ndim != local.dim():
-            raise LayoutError(
-                f"local_tensor: expected pieces of as many dims on every rank; this one has "
-                f"{tuple(local.shape)}, rank {rank} has {found[place]}"
-            )
-    return found
+from shardwise.torch_internals import functional_collectives
 
 
 def global_stride(local: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -220,6 +111,19 @@ def is_globally_viewable(local: torch.Tensor, layout: Layout, target: Sequence[i
     return True
 
 
+def is_under_way(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is the result of a functional collective of torch that nobody has
+    waited for yet: a wrapper without memory."""
+    return type(tensor).__name__ == "AsyncCollectiveTensor"
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a functional collective once it is there; other tensors as they are."""
+    if is_under_way(tensor):
+        return functional_collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
+    return tensor
+
+
 def check_class(argument: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor of a class with operators of its own, such as a quantized tensor.
 
@@ -299,11 +203,19 @@ def check_pickled(local: torch.Tensor, layout: Layout, place: tuple[int, ...] | 
 def state_layout(layout: Layout) -> None:
     """State the layout of a tensor that was made without communication: the next collectives of
     these ranks compare what each says."""
-    mesh = layout.mesh
-    if mesh.is_abstract or not agreement.is_due(layout, mesh) or mesh.get_coordinate() is None:
+    state_value("DTensor.from_local", layout, layout, layout.mesh)
+
+
+def state_value(what: str, key: Hashable, value: Any, mesh: DeviceMesh) -> None:
+    """State something about a tensor, for the next collectives of these ranks to compare.
+
+    Arguments:
+        key: which statements count as one that was compared before.
+    """
+    if mesh.is_abstract or not agreement.is_due((what, key), mesh) or mesh.get_coordinate() is None:
         return
     groups = [mesh.ranks_along([axis]) for axis in range(mesh.ndim)]
-    agreement.state(f"DTensor.from_local({layout!r})", groups)
+    agreement.state(f"{what}({value!r})", groups)
 
 
 def check_replicas(local: torch.Tensor, layout: Layout) -> None:

@@ -6,6 +6,7 @@ Simulated ranks are threads, so neither a policy nor a plan of one rank reaches 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -60,7 +61,8 @@ class DispatchState(threading.local):
         """The hits of calls that left the cache."""
         self.fallback = "warn"
         self._plain_tensors = "assume"
-        self.explicit = False
+        self.explicit: ExplicitRedistributionContext | None = None
+        """The innermost context that forbids implicit communication."""
         self.keeps_gathers = False
         """Whether tensors keep all their moved versions, and not only those without pending sums.
         The exporter of programs sets it."""
@@ -141,13 +143,50 @@ def plain_tensors(policy: str) -> Policy:
 
 
 @contextmanager
-def explicit() -> Iterator[None]:
+def implicit_replication() -> Iterator[None]:
+    """Return a context in which plain tensors beside DTensors are taken as replicated.
+
+    That is what `plain_tensors("assume")`, the default, does. torch refuses plain tensors without
+    this context.
+    """
+    with plain_tensors("assume"):
+        yield
+
+
+def explicit() -> ExplicitRedistributionContext:
     """Return a context in which an operator that would communicate to move its inputs is refused.
 
     Calls that ask for communication, such as `redistribute` and `full_tensor`, are allowed.
     """
-    before, state.explicit = state.explicit, True
-    try:
-        yield
-    finally:
-        state.explicit = before
+    return ExplicitRedistributionContext()
+
+
+class ExplicitRedistributionContext:
+    """A context in which operators do not move their inputs implicitly: torch's form of
+    `explicit`.
+
+    Arguments:
+        enable: False allows implicit moves again, within another such context.
+        strict: refuse moves without communication too.
+        mode: "raise" an error, or "warn".
+    """
+
+    def __init__(self, enable: bool = True, strict: bool = False, mode: str = "raise") -> None:
+        if mode not in ("raise", "warn"):
+            raise PolicyError(f"mode: expected 'raise' or 'warn', got {mode!r}")
+        self._enable, self.strict, self._mode = enable, strict, mode
+        self._before: list[ExplicitRedistributionContext | None] = []
+
+    def __enter__(self) -> ExplicitRedistributionContext:
+        self._before.append(state.explicit)
+        state.explicit = self if self._enable else None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        state.explicit = self._before.pop()
+
+    def refuse(self, message: str) -> None:
+        """Raise an error about an implicit move, or warn of it."""
+        if self._mode == "raise":
+            raise PolicyError(message)
+        warnings.warn(message, stacklevel=2)

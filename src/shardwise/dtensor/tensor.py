@@ -28,11 +28,11 @@ from shardwise.dtensor.local_shards import (
     check_replicas,
     check_shard,
     check_supported,
-    guess_layout,
-    infer_layout,
     state_layout,
+    waited,
 )
 from shardwise.dtensor.properties import GlobalProperties, NoExchangeApi, check_whole
+from shardwise.dtensor.shard_sizes import guess_layout, infer_layout, note_origin
 from shardwise.redistribute import accumulate
 from shardwise.redistribute.autograd import (
     redistribute_later,
@@ -170,6 +170,7 @@ class DTensor(GlobalProperties):
                 each rank gets its own contribution, and nothing is summed.
         """
         mesh = mesh_or_current(device_mesh)
+        local_tensor = waited(local_tensor)
         _check_plain("local_tensor", local_tensor)
         placements = _placements(mesh, placements)
         if mesh.get_coordinate() is None:
@@ -199,16 +200,17 @@ class DTensor(GlobalProperties):
             grad_placements: the placements of the gradient of the result; by default those of this
                 tensor, with pending sums reduced.
         """
+        layout = self._layout
         local = unwrap(self)
         if local.requires_grad and not torch.is_grad_enabled():
             local = local.detach()
         if grad_placements is not None:
-            layout = self._layout
             given = Layout.from_placements(layout.mesh, layout.shape, grad_placements)
             _check_same_shards(given, layout)
             local = with_grad_layout(local, given, gradient_layout(layout))
         if PARAMETER_FLAG in self.__dict__:  # as in torch, isinstance(local, nn.Parameter)
             setattr(local, PARAMETER_FLAG, self.__dict__[PARAMETER_FLAG])
+        note_origin(local, layout)
         return local
 
     @property
@@ -470,6 +472,10 @@ class DTensor(GlobalProperties):
     def _stored_parts(self) -> list[tuple[Box, Box]]:
         return dcp.parts_of(self._layout)
 
+    def _staged(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:
+        """Return the same tensor made of a copy of this rank's shard, as `async_save` stores it."""
+        return wrap(copied(unwrap(self).detach()), self._layout)
+
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Return the memory that a checkpoint is read into, or written from."""
         return dcp.chunk_at(unwrap(self).detach(), self._layout, index.offset)
@@ -511,6 +517,7 @@ def as_layout(value: torch.Tensor, layout: Layout, argument: str) -> torch.Tenso
                 f"got {tuple(value.shape)}"
             )
         return redistribute_to(value, layout)
+    value = waited(value)
     check_class(argument, value)
     if tuple(value.shape) == layout.local_shape():
         return wrap(value.view_as(value), layout)

@@ -27,8 +27,14 @@ from shardwise.fsdp.mesh_info import (
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
+    ShardPlacementResult,
 )
-from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.fsdp.module import (
+    FSDPModule,
+    ReplicateModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+)
 from shardwise.fsdp.root import GradientReductionHandle
 
 __all__ = [
@@ -47,6 +53,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
+    "ReplicateModule",
+    "ShardPlacementResult",
     "ShardedState",
     "StateError",
     "TrainingState",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +11,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.api.optimizers import note_left_alone, note_replaced
-from shardwise.api.wrappers import Manager, check_unwrapped, managers
-from shardwise.core.checks import as_int
-from shardwise.core.errors import LayoutError, also
-from shardwise.core.layout_input import as_dim
-from shardwise.core.placement import Placement, Replicate, Shard, as_placement
+from shardwise.api.wrappers import Manager, managers
+from shardwise.core.mesh import DeviceMesh
 from shardwise.core.tensor_state import user_attributes
 from shardwise.dtensor.tensor import DTensor, unwrap, wrap
+from shardwise.fsdp.arguments import (
+    PlacementFunction,
+    ShardingFunction,
+    bucket_bytes,
+    check_ddp_options,
+    check_device_id,
+    checked_ignored,
+    checked_modules,
+    checked_reshard,
+    device_type_of,
+    only_mesh,
+    sharding_fn,
+)
 from shardwise.fsdp.config import (
     CPUOffloadPolicy,
     GroupSettings,
@@ -39,8 +50,13 @@ from shardwise.fsdp.mesh_info import (
 )
 from shardwise.fsdp.module import FSDPModule, swap_class
 from shardwise.fsdp.param import GradDtype, ParamSlot, Tie, is_claimed
-from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
-from shardwise.fsdp.param_sharding import ParamSharding, is_dense, sharded_layout
+from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of, module_state
+from shardwise.fsdp.param_sharding import (
+    ParamSharding,
+    is_dense,
+    is_on_all_axes,
+    sharded_layout,
+)
 from shardwise.fsdp.root import share_schedule
 from shardwise.fsdp.shard_memory import mark_as_sharded, place_new_shards
 from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
@@ -48,9 +64,6 @@ from shardwise.torch_internals import HOOK_ATTRIBUTES, own_parameters
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-    from shardwise.core.mesh import DeviceMesh
-
-PlacementFunction = Callable[[nn.Parameter], Placement | None]
 
 _ONE_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -85,11 +98,15 @@ def fully_shard(
             outermost and the last. A number: shard them over that number of ranks in between, such
             as the ranks of one machine.
         shard_placement_fn: called with each parameter; returns its placement: `Shard(dim)`,
-            `Replicate()`, or None for `Shard(0)`. The dim need not be divisible.
+            `Replicate()`, or None for `Shard(0)`. The dim need not be divisible. To shard a
+            parameter over other ranks, such as those that have the same experts, return a
+            `ShardPlacementResult(placement, mesh_info)`.
         mp_policy: dtypes of computation and of reductions.
         offload_policy: where shards are kept.
         ignored_params: parameters that are not sharded.
-        dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too.
+        dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too. Parameters that
+            are DTensors on all of `mesh`, whole on these axes, are sharded over them; modules then
+            compute with DTensors on `mesh`.
 
     Returns:
         The given module or list; each module is now an `FSDPModule` too.
@@ -100,14 +117,14 @@ def fully_shard(
         >>> fully_shard(model, mesh=mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    modules = _checked_modules(module, "fully_shard")
-    info = shard_info(mesh, dp_mesh_dims, _device_type(modules))
-    reshard = _checked_reshard(reshard_after_forward, info.shard_mesh_size)
+    modules = checked_modules(module, "fully_shard")
+    info = shard_info(mesh, dp_mesh_dims, device_type_of(modules))
+    reshard = checked_reshard(reshard_after_forward, info.shard_mesh_size)
     _make_group(
         modules,
         info,
         GroupSettings(reshard_after_forward=reshard),
-        _shard_dim_fn(shard_placement_fn),
+        sharding_fn(shard_placement_fn, info, reshard),
         mp_policy,
         offload_policy,
         ignored_params,
@@ -118,12 +135,18 @@ def fully_shard(
 
 def replicate(
     module: nn.Module | list[nn.Module],
+    ignored_modules: Iterable[nn.Module] | None = None,
     *,
     mesh: DeviceMesh | TorchMesh | None = None,
     mp_policy: MixedPrecisionPolicy = _ONE_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    device_mesh: DeviceMesh | TorchMesh | None = None,
+    process_group: Any = None,
+    bucket_cap_mb: float | None = None,
+    device_id: int | torch.device | None = None,
+    **ddp_options: Any,
 ) -> Any:
     """Replicate the parameters of a module on every data-parallel rank, in place. Each rank runs it
     on its own part of a batch, and gradients are averaged over ranks while backward goes on.
@@ -131,22 +154,41 @@ def replicate(
     Every rank of the mesh calls it. Parameters become replicated DTensors, with the values of the
     first rank.
 
+    It takes the arguments of both functions of that name in torch: of
+    `torch.distributed._composable.replicate_with_fsdp`, and of the older
+    `torch.distributed._composable.replicate`.
+
     Arguments:
         module: a module, or a list of modules. One call on the whole model is enough.
+        ignored_modules: modules whose parameters are not changed.
         mesh: the data-parallel ranks, along one axis; all by default.
         mp_policy: dtypes of computation and of reductions.
         offload_policy: where parameters are kept.
         ignored_params: parameters that are not changed.
         dp_mesh_dims: the names of the data-parallel axes, if `mesh` has others too; only
             `DataParallelMeshDims(replicate=...)`.
+        device_mesh: another name of `mesh`.
+        process_group: a torch process group of the data-parallel ranks, instead of a mesh.
+        bucket_cap_mb: about how many megabytes of gradients are reduced at once; 4 by default.
+        device_id: the device that parameters are on; it is only checked.
+        ddp_options: other arguments of `DistributedDataParallel`, which the older function takes.
+            Those that only say how it works (`find_unused_parameters`, `gradient_as_bucket_view`,
+            `static_graph`, `broadcast_buffers`, which means no buffers there) are accepted and not
+            needed; others must have their default.
     """
-    modules = _checked_modules(module, "replicate")
-    info = replicate_info(mesh, dp_mesh_dims, _device_type(modules))
+    modules = checked_modules(module, "replicate")
+    check_ddp_options(ddp_options)
+    mesh = only_mesh(mesh, device_mesh, process_group, modules)
+    info = replicate_info(mesh, dp_mesh_dims, device_type_of(modules))
+    check_device_id(device_id, info)
+    if ignored_modules is not None:
+        inner = [each for other in ignored_modules for each in other.parameters()]
+        ignored_params = [*(ignored_params or ()), *inner]
     _make_group(
         modules,
         info,
-        GroupSettings(),
-        lambda parameter, name: None,
+        GroupSettings(replicated_unit_bytes=bucket_bytes(bucket_cap_mb)),
+        lambda parameter, name: (None, info),
         mp_policy,
         offload_policy,
         ignored_params,
@@ -170,91 +212,6 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     share_schedule(list(groups))
 
 
-# ---- checks
-
-
-def _checked_modules(module: Any, function: str) -> list[nn.Module]:
-    modules = list(module) if isinstance(module, list | tuple) else [module]
-    if not modules:
-        raise FSDPError(f"{function}(module): expected a module or several, got an empty list")
-    for each in modules:
-        if not isinstance(each, nn.Module):
-            raise also(FSDPError, TypeError)(
-                f"{function}(module): expected a module or a list of modules, got "
-                f"{type(each).__name__}"
-            )
-        has_forward = type(each).forward is not nn.Module.forward or "forward" in vars(each)
-        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not has_forward:
-            raise FSDPError(
-                f"{function}(module): expected a module that is called, got a "
-                f"{type(each).__name__}, which has no forward; pass the modules in it, each in a "
-                "call or all as one list"
-            )
-        if isinstance(each, FSDPModule):
-            raise also(FSDPError, AssertionError)(
-                f"{function}(module): expected a module that is not data-parallel yet, got "
-                f"{type(each).__name__}; call it once for each module"
-            )
-        if sum(each is other for other in modules) > 1:
-            raise FSDPError(
-                f"{function}(module): expected a list of different modules, got the same "
-                f"{type(each).__name__} twice"
-            )
-        check_unwrapped(function, each)
-    return modules
-
-
-def _checked_reshard(value: Any, size: int) -> bool | int | None:
-    if value is None or isinstance(value, bool):
-        return value
-    count = as_int(value)
-    if count is None or count < 1 or size % count:
-        raise FSDPError(
-            f"reshard_after_forward: expected True, False, None or a number of ranks that divides "
-            f"{size}, the size of the shard axis; got {value!r}"
-        )
-    if count == 1:
-        return False
-    return True if count == size else count
-
-
-def _shard_dim_fn(
-    function: PlacementFunction | None,
-) -> Callable[[nn.Parameter, str], int | None]:
-    """Return a function that maps a parameter and its name to the dim to shard, if any."""
-    if function is not None and not callable(function):
-        raise FSDPError(
-            f"shard_placement_fn: expected a function of a parameter, got {function!r}; for one "
-            f"placement of all pass lambda parameter: {function!r}"
-        )
-
-    def dim_of(parameter: nn.Parameter, name: str) -> int | None:
-        wanted: Any = None if function is None else function(parameter)
-        if wanted is None:
-            return 0 if parameter.dim() else None
-        where = f"shard_placement_fn: {name}"
-        placement = as_placement(wanted, where)
-        if isinstance(placement, Replicate):
-            return None
-        if not isinstance(placement, Shard) or placement != Shard(placement.dim):
-            raise FSDPError(f"{where}: expected Shard(dim), Replicate() or None, got {wanted!r}")
-        try:
-            return as_dim(placement.dim, parameter.dim(), where)
-        except LayoutError as error:
-            raise also(FSDPError, AssertionError)(error.args[0]) from None
-
-    return dim_of
-
-
-def _device_type(modules: Sequence[nn.Module]) -> str:
-    """Return the device type of the default mesh: that of the parameters, unless all are meta."""
-    for module in modules:
-        for parameter in module.parameters():
-            if not parameter.is_meta:
-                return parameter.device.type
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 # ---- making a group
 
 
@@ -262,7 +219,7 @@ def _make_group(
     modules: list[nn.Module],
     info: DataParallelMeshInfo,
     settings: GroupSettings,
-    dim_of: Callable[[nn.Parameter, str], int | None],
+    sharding_of: ShardingFunction,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored_params: Iterable[nn.Parameter] | None,
@@ -272,33 +229,33 @@ def _make_group(
         raise FSDPError(f"mp_policy: expected a MixedPrecisionPolicy, got {mp_policy!r}")
     if not isinstance(offload_policy, OffloadPolicy):
         raise FSDPError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
-    ignored = _checked_ignored(ignored_params)
+    ignored = checked_ignored(ignored_params)
     choices = []
-    known: dict[int, tuple[Any, GatherExtension | None, MixedPrecisionPolicy]] = {}
+    known: dict[int, tuple[Any, ...]] = {}
     # All parameters are checked before any is changed.
     for module, key, name in _find_params(modules, set(map(id, ignored))):
         parameter: Any = own_parameters(module)[key]
         if id(parameter) not in known:
-            layout = _layout_of(parameter, info, dim_of, name)
+            layout, own = _layout_of(parameter, info, sharding_of, name)
             policy = mp_policy.resolved_for(parameter, name)
-            known[id(parameter)] = layout, extension_of(parameter, name), policy
+            known[id(parameter)] = layout, own, extension_of(parameter, name), policy
         choices.append((module, key, name, parameter, *known[id(parameter)]))
     slots = []
     made: dict[int, Any] = {}
     new = []
-    for module, key, name, parameter, layout, extension, policy in choices:
+    for module, key, name, parameter, layout, own, extension, policy in choices:
         tensor = made.get(id(parameter))
         if tensor is None:
             tensor = _sharded_form(parameter)
         if tensor is None:
-            tensor = _shard_param(parameter, layout, info, offload_policy, extension, name)
+            tensor = _shard_param(parameter, layout, own, offload_policy, extension, name)
             new.append(tensor)
         made[id(parameter)] = tensor
         strides = getattr(tensor, "_gathered_strides", None)
         tie = getattr(tensor, "_fsdp_tie", None) or Tie()
         extension = getattr(tensor, "_fsdp_extension", extension)
-        slot = ParamSlot(module, key, name, layout, strides, extension, policy, tie, tensor)
-        mark_as_sharded(tensor, info, slot)
+        slot = ParamSlot(module, key, name, layout, strides, extension, policy, own, tie, tensor)
+        mark_as_sharded(tensor, slot)
         slot.put(tensor)
         slot.note_grad_dtype()
         slot.claim()
@@ -308,19 +265,6 @@ def _make_group(
     place_new_shards(group, new)
     for module in modules:
         swap_class(module, group, prefix)
-
-
-def _checked_ignored(ignored: Any) -> list[nn.Parameter]:
-    if ignored is None:
-        return []
-    found = list(ignored) if isinstance(ignored, Iterable) else [ignored]
-    for each in found:
-        if not isinstance(each, nn.Parameter):
-            raise FSDPError(
-                f"ignored_params: expected a set of parameters, got {type(each).__name__}"
-                + ("; names are not enough" if isinstance(each, str) else "")
-            )
-    return found
 
 
 def _find_params(
@@ -355,11 +299,9 @@ def _find_params(
 
 
 def _layout_of(
-    parameter: nn.Parameter,
-    info: DataParallelMeshInfo,
-    dim_of: Callable[[nn.Parameter, str], int | None],
-    name: str,
-) -> Any:
+    parameter: nn.Parameter, default: DataParallelMeshInfo, sharding_of: ShardingFunction, name: str
+) -> tuple[Any, DataParallelMeshInfo]:
+    """Return the layout of a parameter at rest, and its data-parallel ranks."""
     if is_lazy(parameter):
         raise FSDPError(
             f"{name}: it is lazy and has no shape yet; run a forward first, in one process"
@@ -367,14 +309,23 @@ def _layout_of(
     twin = _sharded_form(parameter)
     if twin is None:
         check_can_be_split(parameter, name)
-        return sharded_layout(parameter, info, dim_of(parameter, name), name)
+        dim, info = sharding_of(parameter, name)
+        if not is_on_all_axes(parameter, info):
+            info = _without_other_axes(info)
+        return sharded_layout(parameter, info, dim, name), info
     layout, other = twin._layout, twin._fsdp_info
-    if other != info:
+    known = map(_without_other_axes, (default, sharding_of(parameter, name)[1]))
+    if _without_other_axes(other) not in known:
         raise FSDPError(
             f"{name}: it is tied to a parameter of another group, on {other.mesh!r}, and this one "
-            f"is on {info.mesh!r}; tied parameters need the same mesh"
+            f"is on {default.mesh!r}; tied parameters need the same mesh"
         )
-    return layout
+    return layout, other
+
+
+def _without_other_axes(info: DataParallelMeshInfo) -> DataParallelMeshInfo:
+    """Return the same ranks, for parameters that are not DTensors on the data-parallel axes."""
+    return replace(info, dp_mesh_dims=None, spmd_mesh=None)
 
 
 def _sharded_form(parameter: Any) -> Any:
@@ -438,6 +389,9 @@ def _scatter_from_first(
             shard = info.replicate_communicator("").broadcast(shard, 0)
     return shard
 
+
+for _function in (fully_shard, replicate):
+    setattr(_function, "state", module_state)  # noqa: B010  (as `contract` does in torch)
 
 managers.append(
     Manager(

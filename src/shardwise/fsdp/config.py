@@ -176,6 +176,11 @@ class GroupSettings:
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
+    sums_only: bool = False
+    """Whether half-precision gradients are summed, too, and not averaged by the collective."""
+    replicated_unit_bytes: int | None = None
+    """Of a replicated module: about how many bytes of gradients are reduced at once; None for the
+    default."""
 
     @property
     def schedule(self) -> tuple[bool | int | None, ...]:
@@ -206,6 +211,7 @@ class GroupSettings:
             self.all_reduce,
             self.divide_factor,
             self.fill_unused,
+            self.sums_only,
             self.needs_own_collectives,
             self.unshard_in_backward,
         )

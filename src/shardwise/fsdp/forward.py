@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.dtensor.shard_sizes import note_same_shape
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.fsdp.param_group import ForwardCall, ParamGroup
 from shardwise.fsdp.root import schedule_of
@@ -96,6 +97,7 @@ def _watch_inputs(
         call.input_count += 1
         with as_local():
             view: Any = tensor.view_as(tensor)
+            note_same_shape(view)
             view.register_hook(note_grad)
         return wrap(view, tensor._layout) if isinstance(tensor, DTensor) else view
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.comm import Communicator, communicator
 from shardwise.core import world
-from shardwise.core.errors import MeshError
+from shardwise.core.checks import as_int
+from shardwise.core.errors import MeshError, also
 from shardwise.core.mesh import DeviceMesh, as_mesh
+from shardwise.core.placement import Placement
 from shardwise.fsdp.errors import FSDPError
 
 if TYPE_CHECKING:
@@ -24,11 +26,55 @@ class DataParallelMeshInfo:
         mesh: the data-parallel ranks, with one axis or two.
         shard_mesh_dim: the index of the axis that parameters are sharded over, if any.
         replicate_mesh_dim: the index of the axis that parameters are replicated along, if any.
+        dp_mesh_dims: the names of these axes in `spmd_mesh`.
+        spmd_mesh: the mesh that parameters are laid out on before they are sharded, if it has the
+            data-parallel axes too; modules then compute with DTensors on it.
     """
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
     replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        if self.spmd_mesh is not None:
+            object.__setattr__(self, "spmd_mesh", as_mesh(self.spmd_mesh))
+        needed = [
+            *(["shard_mesh_dim"] if isinstance(self, FSDPMeshInfo) else []),
+            *(["replicate_mesh_dim"] if isinstance(self, DDPMeshInfo) else []),
+        ]
+        for name in needed:
+            if getattr(self, name) is None:
+                raise also(FSDPError, AssertionError)(
+                    f"{type(self).__name__}({name}): expected the index of an axis of "
+                    f"{self.mesh!r}, got None"
+                )
+        if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
+            raise also(FSDPError, AssertionError)(
+                f"{type(self).__name__}: expected shard_mesh_dim, replicate_mesh_dim or both; got "
+                "neither"
+            )
+        for name in ("shard_mesh_dim", "replicate_mesh_dim"):
+            axis = getattr(self, name)
+            if axis is not None and as_int(axis) not in range(self.mesh.ndim):
+                raise also(FSDPError, AssertionError)(
+                    f"{type(self).__name__}({name}): expected the index of an axis of "
+                    f"{self.mesh!r}, got {axis!r}"
+                )
+
+    @property
+    def is_spmd_mesh(self) -> bool:
+        """Whether `dp_mesh_dims` names the data-parallel axes of a larger mesh."""
+        return self.dp_mesh_dims is not None
+
+    @property
+    def spmd_axes(self) -> tuple[int, ...]:
+        """The data-parallel axes of `spmd_mesh`: those that shard, then those that replicate."""
+        assert self.spmd_mesh is not None and self.dp_mesh_dims is not None, "it has such a mesh"
+        names = (*self.dp_mesh_dims.shard_names, *self.dp_mesh_dims.replicate_names)
+        return tuple(map(self.spmd_mesh.axis, names))
 
     @property
     def shard_mesh_size(self) -> int:
@@ -106,7 +152,7 @@ class DDPMeshInfo(DataParallelMeshInfo):
     """Parameters are replicated along one axis."""
 
 
-class HSDPMeshInfo(DataParallelMeshInfo):
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are sharded over one axis and replicated along the other."""
 
 
@@ -133,6 +179,54 @@ class DataParallelMeshDims:
                     f"DataParallelMeshDims({field}): expected the name of an axis or a tuple of "
                     f"names, got {names!r}"
                 )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names of the axes that parameters are sharded over."""
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names of the axes that parameters are replicated along."""
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What `shard_placement_fn` may return: the placement of a parameter, and its own ranks.
+
+    Arguments:
+        placement: as `shard_placement_fn` returns it otherwise; None for `Shard(0)`.
+        mesh_info: the data-parallel ranks of this parameter.
+    """
+
+    placement: Placement | None
+    mesh_info: FSDPMeshInfo
+
+
+def resolve_shard_placement(
+    result: Placement | ShardPlacementResult | None, default_mesh_info: FSDPMeshInfo
+) -> ShardPlacementResult:
+    """Return what `shard_placement_fn` has returned as a `ShardPlacementResult`."""
+    if isinstance(result, ShardPlacementResult):
+        return result
+    if result is not None and not isinstance(result, Placement):
+        raise FSDPError(
+            f"result: expected Shard(dim), a ShardPlacementResult or None, got {result!r}"
+        )
+    return ShardPlacementResult(result, default_mesh_info)
+
+
+def mesh_info_of(
+    mesh: DeviceMesh | TorchMesh, dp_mesh_dims: DataParallelMeshDims | None = None
+) -> DataParallelMeshInfo:
+    """Return the data-parallel axes of a mesh, as `fully_shard` takes them. It is torch's
+    `_get_mesh_info`."""
+    return shard_info(mesh, dp_mesh_dims, as_mesh(mesh).device_type)
 
 
 def shard_info(
@@ -194,13 +288,16 @@ def _check_dims(dims: DataParallelMeshDims | None) -> None:
 
 
 def _named_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in (mesh.mesh_dim_names or ()):
+            raise FSDPError(f"dp_mesh_dims: expected names of axes of {mesh!r}, got {name!r}")
     shard, replicate = _merged(mesh, dims.shard), _merged(mesh, dims.replicate)
     if replicate is None:
         assert shard is not None, "DataParallelMeshDims has checked that one is given"
-        return FSDPMeshInfo(mesh[shard], shard_mesh_dim=0)
+        return FSDPMeshInfo(mesh[shard], 0, None, dims, mesh)
     if shard is None:
-        return DDPMeshInfo(mesh[replicate], replicate_mesh_dim=0)
-    return HSDPMeshInfo(mesh[replicate, shard], shard_mesh_dim=1, replicate_mesh_dim=0)
+        return DDPMeshInfo(mesh[replicate], None, 0, dims, mesh)
+    return HSDPMeshInfo(mesh[replicate, shard], 1, 0, dims, mesh)
 
 
 def _merged(mesh: DeviceMesh, names: str | tuple[str, ...] | None) -> str | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,8 +16,9 @@ import torch
 from torch import nn
 
 from shardwise.core.checks import as_int
+from shardwise.core.errors import also
 from shardwise.fsdp.config import AllGather, ReduceScatter
-from shardwise.fsdp.errors import FSDPError, check_bool
+from shardwise.fsdp.errors import FSDPError, StateError, check_bool
 from shardwise.fsdp.forward import run_forward
 from shardwise.fsdp.param_group import ParamGroup, check_modules, group_of
 from shardwise.fsdp.root import (
@@ -51,11 +54,16 @@ class FSDPModule(_Base):
     """A module that `fully_shard` was called on: its class derives from this and its own class."""
 
     _fsdp_group: ParamGroup
+    _orig_cls_mro_index = 2
+    """The position of the module's own class among the bases of its new one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a module of its own class: a slice of a sharded `Sequential` is a `Sequential`."""
-        own = cls.__mro__[2]
-        return own(*args, **kwargs)
+        own: Any = cls.__mro__[cls._orig_cls_mro_index]
+        made = own.__new__(own, *args, **kwargs)
+        if _initializes_new_modules.get():
+            made.__init__(*args, **kwargs)
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return run_forward(self, self._fsdp_group, super().__call__, args, kwargs)
@@ -173,14 +181,25 @@ class FSDPModule(_Base):
         updated_schedule_of(self._fsdp_group).post_optim_event = event
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Do nothing: buffers are allocated once and reused, in ordinary memory. With custom
-        communication, which allocates its own buffers, it is an error."""
+        """Warn, where the backend has an allocator of its own, that it is not used: buffers are
+        allocated once and reused, in ordinary memory, as in torch on backends without one, such as
+        gloo. With custom communication, which allocates its own buffers, it is an error.
+
+        For memory of the backend give `set_custom_all_gather` and `set_custom_reduce_scatter` a
+        collective that allocates it.
+        """
         check_bool("enable", enable)
         _check_no_custom_comm(self._fsdp_group, "set_allocate_memory_from_process_group_for_comm")
+        if enable and self._fsdp_group.info.mesh.device_type != "cpu":
+            warnings.warn(
+                "set_allocate_memory_from_process_group_for_comm: shardwise does not allocate "
+                "memory of the process group; buffers are in ordinary memory. Give "
+                "set_custom_all_gather() and set_custom_reduce_scatter() collectives that do",
+                stacklevel=2,
+            )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Do nothing: gathers use ordinary memory. With custom communication, which allocates its
-        own buffers, it is an error.
+        """Refuse: gathers use ordinary memory.
 
         Arguments:
             backend: `"NCCL"` is the only one.
@@ -188,6 +207,11 @@ class FSDPModule(_Base):
         if backend != "NCCL":
             raise FSDPError(f"backend: expected 'NCCL', got {backend!r}")
         _check_no_custom_comm(self._fsdp_group, "set_symm_mem_for_comm")
+        raise also(FSDPError, NotImplementedError)(
+            "set_symm_mem_for_comm: shardwise does not gather parameters in symmetric memory; give "
+            "set_custom_all_gather() an AllGather whose allocate() takes it from "
+            "torch.distributed._symmetric_memory"
+        )
 
     # ---- gradients
 
@@ -278,8 +302,11 @@ class FSDPModule(_Base):
         check_bool("enable", enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: except in half precision, gradients are summed, and divided afterwards."""
+        """Set whether half-precision gradients are summed as well, and divided afterwards, as
+        others always are. By default the collective averages them, in a wider dtype, as a sum
+        could overflow."""
         check_bool("enable", enable)
+        _change_settings(self, False, sums_only=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -308,6 +335,15 @@ class FSDPModule(_Base):
             raise FSDPError(f"comm: expected a ReduceScatter, got {type(comm).__name__}")
         _change_settings(self, False, reduce_scatter=comm)
 
+    # ---- what torch's own modules have, for programs that read it
+
+    def _get_fsdp_state(self) -> ParamGroup:
+        return self._fsdp_group
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: gathers are always asynchronous, and never in a stream of their own."""
+        check_bool("async_op", async_op)
+
     # ---- after exceptions
 
     def reset_iter_state(self) -> None:
@@ -321,6 +357,34 @@ class FSDPModule(_Base):
             if schedule.outstanding is not None:
                 schedule.outstanding.check_owner(self._fsdp_group.root)
             schedule.recover()
+
+
+class ReplicateModule(FSDPModule):
+    """A module that `replicate` was called on."""
+
+    _orig_cls_mro_index = 3
+
+    def register_comm_hook(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a hook of `DistributedDataParallel`, which gets buckets of its reducer."""
+        raise StateError(
+            "register_comm_hook: gradients of this module are not in buckets of "
+            "DistributedDataParallel; choose the dtype of reductions with "
+            "MixedPrecisionPolicy(reduce_dtype=), change reduced gradients with "
+            "set_all_reduce_hook(), or wrap the model in DistributedDataParallel instead"
+        )
+
+
+_initializes_new_modules: ContextVar[bool] = ContextVar("new_modules", default=True)
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Return a context in which `type(sharded)(...)` makes a module without calling `__init__`."""
+    token = _initializes_new_modules.set(False)
+    try:
+        yield
+    finally:
+        _initializes_new_modules.reset(token)
 
 
 # Functions, not methods: a method would hide an attribute of the user's module of the same name.
@@ -356,11 +420,17 @@ def swap_class(module: nn.Module, group: ParamGroup, prefix: str) -> None:
     own = type(module)
     found = _classes.get((own, prefix))
     if found is None:
-        found = _classes[own, prefix] = type(f"{prefix}{own.__name__}", (FSDPModule, own), {})
+        base = ReplicateModule if prefix == "Replicate" else FSDPModule
+        found = _classes[own, prefix] = type(f"{prefix}{own.__name__}", (base, own), {})
     module._fsdp_group = group  # type: ignore[assignment]
     module.__class__ = found
     module.register_load_state_dict_post_hook(_settle_after_load)  # type: ignore[no-untyped-call]
     set_outer_groups(module)
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """Return the classes that `fully_shard` has made, by the modules' own classes."""
+    return {own: made for (own, prefix), made in _classes.items() if prefix == "FSDP"}
 
 
 def _settle_after_load(module: Any, _: Any) -> None:

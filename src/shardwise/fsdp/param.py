@@ -119,6 +119,8 @@ class ParamSlot:
     """The parameter's own gather functions, if any."""
     policy: MixedPrecisionPolicy
     """Of this parameter."""
+    info: DataParallelMeshInfo
+    """The data-parallel ranks of this parameter."""
     tie: Tie
     """All slots of this parameter."""
     known: torch.Tensor | None = None
@@ -208,13 +210,12 @@ class ShardedParam:
     Arguments:
         slot: the first slot that holds it.
         sharded: the DTensor that the module has at rest, and that optimizers see.
-        info: the data-parallel ranks.
     """
 
-    def __init__(self, slot: ParamSlot, sharded: DTensor, info: DataParallelMeshInfo) -> None:
+    def __init__(self, slot: ParamSlot, sharded: DTensor) -> None:
         self.slot = slot
         self.sharded = sharded
-        self.sharding = ParamSharding.of(sharded._layout, info, slot.strides is None)
+        self.sharding = ParamSharding.of(sharded._layout, slot.info, slot.strides is None)
         shape = self.sharding.gathered_shape
         self.strides = slot.strides or torch.empty(shape, device="meta").stride()
         """Of the gathered parameter."""
@@ -246,6 +247,16 @@ class ShardedParam:
     def name(self) -> str:
         """The name of the parameter, for messages."""
         return self.slot.name
+
+    @property
+    def sharded_param(self) -> DTensor:
+        """The DTensor that the module has at rest: torch's name for it."""
+        return self.sharded
+
+    @property
+    def unsharded_param(self) -> torch.Tensor:
+        """The parameter that the module computes with: torch's name for it."""
+        return self.gathered
 
     def apply_grad_hooks(self, gradient: torch.Tensor, has_history: bool) -> torch.Tensor:
         """Return the shard's new gradient after the hooks that users have registered on it.

@@ -128,6 +128,30 @@ class ParamGroup:
         result.forward_prefetch = result.backward_prefetch = None
         return result
 
+    # torch's names: a group is both the state of a module and its group of parameters.
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return [self] if self.slots else []
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return self if self.slots else None
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return self.state
+
+    @property
+    def mesh_info(self) -> DataParallelMeshInfo:
+        """The data-parallel ranks; single parameters may have others."""
+        return self.info
+
+    @property
+    def fsdp_params(self) -> list[ShardedParam]:
+        """Its parameters, in all their forms; empty before the first forward."""
+        return list(dict.fromkeys(param for _, param in self.bindings))
+
     @property
     def root(self) -> ParamGroup:
         """The group of the outermost module around these."""
@@ -260,6 +284,16 @@ class ParamGroup:
                 slot.restore_grad_dtype()
             for slot, gradient in kept:
                 slot.tensor.grad = gradient.to(slot.tensor.device)
+
+
+# ---- torch's names for it
+
+
+def module_state(module: nn.Module) -> ParamGroup | None:
+    """Return the group of a module; None if it is not sharded. It is torch's
+    `_get_module_fsdp_state`, and `fully_shard.state`."""
+    found = getattr(module, "_fsdp_group", None)
+    return found if isinstance(found, ParamGroup) else None
 
 
 # ---- checks of arguments

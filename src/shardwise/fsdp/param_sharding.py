@@ -39,13 +39,45 @@ def sharded_layout(
     before = tensor._layout
     if before.partial:
         raise FSDPError(f"{name}: expected no pending sums, got {before!r}; redistribute it first")
-    mesh = _joint_mesh(info.mesh, before.mesh, name)
-    moved = info.mesh.ndim  # the data-parallel axes come first
-    order = [[axis + moved for axis in axes] for axes in before.shard_order]
+    other_axes = _other_axes(before.mesh, info)
+    if info.spmd_mesh is None:
+        mesh = _joint_mesh(info.mesh, before.mesh, name)
+    else:
+        _check_whole_on_data_axes(before, info, name)
+        names = before.mesh.mesh_dim_names
+        assert names is not None, "dp_mesh_dims has named some"
+        mesh = info.mesh
+        if other_axes:
+            others = before.mesh[tuple(names[axis] for axis in other_axes)]
+            mesh = _joint_mesh(info.mesh, others, name)
+    # The data-parallel axes come first.
+    moved = {axis: info.mesh.ndim + index for index, axis in enumerate(other_axes)}
+    order = [[moved[axis] for axis in axes] for axes in before.shard_order]
     if dim is not None and info.shard_mesh_dim is not None:
         order[dim].append(info.shard_mesh_dim)
     cuts = before.cuts if before.is_cut else ()
     return Layout(mesh, before.shape, order, None, cuts)
+
+
+def is_on_all_axes(tensor: torch.Tensor, info: DataParallelMeshInfo) -> bool:
+    """Return whether a parameter is a DTensor on the mesh that has the data-parallel axes too."""
+    return isinstance(tensor, DTensor) and tensor._layout.mesh is info.spmd_mesh
+
+
+def _other_axes(mesh: DeviceMesh, info: DataParallelMeshInfo) -> list[int]:
+    """Return the axes of a parameter's mesh that are not data-parallel."""
+    data = () if info.spmd_mesh is None else info.spmd_axes
+    return [axis for axis in range(mesh.ndim) if axis not in data]
+
+
+def _check_whole_on_data_axes(layout: Layout, info: DataParallelMeshInfo, name: str) -> None:
+    for axis in info.spmd_axes:
+        if not layout.placements[axis].is_replicate():
+            raise FSDPError(
+                f"{name}: expected Replicate() on {layout.mesh.axis_name(axis)!r}, an axis that "
+                f"dp_mesh_dims names, got {layout.placements[axis]} in {layout!r}; fully_shard "
+                "splits it there"
+            )
 
 
 def _joint_mesh(data: DeviceMesh, other: DeviceMesh, name: str) -> DeviceMesh:
@@ -90,7 +122,7 @@ class ParamSharding:
     """
 
     gathered_layout: Layout | None
-    """Of the gathered parameter, on the other axes; None if there are none: a plain tensor."""
+    """Of the gathered parameter, on the other axes or on all; None for a plain tensor."""
     gathered_shape: Shape
     """Of the tensor that a rank computes with: the parameter, or its tensor-parallel shard."""
     dim: int | None
@@ -110,10 +142,13 @@ class ParamSharding:
         data_axes = info.mesh.ndim
         gathered = None
         gathered_shape = layout.shape
-        if layout.mesh.ndim > data_axes:
-            other_mesh = layout.mesh.along(range(data_axes, layout.mesh.ndim), coordinate)
+        if layout.mesh.ndim > data_axes or info.spmd_mesh is not None:
+            other_mesh = info.spmd_mesh
+            if other_mesh is None:
+                other_mesh = layout.mesh.along(range(data_axes, layout.mesh.ndim), coordinate)
+            axis_of = _other_axes(other_mesh, info)
             order = [
-                [axis - data_axes for axis in axes if axis >= data_axes]
+                [axis_of[axis - data_axes] for axis in axes if axis >= data_axes]
                 for axes in layout.shard_order
             ]
             cuts = layout.cuts if layout.is_cut else ()

@@ -143,7 +143,8 @@ class GradReduction:
 
     @property
     def _is_averaged(self) -> bool:
-        return self.settings.divide_factor is None and self._dtype in _HALF
+        is_free = self.settings.divide_factor is None and not self.settings.sums_only
+        return is_free and self._dtype in _HALF
 
     @property
     def is_partial(self) -> bool:

@@ -63,14 +63,13 @@ class UnitPart(NamedTuple):
     @property
     def params(self) -> list[ShardedParam]:
         """A new `ShardedParam` for each."""
-        info = self.groups[0].info
-        return [ShardedParam(slot, tensor, info) for slot, tensor in self.members]
+        return [ShardedParam(slot, tensor) for slot, tensor in self.members]
 
     @property
     def device(self) -> torch.device:
         """The device of the gathered parameters."""
         if isinstance(self.groups[0].offload, CPUOffloadPolicy):
-            return torch.device(self.groups[0].info.mesh.device_type)
+            return torch.device(self.members[0][0].info.mesh.device_type)
         return self.members[0][1].device
 
     @property
@@ -85,7 +84,7 @@ def divide_into_units(groups: Sequence[ParamGroup]) -> list[UnitPart]:
     """Divide the parameters that groups have now into units, in the order of the groups.
 
     Tied parameters that several groups share have units of their own, and so do parameters with
-    gather extensions.
+    gather extensions and those that are sharded over other ranks.
     """
     tensors: dict[int, tuple[ParamSlot, Any, list[ParamGroup]]] = {}
     for group in groups:
@@ -97,7 +96,7 @@ def divide_into_units(groups: Sequence[ParamGroup]) -> list[UnitPart]:
     by_dtype: dict[Any, list[SlotTensor]] = {}
     for slot, tensor, users in tensors.values():
         is_extended = slot.extension is not None
-        dtype_key: Any = (tuple(map(id, users)), tensor.dtype)
+        dtype_key: Any = (tuple(map(id, users)), tensor.dtype, slot.info)
         unit_key: Any = (dtype_key, slot.policy.param_dtype, tensor.device, is_extended)
         by_unit.setdefault(unit_key, []).append((slot, tensor))
         by_dtype.setdefault(dtype_key, []).append((slot, tensor))
@@ -139,12 +138,13 @@ def _find_reduce_dtype(parameters: Sequence[SlotTensor]) -> torch.dtype | None:
 
 def _split_replicated(part: list[SlotTensor], group: ParamGroup) -> list[list[SlotTensor]]:
     """Split the parameters of a replicated module over several units, others over one."""
-    if group.info.shard_mesh_size > 1:
+    if part[0][0].info.shard_mesh_size > 1:
         return [part]
+    most = group.settings.replicated_unit_bytes or REPLICATED_UNIT_BYTES
     result: list[list[SlotTensor]] = [[]]
     size = 0
     for slot, tensor in part:
-        if size >= REPLICATED_UNIT_BYTES:
+        if size >= most:
             result.append([])
             size = 0
         result[-1].append((slot, tensor))
@@ -223,7 +223,7 @@ def adopt_params(groups: Sequence[ParamGroup]) -> None:
     made: dict[int, Any] = {}
     for group in groups:
         for slot in group.slots:
-            _adopt(slot, group, made)
+            _adopt(slot, made)
     _note_in_use(groups)
 
 
@@ -242,7 +242,7 @@ def settle(group: ParamGroup) -> None:
     for each in groups:
         for slot in each.slots:
             if slot.is_filled and not slot.tensor.is_meta:
-                _adopt(slot, each, made)
+                _adopt(slot, made)
             else:
                 has_all = False
     made.clear()
@@ -272,14 +272,14 @@ def _follow_params(group: ParamGroup) -> None:
     found = [slot for slot in lost if id(slot.known) in places]
     for slot in found:
         slot.move_to(*places[id(slot.known)])
-    meshes = {slot.layout.mesh for slot in group.slots}
+    infos = {slot.layout.mesh: slot.info for slot in group.slots}
     for module in group.own_modules if found else ():
         for key, buffer in own_buffers(module).items():
-            if isinstance(buffer, DTensor) and buffer._layout.mesh in meshes:
-                own_buffers(module)[key] = gather_buffer(buffer, group.info)
+            if isinstance(buffer, DTensor) and buffer._layout.mesh in infos:
+                own_buffers(module)[key] = gather_buffer(buffer, infos[buffer._layout.mesh])
 
 
-def _adopt(slot: ParamSlot, group: ParamGroup, made: dict[int, Any]) -> None:
+def _adopt(slot: ParamSlot, made: dict[int, Any]) -> None:
     """Let the parameter in a slot, which users may have replaced, have the slot's layout.
 
     Arguments:
@@ -318,7 +318,7 @@ def _adopt(slot: ParamSlot, group: ParamGroup, made: dict[int, Any]) -> None:
         note_replaced(slot.known, slot.name)
     slot.known = tensor
     if getattr(tensor, "_fsdp_tie", None) is not slot.tie:
-        mark_as_sharded(tensor, group.info, slot)
+        mark_as_sharded(tensor, slot)
 
 
 def _note_in_use(groups: Sequence[ParamGroup]) -> None:
@@ -329,13 +329,13 @@ def _note_in_use(groups: Sequence[ParamGroup]) -> None:
                 note_in_use(slot.tensor)
 
 
-def mark_as_sharded(tensor: Any, info: DataParallelMeshInfo, slot: ParamSlot) -> None:
+def mark_as_sharded(tensor: Any, slot: ParamSlot) -> None:
     """Note on a sharded parameter what another call of `fully_shard`, for a module that shares it,
     and optimizers must know."""
-    tensor._fsdp_info = info
+    tensor._fsdp_info = slot.info
     tensor._fsdp_extension = slot.extension
     tensor._fsdp_tie = slot.tie
-    note_averaged(tensor, DataParallelAverage(info, slot.tie))
+    note_averaged(tensor, DataParallelAverage(slot.info, slot.tie))
 
 
 class DataParallelAverage:

@@ -23,6 +23,7 @@ from shardwise.comm import trace
 from shardwise.comm.trace import Cause, trace_scope
 from shardwise.core import world
 from shardwise.core.tensor_state import user_attributes
+from shardwise.dtensor.later_sums import sum_later
 from shardwise.dtensor.tensor import GRADIENT_SOURCE, wrap
 from shardwise.fsdp.errors import ShardedState, transition
 from shardwise.fsdp.flat_buffer import RowBuffer, aligned, header_digits, lay_out_row
@@ -71,7 +72,7 @@ class Unit:
         self.number = number
         self.groups = groups
         self.params = params
-        self.info = groups[0].info
+        self.info = params[0].slot.info
         self.device = device
         self.dtype = params[0].gathered_dtype
         """Of the gathered parameters, and of the rows that are sent."""
@@ -197,6 +198,8 @@ class Unit:
             memory = wrap(memory.view_as(memory), param.sharding.gathered_layout)
         gathered: Any = nn.Parameter(memory, requires_grad=False)
         param.gathered = gathered
+        if self.info.spmd_mesh is not None:
+            sum_later(gathered, self.info.spmd_mesh, self.info.spmd_axes)
         setattr(param.sharded, GRADIENT_SOURCE, ShardGradient(self, param))
         if param.sum_dtype is not self.dtype:
             gathered.grad_dtype = None  # else autograd would round gradients of a wider dtype
@@ -359,6 +362,7 @@ class Unit:
         self.trainable = trainable
 
     def _hook(self, index: int) -> None:
+        """Note when a parameter gets its gradient; call `on_grads_ready` when all have theirs."""
         self.hooked.add(index)
         unit = ref(self)  # a strong reference would be a cycle through C++, which is never freed
 

@@ -20,7 +20,8 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard
 from shardwise.core.tensor_state import ensure_state
 from shardwise.dtensor.call_args import check_same_on_ranks
-from shardwise.dtensor.local_shards import check_shard, infer_layout
+from shardwise.dtensor.local_shards import check_shard, waited
+from shardwise.dtensor.shard_sizes import infer_layout
 from shardwise.dtensor.state import state
 from shardwise.dtensor.tensor import DTensor, wrap
 from shardwise.parallel.containers import (
@@ -308,14 +309,15 @@ class Redistributor:
 
 
 def wrap_shared(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
-    """Wrap a plain tensor as the local shard of a DTensor, such that all wraps share their moves.
+    """Wrap a plain tensor as the local shard of a DTensor; all wraps of one tensor share moves.
 
-    Modules that are called with the same plain tensor, such as the projections to queries, keys and
-    values, thereby share the sum of its gradients: one all-reduce in place of three.
+    So modules that are called with the same plain tensor, such as the projections to queries, keys
+    and values, share the sum of its gradients: one all-reduce in place of three.
 
     Forward: nothing. Backward: nothing; the operator that uses the tensor beside shards makes the
         sum.
     """
+    local = waited(local)
     if state.plain_tensors == "check" and layout.is_replicated:
         check_same_on_ranks(what, local, layout.mesh)
     result = wrap(local.view_as(local), layout)
@@ -352,8 +354,8 @@ class ShardLayouts:
     def layout_of(self, local: torch.Tensor) -> Layout:
         """Return the layout of the DTensor whose local shard this is.
 
-        If the global size of the split dim is not known, the ranks exchange their local sizes, in
-        each call: a cached layout would be wrong if another rank's size has changed meanwhile.
+        If the global size of the split dim is not known, `infer_layout` finds it, in each call: a
+        layout kept here would be wrong if another rank's size has changed meanwhile.
         """
         found = self._cache.get(local.shape)
         if found is not None:

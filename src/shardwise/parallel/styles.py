@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, mesh_or_current
 from shardwise.core.placement import Placement, as_placement
-from shardwise.dtensor.tensor import DTensor, unwrap
+from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel.activations import (
     MoveFirstArgument,
     Redistributor,
@@ -232,7 +232,7 @@ class MoveOutput:
             )
         if self.redistribute is not None:
             output = self.redistribute(output)
-        return unwrap(output) if self.use_local_output else output
+        return output.to_local() if self.use_local_output else output
 
 
 def make_output_move(what: str, placement: Placement | None, use_local_output: bool) -> MoveOutput:

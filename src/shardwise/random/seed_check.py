@@ -43,6 +43,8 @@ _REMEDY = (
     "random tensors on all ranks alike, or from a torch.Generator of their own"
 )
 
+_SHARING = "sw.simulate(parallel=True) and of torch's threaded process group"
+
 
 class RandomStateError(ShardwiseError, RuntimeError):
     """Random generators are in different states on ranks that must agree."""
@@ -114,6 +116,12 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | TorchMesh) -> None:
     torch.manual_seed(seed)
 
 
+def is_rng_supported_mesh(device_mesh: DeviceMesh | TorchMesh) -> bool:
+    """Return True: random operators are right on every device, as torch's are on some."""
+    as_mesh(device_mesh)
+    return True
+
+
 def check_random_state(
     device_mesh: DeviceMesh | TorchMesh, *, generator: torch.Generator | None = None
 ) -> None:
@@ -161,8 +169,8 @@ _draws: WeakKeyDictionary[Communicator, _Draws] = WeakKeyDictionary()
 def compare_draw(mesh: DeviceMesh, key: int) -> int:
     """Count a draw, compare it with those of the other ranks if it is time; return the key.
 
-    Simulated ranks that run in parallel share one random state: they all get the key of the rank
-    that came first.
+    Ranks that are threads and run in parallel share one random state: they all get the key of the
+    rank that came first.
 
     Raises:
         RandomStateError: a rank has drawn another key, here or since the last comparison.
@@ -173,9 +181,9 @@ def compare_draw(mesh: DeviceMesh, key: int) -> int:
     if current_graph_task() != -1:
         if here.shares_random_state:
             raise RandomStateError(
-                "random state: a random operator runs in a backward, but ranks of "
-                "sw.simulate(parallel=True) share one random state, so it cannot draw the numbers "
-                "of the forward again; simulate without parallel"
+                "random state: a random operator runs in a backward, but the ranks of "
+                f"{_SHARING} share one random state, so it cannot draw the numbers of the forward "
+                "again; use sw.simulate without parallel"
             )
         return key
     group = communicator(mesh, tuple(range(mesh.ndim)))
@@ -203,8 +211,8 @@ def check_plain_draws(mesh: DeviceMesh) -> None:
     state = int.from_bytes(blake2b(_state(None), digest_size=8).digest(), "little")
     if compare_draw(mesh, state) != state:
         raise RandomStateError(
-            "random state: this operator draws plain random tensors, which differ on ranks of "
-            "sw.simulate(parallel=True), as they share one random state; simulate without parallel"
+            "random state: this operator draws plain random tensors, which differ on the ranks of "
+            f"{_SHARING}, as they share one random state; use sw.simulate without parallel"
         )
 
 

@@ -197,6 +197,11 @@ def find_gather(tensor: torch.Tensor) -> Any:
     return node if isinstance(node, _NODE) and node.pair.is_gather else None
 
 
+def find_move(node: Any) -> MovePair | None:
+    """Return the move that an autograd node stands for, or None."""
+    return node.pair if isinstance(node, _NODE) else None
+
+
 def apply_gathered_use(tensor: Any, gather: Any, used_on: tuple[int, ...]) -> torch.Tensor:
     """Mark the result of a gather as used beside shards on these axes.
 

@@ -19,6 +19,8 @@ from shardwise.core.errors import LayoutError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import as_placement
+from shardwise.dtensor.call_args import common_mesh, layout_of
+from shardwise.dtensor.dtensor_spec import DTensorSpec
 from shardwise.dtensor.tensor import tensors_in
 from shardwise.rules.registry import (
     OpInfo,
@@ -30,7 +32,7 @@ from shardwise.rules.registry import (
     operator_functions,
 )
 from shardwise.rules.spec import Listed, Out, Spec, SplitContext
-from shardwise.torch_internals import OpOverload, schema_of
+from shardwise.torch_internals import OpOverload, pytree, schema_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -47,7 +49,8 @@ def register_sharding(op: Any) -> Callable[[Function], Function]:
     Arguments:
         op: an operator, such as `torch.ops.mine.op.default`, or a list of operators.
 
-    The decorated function gets the arguments of the operator. It returns a list of pairs: the
+    The decorated function gets the arguments of the operator, with a `DTensorSpec` for each tensor
+    (its shape, ndim, placements, mesh). It returns a list of pairs: the
     placements of the results on one axis of the mesh, and those of the arguments; None for an
     argument that is no tensor.
 
@@ -93,8 +96,12 @@ def _rule(operator: Any, function: Any, sharding: Callable[..., Any]) -> Callabl
     name = str(operator)
 
     def rule(*args: Any, **kwargs: Any) -> Spec:
-        listed = sharding(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
+        mesh = common_mesh(name, tensors)
+        of_args, of_kwargs = pytree.tree_map_only(
+            torch.Tensor, partial(_as_spec, mesh), (args, kwargs)
+        )
+        listed = sharding(*of_args, **of_kwargs)
         results = list(tensors_in((meta_result(operator, args, kwargs),)))
         return Spec(
             [(tensor, (None,) * tensor.dim()) for tensor in tensors],
@@ -104,6 +111,10 @@ def _rule(operator: Any, function: Any, sharding: Callable[..., Any]) -> Callabl
         )
 
     return rule
+
+
+def _as_spec(mesh: DeviceMesh, tensor: torch.Tensor) -> DTensorSpec:
+    return DTensorSpec.of(layout_of(tensor, mesh), tensor.stride(), tensor.dtype)
 
 
 def _checked(name: str, function: Any, context: SplitContext) -> Callable[..., Any]:

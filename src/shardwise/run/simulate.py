@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _GRACE_SECONDS = 1.0
 """How long to wait for ranks to stop after one has failed."""
+_CAUTIOUS_SECONDS = 0.5
+"""How long to look for a moment at which ranks that compute can be ended safely."""
 
 
 def simulate(
@@ -90,10 +92,7 @@ def simulate(
         place.fail(interruption)
         raise
     finally:
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for thread in threads:
-            with suppress(RuntimeError):  # the interrupt came before this thread was started
-                thread.join(max(0.0, deadline - time.monotonic()))
+        _wait_until_ended(threads, place)
         set_state(callers_state)
     if place.failure is not None:
         _note_left_running(place.failure, threads)
@@ -101,6 +100,17 @@ def simulate(
     if unmet := place.unmet():
         raise MismatchError(f"all ranks returned, but some collectives were not met:\n{unmet}")
     return results
+
+
+def _wait_until_ended(threads: list[threading.Thread], place: RankScheduler) -> None:
+    """Wait for the ranks, for a while; after a failure, end those that compute."""
+    started = time.monotonic()
+    while running := [thread for thread in threads if thread.is_alive()]:
+        passed = time.monotonic() - started
+        place.interrupt(anywhere=passed > _CAUTIOUS_SECONDS)
+        if passed > _GRACE_SECONDS:
+            break
+        running[0].join(0.002)
 
 
 def _note_left_running(error: BaseException, threads: list[threading.Thread]) -> None:

@@ -150,6 +150,8 @@ def _box_in_piece(box: Box, boxes: list[tuple[Box, Box]]) -> Box:
 def find_layout(tensor: ShardedTensorCore, mesh: DeviceMesh | None = None) -> Layout | None:
     """Return the layout that the shards form, on this mesh or on any; None if they form none."""
     ownership, ranks = tensor._ownership, tensor._group.ranks
+    if tensor._group.is_outside:
+        return None
     if mesh is not None:
         return _search_layout_on(ownership, tuple(tensor.shape), ranks, mesh)
     known = tensor._cached_layout

@@ -6,6 +6,7 @@ that has references to remote shards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -207,6 +208,15 @@ class CopyMethods(ShardedTensorCore):
             copied.grad = self.grad
         memo[id(self)] = copied
         return copied
+
+    def _staged(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return the same tensor made of copies of the local shards, as `async_save` stores it."""
+        return self._with_tensors(
+            [copied(each.detach()) for each in self._local_tensors()],
+            device=torch.device("cpu"),
+            init_rrefs=False,
+            requires_grad=False,
+        )
 
     def __copy__(self) -> Self:
         return self._set_leaf_flags(self.detach())

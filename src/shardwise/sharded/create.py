@@ -224,6 +224,8 @@ def from_local_tensor(
         checked_spec(metadata, sharding_spec)
         ownership = ShardOwnership.of(metadata.shards_metadata, group)
         shards = local_metadata(metadata, ownership, group)
+        if group.is_outside:
+            return ShardedTensor._from_parts(metadata, sharding_spec, [], group, ownership)
         if len(shards) != 1:
             raise ShardedTensorError(
                 f"sharding_spec: expected one shard for each rank, this one gets {len(shards)}; "

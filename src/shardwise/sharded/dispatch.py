@@ -101,6 +101,7 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any, tensors: list[ShardedTenso
         return result
     args, kwargs, found_any = _gather_scalars(func, args, kwargs)
     if not found_any:
+        tensors[0]._group.check_inside()
         raise _refusal(func, tensors)
     return func(*args, **kwargs)
 

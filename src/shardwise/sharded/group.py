@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardwise.comm import Communicator, agreement, communicator
@@ -44,25 +44,36 @@ class RankGroup:
             ranks = tuple(range(current.size))
         elif isinstance(given, ProcessGroup):
             ranks = current.adopt(given)
+        elif isinstance(given, int) and given == GroupMember.NON_GROUP_MEMBER:
+            ranks = ()
         elif isinstance(given, DeviceMesh | TorchMesh):
             ranks = tuple(as_mesh(given).mesh.flatten().tolist())
         else:
             raise ShardedTensorError(
-                "process_group: expected a ProcessGroup that this rank is in, a DeviceMesh or "
-                f"None, got {given!r}"
-            )
-        if current.rank not in ranks:
-            raise ShardedTensorError(
-                f"process_group: expected one that this rank is in, got one of ranks {ranks}"
+                f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {given!r}"
             )
         self.given = given
         self.ranks = tuple(sorted(ranks))
+        """Empty if they are not known: on ranks outside, torch gives a process group no ranks."""
         self.rank = current.rank
         """The global rank of the caller."""
+        self.is_outside = current.rank not in ranks
+        """Whether the caller is not one of the ranks: its tensors have no shards, and it takes no
+        part in what the others do with theirs."""
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """Return the ranks as a mesh of one axis."""
+        self.check_inside()
         return DeviceMesh(device_type, self.ranks)
+
+    def check_inside(self) -> None:
+        """Refuse a caller that is not one of the ranks."""
+        if self.is_outside:
+            raise ShardedStateError(
+                "this rank is outside the process group of the sharded tensor"
+                f"{f' (ranks {self.ranks})' if self.ranks else ''}: it holds none of its shards, "
+                "and takes no part in its communication; call this on the ranks of the group alone"
+            )
 
     @property
     def communicator(self) -> Communicator:
@@ -78,12 +89,13 @@ class RankGroup:
         """The object that a user's operator communicates with: a process group if there is one,
         else a mesh."""
         current = world.current()
-        if self.given is None and not current.is_simulated and current.size > 1:
+        if self.given is None and current.has_process_groups and current.size > 1:
             return current.process_group(self.ranks)
         return self.mesh() if self.given is None else self.given
 
     def check_member(self, rank: int, argument: str) -> None:
         """Refuse a global rank that is not in the group."""
+        self.check_inside()
         if rank not in self.ranks:
             raise ShardedTensorError(
                 f"{argument}: expected one of the process group's global ranks {self.ranks}, "
@@ -97,7 +109,7 @@ class RankGroup:
         rank = placement.rank()
         if rank is None:
             rank = _rank_of_worker(placement, argument)
-        if rank not in self.ranks:
+        if rank not in self.ranks and not self.is_outside:
             is_alone = self.given is None and len(self.ranks) == 1
             hint = ". This process is alone: sw.simulate, sw.launch and torchrun start ranks"
             raise ShardedTensorError(
@@ -144,7 +156,11 @@ class ShardOwnership:
 
     def state(self, call: str, group: RankGroup) -> None:
         """State what a call makes of a tensor: the next collective of the group compares it."""
-        if len(group.ranks) > 1 and agreement.is_due((call, self), group.ranks):
+        if (
+            len(group.ranks) > 1
+            and not group.is_outside
+            and agreement.is_due((call, self), group.ranks)
+        ):
             shards = ", ".join(
                 f"rank {owner}: {list(zip(box.start, box.stop, strict=True))}"
                 for box, owner in zip(self.boxes, self.owners, strict=True)
@@ -177,6 +193,20 @@ def local_metadata(
     """Return the metadata of the shards that this rank holds."""
     pairs = zip(metadata.shards_metadata, ownership.owners, strict=True)
     return [each for each, owner in pairs if owner == group.rank]
+
+
+def in_rank_order(
+    metadata: ShardedTensorMetadata, ownership: ShardOwnership
+) -> tuple[ShardedTensorMetadata, ShardOwnership]:
+    """Return metadata whose shards are in the order of the ranks, and its ownership.
+
+    The shards of one rank keep their order.
+    """
+    order = sorted(range(len(ownership.owners)), key=ownership.owners.__getitem__)
+    shards = [metadata.shards_metadata[at] for at in order]
+    return replace(metadata, shards_metadata=shards), ShardOwnership(
+        tuple(ownership.boxes[at] for at in order), tuple(ownership.owners[at] for at in order)
+    )
 
 
 # ---- RPC workers, which placements can name instead of ranks

@@ -22,6 +22,7 @@ from shardwise.api import factories
 from shardwise.core.box import Box
 from shardwise.core.placement import Replicate, Shard
 from shardwise.dtensor.tensor import DTensor, tensors_in
+from shardwise.random.samplers import draw_key
 from shardwise.rules.pointwise.elementwise import names
 from shardwise.rules.registry import input_of, lookup
 from shardwise.rules.spec import Dims, Spec
@@ -169,6 +170,10 @@ def make_like(func: Any) -> Callable[..., Any]:
 
 def run_filling(func: Any, args: Any, kwargs: Any, model: ShardedTensor) -> Any:
     """Run a function that fills shards; return None for other functions."""
+    if model._group.is_outside and func in _FILLED | _INITIALIZED:
+        if func not in (torch.eye, init.constant_):
+            draw_key()  # as on the ranks of the group, so that generators stay in the same state
+        return model
     if func in _FILLED or func in _INITIALIZED:
         args, kwargs = _replace_argument(model, _empty_in_chunks(model), args, kwargs)
         filled = func(*args, **kwargs)

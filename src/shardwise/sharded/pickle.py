@@ -55,7 +55,7 @@ class ProcessGroupState:
     @staticmethod
     def of(group: RankGroup) -> ProcessGroupState:
         """Return the state of the calling rank."""
-        local_rank = group.ranks.index(group.rank)
+        local_rank = -1 if group.is_outside else group.ranks.index(group.rank)
         return ProcessGroupState(local_rank, group.rank, len(group.ranks), world.current().size)
 
 
@@ -96,6 +96,12 @@ def load_with_process_group(process_group: GroupLike) -> Iterator[GroupLike]:
         yield process_group
     finally:
         _loading.group = None
+
+
+def current_process_group() -> Any:
+    """Return the group of the `load_with_process_group` around the call; that of all ranks outside
+    of one."""
+    return (_loading.group or RankGroup()).handle
 
 
 def state_of(tensor: ShardedTensorCore) -> PickledState:

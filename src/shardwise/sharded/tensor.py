@@ -22,7 +22,13 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.sharded import as_dtensor, pickle, remote, transfer
 from shardwise.sharded.base import check_can_pin
 from shardwise.sharded.copying import CopyMethods
-from shardwise.sharded.group import GroupLike, ShardOwnership, as_rank_group, local_metadata
+from shardwise.sharded.group import (
+    GroupLike,
+    ShardOwnership,
+    as_rank_group,
+    in_rank_order,
+    local_metadata,
+)
 from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.specs import ShardingSpec, as_spec, build_checked_metadata, format_spec
 from shardwise.sharded.transfer import ShardMove
@@ -185,6 +191,8 @@ class ShardedTensor(CopyMethods):
             metadata = build_checked_metadata(resharding_spec, self._metadata.size, properties)
             _check_devices(metadata.shards_metadata, self._metadata.shards_metadata)
             ownership = ShardOwnership.of(metadata.shards_metadata, self._group)
+        if ownership != self._ownership:  # torch lists the shards by rank then
+            metadata, ownership = in_rank_order(metadata, ownership)
         ownership.state("ShardedTensor.reshard", self._group)
         if ownership == self._ownership:  # the spec may name the same ranks differently
             self._set_sharding(resharding_spec, metadata, ownership, self._local_tensors())

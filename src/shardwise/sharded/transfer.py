@@ -157,6 +157,7 @@ class ShardMove:
                 `tensors` where a shard does not change.
         """
         group = self.group
+        group.check_inside()
         route = find_route(self.before, self.after, group.ranks, group.rank, into is None)
         local = [each.detach() for each in tensors]
         if into is None:
@@ -320,6 +321,7 @@ def gather_shards(
         placeholder: requires gradients as the shards do, so that the result does on a rank without
             shards too.
     """
+    group.check_inside()
     return _GatherShards.apply(ownership, group, out, placeholder, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 

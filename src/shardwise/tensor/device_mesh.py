@@ -1,5 +1,5 @@
 """`torch.distributed.tensor.device_mesh`."""
 
-from shardwise.core.mesh import DeviceMesh, init_device_mesh
+from shardwise.core.mesh import DeviceMesh, _mesh_resources, init_device_mesh
 
-__all__ = ["DeviceMesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "_mesh_resources", "init_device_mesh"]

@@ -38,6 +38,7 @@ from shardwise.torch_patches import (
     collectives,
     compiled,
     constructors,
+    grad_hooks,
     placements,
     script,
     state_dicts,
@@ -298,5 +299,6 @@ PATCHES: tuple[Patch, ...] = (
     *collectives.PATCHES,
     *compiled.PATCHES,
     *wrappers.PATCHES,
+    *grad_hooks.PATCHES,
 )
 """All changes, in the order in which they are made."""

@@ -1,7 +1,8 @@
-"""Calls of process groups with DTensors: checked where every function of torch.distributed ends.
+"""Calls of process groups with DTensors, and functional collectives over our meshes.
 
-All of them (`dist.all_reduce`, `P2POp`, `torch.distributed.nn`, the coalesced ones, also if they
-were imported before shardwise) call a method of `ProcessGroup`, and so may a user.
+DTensors are checked where every function of torch.distributed ends. All of them
+(`dist.all_reduce`, `P2POp`, `torch.distributed.nn`, the coalesced ones, also if they were imported
+before shardwise) call a method of `ProcessGroup`, and so may a user.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.core.errors import MeshError, also
+from shardwise.core.mesh import DeviceMesh
 from shardwise.dispatch.collectives import check_read, check_written, note_written
 from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.torch_internals import (
     ProcessGroupBackend,
     base_of,
     broadcast_coalesced,
+    constant_when_compiled,
     is_torch_function_enabled,
     world_of_torch,
 )
-from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
+from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all, when_imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,12 @@ METHODS: dict[str, _GroupMethod] = {
 
 
 def _guard_process_groups() -> Undo:
+    threaded = "torch.testing._internal.distributed.multi_threaded_pg"
     undos = [
-        replace(kind, name, _checked(vars(kind)[name], call))
-        for kind in (ProcessGroup, ProcessGroupBackend)
-        for name, call in METHODS.items()
-        if name in vars(kind)
+        _guard(ProcessGroup),
+        _guard(ProcessGroupBackend),
+        # Python's own methods of the group whose ranks are threads
+        when_imported(threaded, lambda module: _guard(module.ProcessLocalGroup)),
     ]
     coalesced = broadcast_coalesced
 
@@ -93,6 +99,13 @@ def _guard_process_groups() -> Undo:
         coalesced(group, tensors, *args)
 
     return undo_all([*undos, replace(dist, "_broadcast_coalesced", checked_broadcast)])
+
+
+def _guard(kind: type) -> Undo:
+    """Check the arguments of all collectives of a class of groups."""
+    own = vars(kind)
+    names = [name for name in METHODS if name in own]
+    return undo_all([replace(kind, name, _checked(own[name], METHODS[name])) for name in names])
 
 
 def _checked(method: Any, call: _GroupMethod) -> Any:
@@ -141,8 +154,59 @@ def _check(group: Any, call: _GroupMethod, args: tuple[Any, ...]) -> None:
 
 def _ranks_of(group: Any) -> tuple[int, ...] | None:
     """Return the ranks of a group; None if torch does not know it, as for the backend of one."""
-    known = world_of_torch.pg_group_ranks.get(group)
+    known = world_of_torch().pg_group_ranks.get(group)
     return None if known is None else tuple(sorted(known))
+
+
+# ---- meshes as groups of functional collectives
+
+
+def _take_our_meshes() -> Undo:
+    return when_imported("torch.distributed._functional_collectives", _resolve_our_meshes)
+
+
+def _resolve_our_meshes(module: ModuleType) -> Undo:
+    # All functions of the module, and `_resolve_group_name`, find the group by one of these.
+    names = ("_resolve_group", "_expand_group")
+    resolve, expand = (getattr(module, name) for name in names)
+
+    @functools.wraps(resolve)
+    def resolve_ours(group: Any, tag: str = "") -> Any:
+        return _group_name(*_mesh_and_axis(group)) if _is_ours(group) else resolve(group, tag)
+
+    @functools.wraps(expand)
+    def expand_ours(group: Any, tag: str = "") -> Any:
+        if _is_ours(group):
+            mesh, axis = _mesh_and_axis(group)
+            group = mesh.get_group(axis)
+        return expand(group, tag)
+
+    ours = (resolve_ours, expand_ours)
+    return undo_all([replace(module, *pair) for pair in zip(names, ours, strict=True)])
+
+
+def _is_ours(group: Any) -> bool:
+    """Tell whether a group is a mesh of ours, or such a mesh and an axis."""
+    is_pair = isinstance(group, tuple) and len(group) == 2
+    return isinstance(group[0] if is_pair else group, DeviceMesh)
+
+
+def _mesh_and_axis(group: Any) -> tuple[DeviceMesh, Any]:
+    if isinstance(group, tuple):
+        mesh, axis = group
+        return mesh, axis
+    if group.ndim != 1:
+        raise also(MeshError, AssertionError)(
+            f"group: expected a mesh with one axis, got {group!r}; say over which axis, as in "
+            f"(mesh, {group.axis_name(0)!r}) or mesh[{group.axis_name(0)!r}], or use mesh.flatten()"
+        )
+    return group, 0
+
+
+@constant_when_compiled
+def _group_name(mesh: DeviceMesh, axis: Any) -> str:
+    """Return the name of the process group along an axis, by which operators know it."""
+    return mesh.get_group(axis).group_name
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -153,6 +217,11 @@ PATCHES: tuple[Patch, ...] = (
         "by __torch_function__, which torch.distributed calls for some arguments of some functions "
         "and C++ for none.",
         _guard_process_groups,
+    ),
+    Patch(
+        "torch.distributed._functional_collectives._resolve_group and _expand_group",
+        "Functional collectives take a mesh, or a mesh and an axis, as the group: ours too.",
+        _take_our_meshes,
     ),
 )
 """The changes to the functions of torch.distributed."""

@@ -19,11 +19,12 @@ from torch import distributed, nn
 from shardwise.api.distribute import own_shard
 from shardwise.core.errors import LayoutError
 from shardwise.dtensor.tensor import DTensor, unwrap
-from shardwise.torch_internals import STATE_DICT_HELPERS, STATE_DICT_UTILS
+from shardwise.torch_internals import STATE_DICT_HELPERS, STATE_DICT_STAGER, STATE_DICT_UTILS
 from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all, when_imported
 
 global_types: list[type] = [DTensor]
-"""The classes of tensors that each rank holds a piece of. They have `full_tensor()`."""
+"""The classes of tensors that each rank holds a piece of. They have `full_tensor()`, and `_staged`:
+the same tensor made of copies of its pieces."""
 
 before_use: list[Callable[[nn.Module], None]] = []
 """Called with the model before torch lists its parameters: gathered ones must be pieces again."""
@@ -190,6 +191,23 @@ def _prepare(verify_options: Callable[..., Any]) -> Callable[..., Any]:
     return verify_prepared
 
 
+# ---- copies for `async_save`
+
+
+def _stage_tensor(offload: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(offload)
+    def stage_pieces(self: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
+        if not _is_global(x):
+            return offload(self, x, memo, non_blocking=non_blocking)
+
+        def copied(piece: torch.Tensor) -> Any:
+            return self.deepcopy_with_tensor_offload(piece, memo, non_blocking=non_blocking)
+
+        return x._staged(copied)
+
+    return stage_pieces
+
+
 # ---- patches
 
 
@@ -212,7 +230,11 @@ def _change_helpers(module: ModuleType) -> Undo:
     )
 
 
-def _replace_all(module: ModuleType, wrappers: dict[str, Callable[[Any], Any]]) -> Undo:
+def _change_stager(module: ModuleType) -> Undo:
+    return _replace_all(module.StateDictStager, {"_offload_tensor": _stage_tensor})
+
+
+def _replace_all(module: Any, wrappers: dict[str, Callable[[Any], Any]]) -> Undo:
     return undo_all(
         [replace(module, name, wrap(getattr(module, name))) for name, wrap in wrappers.items()]
     )
@@ -231,5 +253,11 @@ PATCHES = (
         "Whole tensors become pieces as the model has them; a state dict that only some ranks "
         "have, or of which rank 0 has a piece, is refused.",
         functools.partial(when_imported, STATE_DICT_HELPERS, _change_helpers),
+    ),
+    Patch(
+        "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
+        "It would give the copy of a piece's memory the size of the global tensor: async_save "
+        "copies the pieces of our tensors, as it copies those of torch's DTensors.",
+        functools.partial(when_imported, STATE_DICT_STAGER, _change_stager),
     ),
 )

@@ -96,7 +96,7 @@ def _ranks(given: dict[str, Any]) -> list[int]:
     group, mesh = given.get("process_group"), given.get("device_mesh")
     if group is None and mesh is not None:
         group = mesh.get_group(mesh_dim=0)
-    return sorted(world_of_torch.pg_group_ranks.get(group) or range(dist.get_world_size()))
+    return sorted(world_of_torch().pg_group_ranks.get(group) or range(dist.get_world_size()))
 
 
 def _guard_copies_to_devices() -> Undo:

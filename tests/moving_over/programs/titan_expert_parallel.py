@@ -196,6 +196,8 @@ def parallelize(model, dims):
         experts = fully_shard(block.moe.experts, mesh=experts_mesh)
         # All ranks send tokens to an expert: its gradient is the mean over all of them.
         experts.set_gradient_divide_factor(dims.dp_replicate * dims.dp_shard)
+        # Gloo cannot scale; but for one rank torch would then divide twice.
+        experts.set_force_sum_reduction_for_comms(dims.meshes["efsdp"].size() > 1)
         fully_shard(block, mesh=dense_mesh)
     fully_shard(model, mesh=dense_mesh)
 

@@ -81,9 +81,9 @@ def make_stage(index, count):
 
 
 def apply_tp(model, mesh):
-    sequence = Shard(1)
+    sequence = Shard(1)  # what travels between blocks and stages is split
     plan = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
     }
@@ -95,7 +95,7 @@ def apply_tp(model, mesh):
                 input_layouts=(sequence,), desired_input_layouts=(Replicate(),)
             ),
             "mixer.wv": ColwiseParallel(),
-            "mixer.wo": RowwiseParallel(output_layouts=Replicate()),
+            "mixer.wo": RowwiseParallel(output_layouts=sequence),
         }
         parallelize_module(block, mesh, plan)
 

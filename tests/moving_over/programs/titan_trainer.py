@@ -81,6 +81,7 @@ def parallelize(model, mesh, offload):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
     return model
 
 

@@ -6,6 +6,8 @@ from shardwise.fsdp.mesh_info import (
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
+    ShardPlacementResult,
+    resolve_shard_placement,
 )
 
 __all__ = [
@@ -13,5 +15,7 @@ __all__ = [
     "DataParallelMeshInfo",
     "FSDPMeshInfo",
     "HSDPMeshInfo",
+    "ShardPlacementResult",
     "TrainingState",
+    "resolve_shard_placement",
 ]

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from shardwise.comm import Communicator, communicator
-from shardwise.core.errors import PolicyError
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh
 from shardwise.dtensor.state import state
@@ -145,9 +144,9 @@ class AllToAll(torch.autograd.Function):
 
 def refuse_if_explicit(name: str, mesh: DeviceMesh, axes: Sequence[int]) -> None:
     """Refuse to move rows of a dim that these axes split, within `explicit()`."""
-    if state.explicit:
+    if state.explicit is not None:
         over = ", ".join(map(mesh.axis_name, axes))
-        raise PolicyError(
+        state.explicit.refuse(
             f"{name}: explicit() forbids implicit communication, and rows of a dim that {over} "
             f"splits would move between ranks. Make the input whole on {over} first, with "
             "x.redistribute(placements=...)"

@@ -1,0 +1,39 @@
+"""The names of torch.distributed._shard.sharded_tensor.api."""
+
+from shardwise.sharded import (
+    EnumerableShardingSpec,
+    Shard,
+    ShardedTensor,
+    ShardedTensorBase,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+from shardwise.sharded.metadata import check_no_overlap as validate_non_overlapping_shards_metadata
+from shardwise.sharded.torch_helpers import (
+    build_global_metadata,
+    build_metadata_from_local_shards,
+    check_tensor,
+    reshard_local_shard,
+    reshuffle_local_shard,
+)
+from shardwise.sharded.torch_helpers import (
+    parse_and_validate_remote_device as _parse_and_validate_remote_device,
+)
+
+__all__ = [
+    "EnumerableShardingSpec",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "_parse_and_validate_remote_device",
+    "build_global_metadata",
+    "build_metadata_from_local_shards",
+    "check_tensor",
+    "reshard_local_shard",
+    "reshuffle_local_shard",
+    "validate_non_overlapping_shards_metadata",
+]

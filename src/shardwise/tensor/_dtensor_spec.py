@@ -1,0 +1,5 @@
+"""`torch.distributed.tensor._dtensor_spec`."""
+
+from shardwise.dtensor.dtensor_spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
+
+__all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta"]
