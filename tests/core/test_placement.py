@@ -249,7 +249,8 @@ def test_anything_else_is_refused_by_name(placement: Any) -> None:
     with pytest.raises(LayoutError) as caught:
         as_placement(placement, "placements[1]")
     assert "placements[1]: expected Shard, Replicate or Partial, got" in str(caught.value)
-    assert f"({type(placement).__name__})" in str(caught.value)
+    kind = "type" if isinstance(placement, type) else type(placement).__name__
+    assert f"({kind})" in str(caught.value)
 
 
 def test_a_reduction_that_only_torch_knows_is_refused() -> None:

@@ -166,3 +166,13 @@ def test_torch_func_works_on_the_pieces_within_local_map():
         assert torch.equal(sums(split(full(5, 2), mesh, Shard(0))).full_tensor(), full(5, 2).sum(1))
 
     ranks(run)
+
+
+@pytest.mark.parametrize("placement", [sw.Partial(), sw.Replicate()])
+def test_a_tensor_in_the_place_of_a_size_is_refused_with_the_remedy(placement):
+    def run(mesh):
+        count = sw.distribute_tensor(torch.tensor(3), mesh, [placement])
+        with pytest.raises(sw.DispatchError, match=r"expand: expected a number.*x\.item\(\)"):
+            torch.ones(1, 2).expand(count, 2)
+
+    sw.simulate(lambda: run(sw.init_device_mesh("cpu", (2,))), 2)

@@ -190,6 +190,11 @@ def _match_inputs(name: str, spec: Spec, tensors: list[torch.Tensor]) -> list[in
             )
         free.remove(at)
         found.append(at)
+    if free and all(tensors[at].dim() == 0 for at in free):
+        raise DispatchError(
+            f"{name}: expected a number, as a size or a dim, got a 0-d tensor; take its value: "
+            f"{name}(x.item(), ...)"
+        )
     if free:
         raise RuleError(f"{name}: its rule forgets {len(free)} of {len(tensors)} tensors")
     return found
