@@ -292,6 +292,25 @@ def test_positions_are_those_of_characters_not_of_bytes():
     assert rewritten(old).endswith("x = shardwise.tensor.Shard(0)\n")
 
 
+def test_torch_is_kept_once():
+    old = """\
+    import torch.distributed.tensor
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    torch.nn.Linear(2, 2)
+    """
+    new = """\
+    import torch.distributed, shardwise.tensor
+    import shardwise.fsdp
+    import shardwise.tensor
+    torch.nn.Linear(2, 2)
+    """
+    assert rewritten(old) == dedent(new)
+    old = "import torch, torch.distributed.fsdp\ntorch.distributed.fsdp.fully_shard(torch.nn)\n"
+    new = "import torch, shardwise.fsdp\nshardwise.fsdp.fully_shard(torch.nn)\n"
+    assert rewritten(old) == new
+
+
 def test_torch_is_kept_where_another_import_of_it_may_not_run():
     old = """\
     from typing import TYPE_CHECKING

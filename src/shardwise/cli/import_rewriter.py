@@ -154,6 +154,8 @@ class _Rewriter:
         """The modules of ours that a scope must import, and an import that they follow."""
         self._imported: defaultdict[Scope, set[str]] = defaultdict(set)
         """The modules of ours that a scope imports by `import a.b`."""
+        self._binds_torch: set[_Import] = set()
+        """The imports that still import torch beside ours."""
 
     def run(self) -> None:
         for chain in self.names.chains:
@@ -247,36 +249,37 @@ class _Rewriter:
             self.edits.append(_Edit(self.source.start(alias), self.source.end(alias), new))
 
     def _still_needed(self, statement: ImportStatement, module: str) -> list[str]:
-        """Return the module that `import module` must still import beside ours, if any."""
+        """Return the module that `import module` must still import beside ours, if any.
+
+        The statement also bound the name `torch`, which the program may use otherwise.
+        """
         root = module.partition(".")[0]
         used = self._kept[statement.scope, root]
         if any(each == module or each.startswith(f"{module}.") for each in used):
             return [module]
-        others = [
-            each
+        if not used or any(
+            self._binds(each, root)
             for each in self.names.imports
             if each.scope is statement.scope
-            and each.node is not statement.node
             and (each.block is each.scope.body or each.block is statement.block)
-            and isinstance(each.node, ast.Import)
-            and any(self._brings(alias, root) for alias in each.node.names)
-        ]
-        if not used or others:
+        ):
             return []
-        used.append(module)  # the next import of its kind finds this
-        parts = module.split(".")
-        return [
-            next(
-                path
-                for length in range(len(parts), 0, -1)
-                if not is_moved(path := ".".join(parts[:length]))
-            )
-        ]
+        self._binds_torch.add(statement.node)
+        while is_moved(module):
+            module = module.rpartition(".")[0]
+        return [module]
 
-    def _brings(self, alias: ast.alias, root: str) -> bool:
-        """Return whether an import binds a name of torch, also after the replacement."""
-        is_root = alias.asname is None and alias.name.partition(".")[0] == root
-        return is_root and counterpart(alias.name, is_module=True) is None
+    def _binds(self, statement: ImportStatement, root: str) -> bool:
+        """Return whether `import root` or `import root.a` is still there after the replacements."""
+        return statement.node in self._binds_torch or (
+            isinstance(statement.node, ast.Import)
+            and any(
+                alias.asname is None
+                and alias.name.partition(".")[0] == root
+                and counterpart(alias.name, is_module=True) is None
+                for alias in statement.node.names
+            )
+        )
 
     # from a import b
 
