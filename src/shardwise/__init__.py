@@ -5,7 +5,7 @@ import importlib
 from shardwise.core import torch_version  # noqa: F401  (warns before anything of torch is changed)
 
 # isort: split
-from shardwise.api.distribute import distribute_module, distribute_tensor, local_map
+from shardwise.api.distribute import distribute_module, distribute_tensor
 from shardwise.api.factories import (
     arange,
     empty,
@@ -21,6 +21,7 @@ from shardwise.api.factories import (
     zeros,
 )
 from shardwise.api.flops import FlopCount, FlopTotals, flops
+from shardwise.api.local_map import local_map
 from shardwise.api.optimizers import OptimizerError
 from shardwise.comm import Cause, Communicator, Event, Pending, communicator, listen
 from shardwise.core.box import Box

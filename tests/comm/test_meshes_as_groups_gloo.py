@@ -137,6 +137,25 @@ def test_broadcast(workers4) -> None:
     assert workers4.run(broadcast_from, 2) == [[2.0] * 4] * 4
 
 
+def compiled() -> list[float]:
+    mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+    found = []
+    for group in (mesh["tp"], (mesh, "dp"), (mesh, 1)):
+
+        def doubled(x: torch.Tensor, group: Any = group) -> torch.Tensor:
+            return functional.all_reduce(2 * x, "sum", group) + 1
+
+        run = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+        found.append(run(torch.tensor([float(dist.get_rank())])).item())
+    return found
+
+
+@pytest.mark.slow
+def test_they_are_constants_of_compiled_functions(workers4) -> None:
+    assert workers4.run(compiled) == [[3.0, 5.0, 3.0], [3.0, 9.0, 3.0],
+                                      [11.0, 5.0, 11.0], [11.0, 9.0, 11.0]]  # fmt: skip
+
+
 # ---- DTensors
 
 

@@ -167,6 +167,20 @@ def groups_of_one_axis() -> None:
     assert again is slow and timeout(again.get_group("s")) == timeout(again.get_group("r"))
 
 
+def a_fake_group_of_torch() -> None:
+    """Torch's mesh may have fake groups; the collectives of shardwise do not run on them either."""
+    world = torch_meshes.init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    theirs = world._unflatten(0, (2, 2), ("u", "v"), backend_override={"u": "fake"})
+    group = theirs.get_group("u")
+    for mesh in (DeviceMesh.from_torch(theirs["u"]), DeviceMesh.from_group(group, "cpu")):
+        x = sw.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        assert x.full_tensor().tolist() == [0, 1, 2, 3]
+
+
+def test_a_fake_group_of_torch_carries_nothing_here(workers4: sw.Workers) -> None:
+    workers4.run(a_fake_group_of_torch)
+
+
 def timeout(group: Any) -> datetime.timedelta:
     found: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return found

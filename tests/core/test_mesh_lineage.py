@@ -269,6 +269,29 @@ def test_a_cut_that_leads_back_keeps_no_mesh_alive() -> None:
     assert [each() for each in gone] == [None] * 3
 
 
+def test_a_name_flattened_onto_itself_is_not_recorded() -> None:
+    def check() -> None:
+        whole = init_device_mesh("cpu", (4,), ("world",))
+        for sizes in ((2, 2), (1, 4)):
+            cut = whole._unflatten(0, sizes, ("dp", "tp"))
+            assert cut["tp"]._flatten() is cut["tp"]
+        with pytest.raises(KeyError):
+            whole["tp"]
+
+    simulate(check, 4)
+
+
+def test_a_mesh_that_was_made_may_be_aborted_though_it_was_cut_too() -> None:
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        other = init_device_mesh("cpu", (4,), ("world",))
+        assert other._unflatten(0, (2, 2), ("dp", "tp")) is mesh
+        mesh.abort()
+        assert mesh in world.current().aborted and other not in world.current().aborted
+
+    simulate(check, 4)
+
+
 def test_an_aborted_mesh_leaves_others_of_the_same_ranks_once_they_are_cut_again() -> None:
     def check() -> None:
         one = init_device_mesh("cpu", (2, 2), ("dp", "tp"))

@@ -49,14 +49,6 @@ OTHER_ARGUMENTS = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "the last argument is a private switch",
     "torch.distributed._shard.sharded_tensor.reshard.reshuffle_local_shard": "the first name",
     "torch.distributed._shard.sharding_spec._internals.check_tensor": "names",
-    "torch.distributed._composable.replicate.replicate": "dp_mesh_dims and spmd_mesh",
-    **dict.fromkeys(
-        (
-            f"torch.distributed.fsdp._fully_shard._fsdp_common.{name}"
-            for name in ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo")
-        ),
-        "dp_mesh_dims and spmd_mesh",
-    ),
 }
 
 

@@ -233,6 +233,14 @@ def run_the_page(path):
     return losses
 
 
+def test_the_example_of_context_parallelism_attends_to_the_whole_sequence():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "cp"))
+        exec(block("context_parallel_unshard"), {"torch": torch, "mesh": mesh})
+
+    sw.simulate(run, 4)
+
+
 def test_the_page_on_data_parallelism_is_a_program_that_trains_as_one_process_does(
     tmp_path, monkeypatch
 ):

@@ -54,9 +54,11 @@ CLASSES = (
 """Classes whose members are compared too."""
 ALIAS = "torch.distributed._shard.checkpoint"
 """Another path of torch.distributed.checkpoint, which stays torch's."""
-NOT_CONSTRUCTED = {"UnshardHandle", "FSDPModule", "DeviceMesh"}
-"""Classes whose constructor is not called as in torch: functions make them. DeviceMesh: torch lets
-the mesh out for a private argument only."""
+NOT_CONSTRUCTED = {
+    *("UnshardHandle", "FSDPModule", "FSDPParam", "FSDPParamGroup", "FSDPState", "DeviceMesh"),
+}
+"""Classes whose constructor programs do not call: functions make them. (DeviceMesh: torch lets the
+mesh out for a private argument only.)"""
 
 
 @dataclass(frozen=True)

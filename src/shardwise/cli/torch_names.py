@@ -30,11 +30,8 @@ _RULES = (
 )
 _OPERATOR_RULES = "rules of torch's operators are built in (docs/op-coverage.md); " + _RULES
 _PLANNER = "sw.plan_redistribute(source, target) returns a plan, and plan.explain() describes it"
-_CONTEXT = (
-    "scaled_dot_product_attention is right on DTensors that are split along the sequence: "
-    "distribute_tensor(x, mesh, [Shard(dim)])"
-)
 _INTERNAL = "shardwise.fsdp has other internals; "
+_METHODS = _INTERNAL + "methods of FSDPModule change how a module is sharded"
 
 INSTEAD: dict[str, str] = {
     # DTensor's internals
@@ -65,14 +62,14 @@ INSTEAD: dict[str, str] = {
     f"{_TENSOR}._dtensor_spec.DTensorSpec.use_strided_shard_as_shard_order": "nothing is needed: "
     "shard_order says it",
     f"{_TENSOR}.debug._op_coverage": "sw.fallback_counts() names operators without a rule",
-    f"{_TENSOR}.parallel._data_parallel_utils": "replicate(module, mesh=mesh['dp']) of "
-    "shardwise.fsdp, after parallelize_module",
-    f"{_TENSOR}.parallel.ddp": "replicate(module, mesh=mesh['dp']) of shardwise.fsdp, after "
-    "parallelize_module",
+    **_all(
+        f"{_TENSOR}.parallel",
+        "ddp _data_parallel_utils",
+        "DistributedDataParallel(model, process_group=mesh['dp'].get_group()) takes a "
+        "tensor-parallel model as it is; replicate(model, mesh=mesh['dp']) is quicker",
+    ),
     f"{_TENSOR}.parallel.fsdp": "fully_shard(module, mesh=mesh['dp']) of shardwise.fsdp, after "
     "parallelize_module",
-    f"{_TENSOR}.parallel.input_reshard": "SequenceParallel keeps activations split; "
-    "torch.utils.checkpoint recomputes them",
     # FSDP1
     **_all(
         _FSDP,
@@ -102,31 +99,40 @@ INSTEAD: dict[str, str] = {
     f"{_FSDP}._fully_shard._fsdp_collectives": _INTERNAL + "set_custom_all_gather and "
     "set_custom_reduce_scatter take one's own collectives",
     **_all(
-        f"{_FSDP}._fully_shard",
-        "_fsdp_param _fsdp_param_group _fsdp_state",
-        _INTERNAL + "methods of FSDPModule change how a module is sharded",
+        f"{_FSDP}._fully_shard._fsdp_param",
+        "ExtensionsData ParamModuleInfo alloc_storage copy_ copy__functionalize free_storage "
+        "set_requires_grad_if_needed unsafe_setattr_param",
+        _METHODS,
     ),
-    f"{_FSDP}._fully_shard._fsdp_common.ShardPlacementResult": "return Shard(dim)",
     **_all(
-        f"{_FSDP}._fully_shard._fsdp_common",
-        "is_bw resolve_shard_placement",
-        _INTERNAL + "torch.autograd.graph and shard_placement_fn do the same",
+        f"{_FSDP}._fully_shard._fsdp_param_group",
+        "AllGatherState AllReduceState FSDPCommContext ReduceScatterState "
+        "RegisterPostBackwardFunction",
+        _METHODS,
     ),
-    f"{_FSDP}._fully_shard._fully_shard.get_cls_to_fsdp_cls": "isinstance(module, FSDPModule)",
-    f"{_FSDP}._fully_shard._fully_shard.disable_fsdp_module_new_init": "nothing is needed: a "
-    "sharded module can be copied",
+    **_all(
+        f"{_FSDP}._fully_shard._fsdp_state",
+        "FSDPStateContext RegisterPreBackwardFunction",
+        _METHODS,
+    ),
+    f"{_FSDP}._fully_shard._fsdp_common.is_bw": _METHODS,
     # composable
     f"{_COMPOSABLE}.replicate.DDP": "isinstance(module, FSDPModule) of shardwise.fsdp",
     f"{_COMPOSABLE}.replicate.unimplemented_deepcopy": "copy.deepcopy(module) works",
-    **_all(
-        f"{_COMPOSABLE}.replicate_with_fsdp",
-        "ReplicateModule is_composable_with_replicate",
-        "isinstance(module, FSDPModule) of shardwise.fsdp",
-    ),
+    f"{_COMPOSABLE}.replicate_with_fsdp.is_composable_with_replicate": "nothing is needed: "
+    "replicate(module) says what it cannot take",
     # context parallelism
-    f"{_TENSOR}.experimental.context_parallel": _CONTEXT,
-    f"{_TENSOR}.experimental._attention": _CONTEXT,
-    f"{_TENSOR}.experimental._context_parallel": _CONTEXT,
+    **{
+        f"{_TENSOR}.experimental.{module}.{name}": "attention over a split sequence is one rule, "
+        "with no ring of its own; context_parallel and _ContextParallel apply it"
+        for module in ("_attention", "_context_parallel", "_context_parallel._attention")
+        for name in ("_CausalBehavior", "_is_causal_behavior", "_templated_ring_attention")
+        if not (module != "_attention" and name == "_templated_ring_attention")
+    },
+    f"{_TENSOR}.experimental._context_parallel.flex_cp_allgather": "x.redistribute(placements="
+    "[Replicate()]) of keys and values, which is differentiable",
+    f"{_TENSOR}.experimental._context_parallel._sharding_rules": "the rules of attention are "
+    "built in",
     # ShardedTensor's internals
     f"{_SHARD}.sharded_tensor._ops": "torch's own functions take ShardedTensors: torch.equal, "
     "torch.allclose, torch.nn.init.uniform_, x.clone(), x.detach(), ...",
@@ -140,6 +146,8 @@ INSTEAD: dict[str, str] = {
 DIFFERENT: dict[str, str] = {
     f"{_TENSOR}.experimental.implicit_replication": "plain tensors are taken as replicated without "
     "it, too; sw.plain_tensors('error') refuses them, sw.plain_tensors('check') compares the ranks",
+    f"{_TENSOR}.experimental.context_parallel": "uneven lengths, too; the backward runs within the "
+    "context; flex_attention is refused",
     f"{_TENSOR}.experimental.register_sharding": "gradients need no registration, as autograd runs "
     "on shards; for an operator of aten it changes torch's function of the same name only",
     f"{_TENSOR}.debug.CommDebugMode": "Shard(i) to Shard(j) counts as "
@@ -161,6 +169,20 @@ DIFFERENT: dict[str, str] = {
         "async_op=True returns a DTensor that waits when it is used; "
         "it moves to Partial and between meshes, too, by the plan of least cost"
     ),
+}
+
+_FLEX = "refused: flex_attention is not made parallel; scaled_dot_product_attention is"
+DIFFERENT |= {
+    f"{_TENSOR}.experimental._attention.set_rotate_method": "accepted; keys and values are "
+    "gathered with 'alltoall', too, and a warning says so",
+    f"{_TENSOR}.experimental._attention._PerDocumentHeadTailLoadBalancer": _FLEX,
+    f"{_TENSOR}.experimental._attention._PTRRLoadBalancer": _FLEX,
+}
+_OWN_CLASS = "shardwise's own class: for isinstance, and for what users of torch's read of it"
+DIFFERENT |= {
+    f"{_FSDP}._fully_shard._fsdp_param.FSDPParam": _OWN_CLASS,
+    f"{_FSDP}._fully_shard._fsdp_param_group.FSDPParamGroup": _OWN_CLASS,
+    f"{_FSDP}._fully_shard._fsdp_state.FSDPState": _OWN_CLASS,
 }
 
 # ---- present, and more
@@ -189,6 +211,9 @@ BETTER: dict[str, str] = {
         "weights, ignore_index, every reduction, meshes of several axes; it is left on exceptions"
     ),
     f"{_TENSOR}.parallel.SequenceParallel": "frozen parameters stay frozen",
+    f"{_TENSOR}.parallel.input_reshard.input_reshard": (
+        "only what is the same on every rank is split, of any size"
+    ),
     f"{_FSDP}.fully_shard": "gathers and reductions overlap on gloo, too; tied weights, mixed "
     "dtypes, scalars, uneven Shard(1); deepcopy and load_state_dict work",
     f"{_COMPOSABLE}.replicate.replicate": (
@@ -201,8 +226,23 @@ BETTER: dict[str, str] = {
 # ---- names of newer versions
 
 SINCE: dict[str, str] = {
-    f"{_TENSOR}.linspace": "2.15",
-    f"{_TENSOR}.logspace": "2.15",
-    f"{_FSDP}.GradientReductionHandle": "2.15",
+    **dict.fromkeys(
+        (f"{_TENSOR}{path}.{name}" for path in ("", "._api") for name in ("linspace", "logspace")),
+        "2.14",
+    ),
+    **dict.fromkeys(
+        (
+            f"{_FSDP}.GradientReductionHandle",
+            f"{_FSDP}._fully_shard.GradientReductionHandle",
+            f"{_FSDP}._fully_shard._fully_shard.GradientReductionHandle",
+            f"{_FSDP}.FSDPModule.finalize_backward",
+            f"{_FSDP}.FSDPModule.set_keep_unsharded_storage",
+            f"{_FSDP}.FSDPModule.set_manual_backward_finalization",
+            f"{_FSDP}.MixedPrecisionPolicy.param_dtype_override_fn",
+            "torch.distributed.device_mesh.DeviceMesh.abort",
+            f"{_SHARD}.sharded_tensor.TensorProperties.strides",
+        ),
+        "2.15",
+    ),
 }
 """The version of torch that a name came with, if that is not 2.13."""

@@ -105,9 +105,12 @@ class C10dWorld(World):
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(f"group: expected a ProcessGroup this rank is in, got {group!r}")
         ranks = tuple(dist.get_process_group_ranks(group))
+        backend = Backend()
+        if _is_fake(group) and not _is_fake(default_group()):
+            backend = Backend("fake")  # never for collectives, as if backend_override said so
         with self.lock:
-            if self._known((ranks, "", Backend())) is None:
-                self._groups[ranks, "", Backend()] = ref(group)
+            if self._known((ranks, "", backend)) is None:
+                self._groups[ranks, "", backend] = ref(group)
         return ranks
 
     def root_of_torch_mesh(self, mesh: TorchMesh) -> TorchMesh:
@@ -251,6 +254,10 @@ def _join() -> None:
 def _leave(joined: ReferenceType[dist.ProcessGroup]) -> None:
     if dist.is_initialized() and default_group() is joined():
         dist.destroy_process_group()
+
+
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    return "fake" in dist.get_backend(group)
 
 
 def _new_group(ranks: tuple[int, ...], rank: int, turn: str, wanted: Backend) -> dist.ProcessGroup:

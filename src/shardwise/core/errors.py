@@ -55,16 +55,6 @@ class MeshError(ShardwiseError, ValueError):
     """A device mesh that cannot be made, or a mesh that does not have what was asked for."""
 
 
-class MeshKeyError(MeshError, KeyError):
-    """The name of an axis that a mesh does not have."""
-
-    __str__ = Exception.__str__  # a KeyError shows the repr of its message
-
-
-class MeshTypeError(MeshError, TypeError):
-    """An axis that is not given by its name, as by a loop over a mesh."""
-
-
 class LayoutError(ShardwiseError, ValueError):
     """A placement or layout that does not fit its mesh or its tensor."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.core.errors import MeshError, MeshKeyError
+from shardwise.core.errors import MeshError, also
 from shardwise.core.rank_grid import Strides, form_a_grid, grid_around, strides_of
 from shardwise.core.world import FlattenedAxis, current
 
@@ -134,11 +134,15 @@ def resolve_names(
             axes.append(axis)
         else:
             if not form_a_grid(axes, source.size()):
-                raise MeshError(f"mesh[{wanted}]: expected different axes, got some that overlap")
+                raise also(MeshError, RuntimeError)(
+                    f"mesh[{wanted}]: expected different axes, got some that overlap"
+                )
             return source, _grid(source, axes)
     unknown = next((name for name in wanted if name not in (*own, *flattened)), wanted)
-    also = f" or the flattened {', '.join(flattened)}" if flattened else ""
-    raise MeshKeyError(f"axis: expected one of {mesh.axes_shown()}{also}, got {unknown!r}")
+    more = f" or the flattened {', '.join(flattened)}" if flattened else ""
+    raise also(MeshError, KeyError)(
+        f"axis: expected one of {mesh.axes_shown()}{more}, got {unknown!r}"
+    )
 
 
 def _named_strides(mesh: DeviceMesh, name: str) -> Strides | None:
@@ -172,7 +176,7 @@ def joint_ranks(meshes: Sequence[DeviceMesh]) -> tuple[NDArray[np.int64], list[D
     orders = set.intersection(*({_order(source) for source in sources_of(m)} for m in meshes))
     common = [source for source in sources_of(meshes[0]) if _order(source) in orders]
     if len(kinds) > 1 or not common:
-        raise MeshError(
+        raise also(MeshError, RuntimeError)(
             f"no mesh has both {_shown(meshes)}: expected parts of one mesh, such as mesh['dp'] "
             "and mesh['tp']; they were cut from meshes of different ranks"
         )
@@ -184,7 +188,7 @@ def joint_ranks(meshes: Sequence[DeviceMesh]) -> tuple[NDArray[np.int64], list[D
             grids[grid.tobytes()] = grid
             found.append(source)
     if not grids:
-        raise MeshError(
+        raise also(MeshError, RuntimeError)(
             f"no mesh has both {_shown(meshes)}: their ranks overlap, or divide {common[-1]!r} "
             "differently; expected parts of one mesh that have no axis in common, such as "
             "mesh['dp'] and mesh['tp']"

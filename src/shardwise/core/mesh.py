@@ -26,7 +26,7 @@ from shardwise.core.checks import (
     as_names,
     as_ranks,
 )
-from shardwise.core.errors import MeshError, MeshTypeError, format_value
+from shardwise.core.errors import MeshError, also, format_value
 from shardwise.core.rank_grid import Axis as Axis
 from shardwise.core.rank_grid import RankGrid
 
@@ -140,12 +140,13 @@ class DeviceMesh(RankGrid):
         the mesh is an error until all its ranks make the mesh again.
         """
         self._check_real("process group to abort")
-        if self.root is not self:
-            raise MeshError(
+        here = world.current(start=False)
+        if self.root is not self and self not in here.times_made:
+            raise also(MeshError, RuntimeError)(
                 f"abort: expected a mesh that was not cut from another, got {self!r}; call "
                 f"mesh.root.abort(), which ends {self.root!r} with all that was cut from it"
             )
-        world.current(start=False).abort(lineage.sub_meshes_of(self))
+        here.abort(lineage.sub_meshes_of(self))
 
     # ---- other meshes from this one
 
@@ -156,13 +157,15 @@ class DeviceMesh(RankGrid):
         """
         wanted = tuple(names) if isinstance(names, tuple | list) else (names,)
         if not all(isinstance(name, str) for name in wanted):
-            raise MeshTypeError(
+            raise also(MeshError, TypeError)(
                 f"axis: expected one of {self.axes_shown()}, by name; got {format_value(names)}. "
                 "Loops are over mesh.mesh_dim_names, the axes, or mesh.mesh.flatten(), the ranks"
             )
         own = self.mesh_dim_names
         if own is None:
-            raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
+            raise also(MeshError, RuntimeError)(
+                f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first"
+            )
         if wanted == own:
             return self
         if not wanted or len(set(wanted)) != len(wanted):
@@ -210,7 +213,7 @@ class DeviceMesh(RankGrid):
             return self._derive(self._ranks.reshape(shape), None)
         name = "_".join(names[first:end]) if name is None else name
         flat = self._derive(self._ranks.reshape(shape), (*names[:first], name, *names[end:]))
-        if flat.get_coordinate() is not None:
+        if flat is not self and flat.get_coordinate() is not None:
             lineage.record_flattened(self, name, flat.ranks_along([name]))
         return flat
 
@@ -328,7 +331,9 @@ class DeviceMesh(RankGrid):
                 options, or a tuple of both.
         """
         if self.mesh_dim_names is None:
-            raise MeshError("_flatten: this mesh has no mesh_dim_names; give it names first")
+            raise also(MeshError, RuntimeError)(
+                "_flatten: this mesh has no mesh_dim_names; give it names first"
+            )
         backend = world.Backend()
         if backend_override is not None:
             backend = as_backend(backend_override, "backend_override")
@@ -367,7 +372,8 @@ class DeviceMesh(RankGrid):
         """Return all sub-meshes along an axis, also those that the caller is not in."""
         axis = self.axis(mesh_dim_name)
         rows = np.moveaxis(self._ranks, axis, -1).reshape(-1, self.shape[axis])
-        return [self._derive(row.copy(), [self.axis_name(axis)]) for row in rows]
+        name = [self.axis_name(axis)]
+        return [_intern(self.device_type, row.copy(), name, self.is_abstract) for row in rows]
 
     # ---- as a value
 
@@ -438,7 +444,7 @@ def init_device_mesh(
     if size != here.size:
         raise MeshError(
             f"mesh_shape: expected a product of {here.size}, the number of ranks; "
-            f"got {sizes} = {size}; {here.describe()}"
+            f"got {sizes} = {size}; {here.describe()}. DeviceMesh(...) takes some of them"
         )
     ranks = np.arange(size, dtype=np.int64).reshape(sizes)
     return _made(_intern(device_type, ranks, mesh_dim_names), backend_override)
@@ -465,7 +471,7 @@ class _MeshStack(threading.local):
     def get_current_mesh(self) -> DeviceMesh:
         """Return the mesh of the innermost `with mesh:`."""
         if not self.mesh_stack:
-            raise MeshError(
+            raise also(MeshError, RuntimeError)(
                 "device_mesh: expected a DeviceMesh, or a call within `with mesh:`; got None"
             )
         return self.mesh_stack[-1]

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core import world
 from shardwise.core.checks import as_int
-from shardwise.core.errors import MeshError, MeshKeyError, format_value
+from shardwise.core.errors import MeshError, also, format_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ class RankGrid:
                 return self.mesh_dim_names.index(axis)
         elif (position := as_int(axis)) is not None and -self.ndim <= position < self.ndim:
             return position % self.ndim
-        kind = MeshKeyError if isinstance(axis, str) else MeshError
+        kind = also(MeshError, KeyError) if isinstance(axis, str) else MeshError
         raise kind(f"axis: expected one of {self.axes_shown()}, got {format_value(axis)}")
 
     def axis_name(self, axis: int) -> str:
@@ -193,7 +193,9 @@ class RankGrid:
         if axis is not None:
             return self.axis(axis)
         if self.ndim != 1:
-            raise MeshError(f"{method}(mesh_dim): expected one of {self.axes_shown()}, got None")
+            raise also(MeshError, RuntimeError)(
+                f"{method}(mesh_dim): expected one of {self.axes_shown()}, got None"
+            )
         return 0
 
     def _set_backends(self, backends: Sequence[world.Backend], first: int = 0) -> None:

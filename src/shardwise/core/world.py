@@ -130,7 +130,7 @@ class World(ABC):
 
     def root_of_torch_mesh(self, mesh: Any) -> Any:
         """Return the torch DeviceMesh that one of torch was cut from, or itself."""
-        raise self._refusal("DeviceMesh")
+        return mesh
 
     def torch_mesh(self, mesh: DeviceMesh) -> Any:
         """Return the torch DeviceMesh of the same ranks and process groups."""

@@ -13,6 +13,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,6 +58,17 @@ def piece_sizes(policy: str) -> Policy:
     return Policy(_setting, "piece_sizes", policy, ("known", "ask", "even"))
 
 
+def _as_placements(given: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(as_placement(each, f"placements[{i}]") for i, each in enumerate(given))
+
+
+@lru_cache(1024)
+def _probe(mesh: DeviceMesh, shape: torch.Size, placements: tuple[Placement, ...]) -> Layout:
+    """Return a layout with the axes that split each dim, and the shape of a shard."""
+    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
+    return Layout.from_placements(mesh, shape, ordinary)
+
+
 def guess_layout(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -69,9 +81,8 @@ def guess_layout(
     """
     if shape is not None:
         return Layout.from_placements(mesh, shape, placements)
-    placements = [as_placement(each, f"placements[{i}]") for i, each in enumerate(placements)]
-    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
-    probe = Layout.from_placements(mesh, local.shape, ordinary)
+    placements = _as_placements(placements)
+    probe = _probe(mesh, local.shape, placements)
     shape = [
         size * math.prod(mesh.shape[axis] for axis in axes)
         for size, axes in zip(probe.shape, probe.shard_order, strict=True)
@@ -84,9 +95,8 @@ def infer_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
     The ranks exchange their sizes, unless these are known (`piece_sizes`); all of them call this.
     """
-    placements = tuple(as_placement(each, f"placements[{i}]") for i, each in enumerate(placements))
-    ordinary = [Shard(each.dim) if isinstance(each, Shard) else each for each in placements]
-    probe = Layout.from_placements(mesh, local.shape, ordinary)
+    placements = _as_placements(placements)
+    probe = _probe(mesh, local.shape, placements)
     if not any(probe.shard_order) or mesh.is_abstract or _setting.piece_sizes == "even":
         return guess_layout(local, mesh, placements)
     if _setting.piece_sizes == "known":

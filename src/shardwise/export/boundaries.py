@@ -250,7 +250,7 @@ class BoundaryMoves:
         state = {node for node, spec in ProgramInputs(program).all if spec.kind in STATE_KINDS}
         self._mesh = mesh
         self._argument_targets: dict[tuple[fx.Node, fx.Node], _Target] = {}
-        """By edge: a node, and one of its users."""
+        """The layouts of arguments, by edge: a node, and the user of it that gets the moved one."""
         self._result_targets: dict[fx.Node, _Target] = {}
         self._cache: dict[tuple[fx.Node, str], tuple[Any, Any]] = {}
         self._updates = _find_updates(program)

@@ -362,6 +362,7 @@ class Unit:
         self.trainable = trainable
 
     def _hook(self, index: int) -> None:
+        """Note when a parameter gets its gradient; call `on_grads_ready` when all have theirs."""
         self.hooked.add(index)
         unit = ref(self)  # a strong reference would be a cycle through C++, which is never freed
 

@@ -1,6 +1,7 @@
 """Tensor parallelism: torch's module styles, and plans that lay out a whole model."""
 
 from shardwise.parallel.activations import Activations
+from shardwise.parallel.input_reshard import input_reshard
 from shardwise.parallel.parallelize import loss_parallel, parallelize_module, shard_module
 from shardwise.parallel.plan_spec import PlanError
 from shardwise.parallel.prepare import (
@@ -21,6 +22,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "input_reshard",
     "loss_parallel",
     "parallelize_module",
     "shard_module",

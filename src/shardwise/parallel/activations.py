@@ -309,10 +309,10 @@ class Redistributor:
 
 
 def wrap_shared(local: torch.Tensor, layout: Layout, what: str) -> DTensor:
-    """Wrap a plain tensor as the local shard of a DTensor, such that all wraps share their moves.
+    """Wrap a plain tensor as the local shard of a DTensor; all wraps of one tensor share moves.
 
-    Modules that are called with the same plain tensor, such as the projections to queries, keys and
-    values, thereby share the sum of its gradients: one all-reduce in place of three.
+    So modules that are called with the same plain tensor, such as the projections to queries, keys
+    and values, share the sum of its gradients: one all-reduce in place of three.
 
     Forward: nothing. Backward: nothing; the operator that uses the tensor beside shards makes the
         sum.

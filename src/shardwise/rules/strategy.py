@@ -161,9 +161,11 @@ def _itemsizes(spec: Spec) -> tuple[int, ...]:
 
 
 def _may_beat(best: Strategy, other: Strategy) -> bool:
-    """Return whether another strategy could be cheaper with tensors of other dtypes, each with
-    elements of 1 to 16 bytes."""
-    gain = 0.0
+    """Return whether another strategy could be cheaper than the best one for other dtypes.
+
+    If so, the strategy must be chosen for each dtype. Elements have 1 to 16 bytes.
+    """
+    gain = 0.0  # the most that the other could save
     is_equal = True
     for mine, theirs in zip(best.costs, other.costs, strict=True):
         rate = mine.per_byte - theirs.per_byte

@@ -25,6 +25,7 @@ from shardwise.torch_internals import (
     ProcessGroupBackend,
     base_of,
     broadcast_coalesced,
+    constant_when_compiled,
     is_torch_function_enabled,
     world_of_torch,
 )
@@ -165,32 +166,47 @@ def _take_our_meshes() -> Undo:
 
 
 def _resolve_our_meshes(module: ModuleType) -> Undo:
-    def with_groups(resolve: Any) -> Any:
-        @functools.wraps(resolve)
-        def resolved(group: Any, tag: str = "") -> Any:
-            return resolve(_as_group(group), tag)
-
-        return resolved
-
     # All functions of the module, and `_resolve_group_name`, find the group by one of these.
     names = ("_resolve_group", "_expand_group")
-    return undo_all([replace(module, name, with_groups(getattr(module, name))) for name in names])
+    resolve, expand = (getattr(module, name) for name in names)
+
+    @functools.wraps(resolve)
+    def resolve_ours(group: Any, tag: str = "") -> Any:
+        return _group_name(*_mesh_and_axis(group)) if _is_ours(group) else resolve(group, tag)
+
+    @functools.wraps(expand)
+    def expand_ours(group: Any, tag: str = "") -> Any:
+        if _is_ours(group):
+            mesh, axis = _mesh_and_axis(group)
+            group = mesh.get_group(axis)
+        return expand(group, tag)
+
+    ours = (resolve_ours, expand_ours)
+    return undo_all([replace(module, *pair) for pair in zip(names, ours, strict=True)])
 
 
-def _as_group(group: Any) -> Any:
-    """Return the process group of a mesh with one axis, or of `(mesh, axis)`; others as they
-    are."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise also(MeshError, AssertionError)(
-                f"group: expected a mesh with one axis, got {group!r}; say over which axis, as in "
-                f"(mesh, {group.axis_name(0)!r}) or mesh[{group.axis_name(0)!r}], or use "
-                "mesh.flatten()"
-            )
-        return group.get_group()
-    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        return group[0].get_group(group[1])
-    return group
+def _is_ours(group: Any) -> bool:
+    """Tell whether a group is a mesh of ours, or such a mesh and an axis."""
+    is_pair = isinstance(group, tuple) and len(group) == 2
+    return isinstance(group[0] if is_pair else group, DeviceMesh)
+
+
+def _mesh_and_axis(group: Any) -> tuple[DeviceMesh, Any]:
+    if isinstance(group, tuple):
+        mesh, axis = group
+        return mesh, axis
+    if group.ndim != 1:
+        raise also(MeshError, AssertionError)(
+            f"group: expected a mesh with one axis, got {group!r}; say over which axis, as in "
+            f"(mesh, {group.axis_name(0)!r}) or mesh[{group.axis_name(0)!r}], or use mesh.flatten()"
+        )
+    return group, 0
+
+
+@constant_when_compiled
+def _group_name(mesh: DeviceMesh, axis: Any) -> str:
+    """Return the name of the process group along an axis, by which operators know it."""
+    return mesh.get_group(axis).group_name
 
 
 PATCHES: tuple[Patch, ...] = (

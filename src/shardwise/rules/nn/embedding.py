@@ -261,6 +261,7 @@ def embedding_bag(
             per_sample_weights: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:
+            # Each rank adds its own rows only: the weight of a row of another rank is 0.
             scale = next(iter(tensors_among(*args)), per_sample_weights)
             found, inside = input, None
             if find is not None:

@@ -66,7 +66,8 @@ class Resize:
         return None if any(self.options) and want != have else want // have
 
     def needs(self, at: int, results: Range) -> Range:
-        """Return the inputs that results read, along a dim that grows by an integer factor."""
+        """Return the range of inputs that a range of results reads, along a dim that grows by an
+        integer factor."""
         factor = self.factor(at)
         if factor is None or results[0] >= results[1]:
             return 0, 0

@@ -99,7 +99,7 @@ def _outplace(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Run the ordinary operator for each position."""
+    """Run a foreach operator as calls of the ordinary one, for each position of the lists."""
     operator = _ordinary(func.__name__.removeprefix("_foreach_"))
     keywords = {name: each for name, each in kwargs.items() if name in ("alpha", "value")}
     args = [*args, *(each for name, each in kwargs.items() if name not in keywords)]
@@ -301,8 +301,10 @@ def _norms_on(
             return [wrap(each, layout) for each in made]
         dtypes = [each.dtype for each in made]
         kinds = set(dtypes)
-        if any(kind.itemsize < 4 for kind in kinds):
-            made = _local_norms(tensors, order, torch.float32)
+        if short := [at for at, kind in enumerate(dtypes) if kind.itemsize < 4]:
+            wide = _local_norms([tensors[at] for at in short], order, torch.float32)
+            by_position = dict(zip(short, wide, strict=True))
+            made = tuple(by_position.get(at, each) for at, each in enumerate(made))
         # In double precision: the square of a finite norm may overflow.
         values = torch.stack(made).double()
         if order == math.inf:
