@@ -279,6 +279,23 @@ def test_a_program_with_something_else_called_shardwise_is_left_to_its_author():
     assert len(findings(text)) == 1
 
 
+def test_a_name_with_parentheses_within_is_left_to_its_author():
+    text = "import torch.distributed as d\n(d).tensor.Shard(0)\n(d.tensor).Shard(0)\n"
+    assert rewrite(text).text == text
+    assert [line for line, _ in findings(text)] == [2, 3]
+
+
+def test_an_import_for_type_checkers_is_none_for_the_program():
+    old = """\
+    from typing import TYPE_CHECKING
+    import torch.distributed as dist
+    if TYPE_CHECKING:
+        import torch.distributed.tensor
+    dist.tensor.Shard(0)
+    """
+    assert "as dist\nimport shardwise.tensor\nif TYPE_CHECKING" in rewritten(old)
+
+
 def test_statements_beside_others_in_a_line_are_kept_together():
     old = "import torch.distributed as d; m = d.tensor.Shard(0)\n"
     new = "import torch.distributed as d; import shardwise.tensor; m = shardwise.tensor.Shard(0)\n"
