@@ -4,6 +4,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn, optim, overrides
 from torch._dynamo import convert_frame
 from torch.distributed import _functional_collectives, _state_dict_utils
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 from torch.utils import checkpoint
@@ -23,6 +25,10 @@ from shardwise import torch_internals, torch_patches
 from shardwise.api import optimizers
 from shardwise.parallel import shard_module
 from shardwise.torch_patches import collectives
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of TorchScript
+    import torch.distributed.optim
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +86,9 @@ def changed_places() -> dict[str, Any]:
             )
             for name in names
         },
+        "stager": StateDictStager._offload_tensor,
+        "multi_grad_hook": torch.autograd.graph.register_multi_grad_hook,
+        "in_backward": torch.distributed.optim._apply_optimizer_in_backward,
         "DDP": inspect.getattr_static(nn.parallel.DistributedDataParallel, "__init__"),
         "DataParallel": inspect.getattr_static(nn.parallel.DataParallel, "__init__"),
         "vector_to_parameters": nn.utils.vector_to_parameters,

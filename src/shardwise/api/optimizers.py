@@ -104,6 +104,12 @@ def note_averaged(parameter: torch.Tensor, average: GradientAverage) -> None:
     parameter._gradient_average = average  # type: ignore[attr-defined]
 
 
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Return whether the gradient of this parameter is reduced over ranks after it was computed:
+    whether it is a shard of `fully_shard` or `replicate`."""
+    return hasattr(parameter, "_gradient_average")
+
+
 def _average_of(parameter: torch.Tensor) -> GradientAverage | None:
     found: GradientAverage | None = getattr(parameter, "_gradient_average", None)
     return found if found is not None and found.ranks > 1 else None

@@ -38,6 +38,7 @@ from shardwise.torch_patches import (
     collectives,
     compiled,
     constructors,
+    grad_hooks,
     script,
     state_dicts,
     transforms,
@@ -296,5 +297,6 @@ PATCHES: tuple[Patch, ...] = (
     *collectives.PATCHES,
     *compiled.PATCHES,
     *wrappers.PATCHES,
+    *grad_hooks.PATCHES,
 )
 """All changes, in the order in which they are made."""
