@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +67,23 @@ def test_submodules_are_attributes_as_in_torch():
     assert sw.tensor.placement_types.Shard is sw.Shard
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = sw.tensor.nothing
+
+
+def test_the_sed_line_of_the_page_moves_imports(tmp_path):
+    page = (ROOT.parents[1] / "docs" / "moving-over.md").read_text("utf-8")
+    (line,) = re.findall(r"^    sed -i (.*) \*\.py$", page, re.MULTILINE)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from torch.distributed.tensor.parallel import ColwiseParallel\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.distributed._shard.sharded_tensor import ShardedTensor\n"
+        "import torch.distributed.checkpoint as dcp\n"
+    )
+    subprocess.run(["sed", "-i", shlex.split(line)[0], str(program)], check=True)
+    names: dict[str, object] = {}
+    exec(program.read_text(), names)
+    assert names["ColwiseParallel"] is sw.parallel.ColwiseParallel
+    assert names["ShardedTensor"] is sw.sharded.ShardedTensor
+    assert names["fully_shard"] is sw.fsdp.fully_shard
+    assert names["init_device_mesh"] is sw.init_device_mesh

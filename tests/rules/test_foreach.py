@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.rules import leaf
+from support.rules import full, leaf, ranks, split
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -304,3 +304,58 @@ def test_fused_steps_take_their_numbers_as_dtensors(name, placement):
             torch.testing.assert_close(got.full_tensor(), want)
 
     sw.simulate(on_ranks, 2)
+
+
+# ---- fused optimizers with state that is not laid out as the parameters are
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_a_fused_step_takes_plain_state_and_updates_it(rows: int) -> None:
+    def step(parameter, gradient, average, squares, count):
+        torch._fused_adamw_(
+            [parameter], [gradient], [average], [squares], [], [count],
+            lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.01, eps=1e-8, amsgrad=False,
+            maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+        return parameter, average, squares
+
+    def state():
+        return full(rows, 2) / 3, torch.zeros(rows, 2), torch.zeros(rows, 2), torch.tensor(1.0)
+
+    expected = step(full(rows, 2), *state())
+
+    def run(mesh):
+        parameter = split(full(rows, 2), mesh, Shard(0))
+        gradient, average, squares, count = state()
+        found = step(parameter, split(gradient, mesh, Replicate()), average, squares, count)
+        torch.testing.assert_close(found[0].full_tensor(), expected[0])
+        assert found[0].placements == (Shard(0),)
+        for got, want in zip(found[1:], expected[1:], strict=True):
+            assert type(got) is torch.Tensor
+            torch.testing.assert_close(got, want)
+
+    ranks(run)
+
+
+def test_norms_of_tensors_of_several_dtypes_keep_their_dtypes():
+    tensors = [full(4), full(6).double(), full(5).bfloat16()]
+    expected = torch._foreach_norm(tensors)
+
+    def run(mesh):
+        found = torch._foreach_norm([split(each, mesh, Shard(0)) for each in tensors])
+        for got, want in zip(found, expected, strict=True):
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got.full_tensor(), want)
+
+    ranks(run)
+
+
+def test_a_scale_that_is_a_dtensor_unscales_gradients():
+    def run(mesh):
+        gradient = split(full(4), mesh, Shard(0))
+        scale = split(torch.tensor(0.5), mesh, Replicate())
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, scale)
+        assert torch.equal(gradient.full_tensor(), full(4) / 2) and found.item() == 0
+
+    ranks(run)

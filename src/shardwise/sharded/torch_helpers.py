@@ -141,6 +141,11 @@ def infer_sharding_spec_from_shards_metadata(
     return infer_spec(shards_metadata, [max(each) for each in stops])
 
 
+def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
+    """Refuse shards that overlap, reach beyond a tensor of this size, or leave some of it out."""
+    check_tiling(shards_metadata, tensor_dims)
+
+
 def check_shard_metadata_pair_overlap(shard1: ShardMetadata, shard2: ShardMetadata) -> bool:
     """Tell whether two shards have an element in common."""
     return not shard1.box.intersect(shard2.box).is_empty
@@ -235,6 +240,17 @@ def reshard_local_shard(
         if owner == group.rank
     ]
     return list(map(Shard, tensors, own)), metadata.shards_metadata
+
+
+def reshuffle_local_shard(
+    local_shard: torch.Tensor,
+    st_size: torch.Size,
+    sharding_spec: ShardingSpec,
+    resharding_spec: ShardingSpec,
+    pg: GroupLike,
+) -> tuple[list[Shard], list[ShardMetadata]]:
+    """Do what `reshard_local_shard` does; torch's name for specs that cut the same dim."""
+    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
 
 
 # ---- operators

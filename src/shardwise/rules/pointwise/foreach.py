@@ -301,8 +301,10 @@ def _norms_on(
             return [wrap(each, layout) for each in made]
         dtypes = [each.dtype for each in made]
         kinds = set(dtypes)
-        if any(kind.itemsize < 4 for kind in kinds):
-            made = _local_norms(tensors, order, torch.float32)
+        if short := [at for at, kind in enumerate(dtypes) if kind.itemsize < 4]:
+            wide = _local_norms([tensors[at] for at in short], order, torch.float32)
+            by_position = dict(zip(short, wide, strict=True))
+            made = tuple(by_position.get(at, each) for at, each in enumerate(made))
         # In double precision: the square of a finite norm may overflow.
         values = torch.stack(made).double()
         if order == math.inf:

@@ -10,16 +10,16 @@ from shardwise.sharded import (
     TensorProperties,
 )
 from shardwise.sharded.metadata import check_no_overlap as validate_non_overlapping_shards_metadata
-from shardwise.sharded.metadata import check_tiling as check_tensor
 from shardwise.sharded.torch_helpers import (
     build_global_metadata,
     build_metadata_from_local_shards,
+    check_tensor,
     reshard_local_shard,
+    reshuffle_local_shard,
 )
 from shardwise.sharded.torch_helpers import (
     parse_and_validate_remote_device as _parse_and_validate_remote_device,
 )
-from shardwise.sharded.torch_helpers import reshard_local_shard as reshuffle_local_shard
 
 __all__ = [
     "EnumerableShardingSpec",

@@ -6,8 +6,8 @@ from shardwise.sharded.torch_helpers import (
     build_reshard_metadata,
     get_idx_from_placements,
     reshard_local_shard,
+    reshuffle_local_shard,
 )
-from shardwise.sharded.torch_helpers import reshard_local_shard as reshuffle_local_shard
 
 __all__ = [
     "Shard",

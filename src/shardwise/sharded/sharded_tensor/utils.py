@@ -2,10 +2,10 @@
 
 from shardwise.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.metadata import check_no_overlap as validate_non_overlapping_shards_metadata
-from shardwise.sharded.metadata import check_tiling as check_tensor
 from shardwise.sharded.torch_helpers import (
     build_global_metadata,
     build_metadata_from_local_shards,
+    check_tensor,
     recalc_global_sharded_tensor_metadata,
 )
 from shardwise.sharded.torch_helpers import (

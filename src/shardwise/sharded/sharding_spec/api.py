@@ -9,8 +9,8 @@ from shardwise.sharded import (
     custom_sharding_spec_op,
 )
 from shardwise.sharded.metadata import check_no_overlap as validate_non_overlapping_shards_metadata
-from shardwise.sharded.metadata import check_tiling as check_tensor
 from shardwise.sharded.specs import get_chunked_dim_size, get_split_size
+from shardwise.sharded.torch_helpers import check_tensor
 from shardwise.sharded.torch_helpers import (
     infer_sharding_spec_from_shards_metadata as _infer_sharding_spec_from_shards_metadata,
 )
