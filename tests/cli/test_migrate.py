@@ -279,6 +279,23 @@ def test_a_program_with_something_else_called_shardwise_is_left_to_its_author():
     assert len(findings(text)) == 1
 
 
+def test_a_name_with_parentheses_within_is_left_to_its_author():
+    text = "import torch.distributed as d\n(d).tensor.Shard(0)\n(d.tensor).Shard(0)\n"
+    assert rewrite(text).text == text
+    assert [line for line, _ in findings(text)] == [2, 3]
+
+
+def test_an_import_for_type_checkers_is_none_for_the_program():
+    old = """\
+    from typing import TYPE_CHECKING
+    import torch.distributed as dist
+    if TYPE_CHECKING:
+        import torch.distributed.tensor
+    dist.tensor.Shard(0)
+    """
+    assert "as dist\nimport shardwise.tensor\nif TYPE_CHECKING" in rewritten(old)
+
+
 def test_statements_beside_others_in_a_line_are_kept_together():
     old = "import torch.distributed as d; m = d.tensor.Shard(0)\n"
     new = "import torch.distributed as d; import shardwise.tensor; m = shardwise.tensor.Shard(0)\n"
@@ -290,6 +307,25 @@ def test_positions_are_those_of_characters_not_of_bytes():
     assert rewritten(old).endswith('x = "äöü€", shardwise.tensor.Shard(0), "é"\n')
     old = "\fimport torch.distributed as d\n\f\nx = d.tensor.Shard(0)\n"
     assert rewritten(old).endswith("x = shardwise.tensor.Shard(0)\n")
+
+
+def test_torch_is_kept_once():
+    old = """\
+    import torch.distributed.tensor
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    torch.nn.Linear(2, 2)
+    """
+    new = """\
+    import torch.distributed, shardwise.tensor
+    import shardwise.fsdp
+    import shardwise.tensor
+    torch.nn.Linear(2, 2)
+    """
+    assert rewritten(old) == dedent(new)
+    old = "import torch, torch.distributed.fsdp\ntorch.distributed.fsdp.fully_shard(torch.nn)\n"
+    new = "import torch, shardwise.fsdp\nshardwise.fsdp.fully_shard(torch.nn)\n"
+    assert rewritten(old) == new
 
 
 def test_torch_is_kept_where_another_import_of_it_may_not_run():

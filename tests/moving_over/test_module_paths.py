@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_submodules_are_attributes_as_in_torch():
     assert sw.tensor.placement_types.Shard is sw.Shard
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = sw.tensor.nothing
+
+
+def test_submodules_are_there_once_their_package_is_imported():
+    program = """
+        import shardwise.tensor, shardwise.fsdp._fully_shard
+        from shardwise import tensor
+        tensor.parallel.style, tensor.parallel.api, tensor.parallel.loss
+        tensor.debug._comm_mode, tensor._api, tensor._random, tensor._redistribute, tensor._utils
+        tensor.experimental._attention, tensor.experimental._func_map
+        tensor.placement_types, tensor.device_mesh, tensor._dtensor_spec
+        shardwise.fsdp._fully_shard._fully_shard, shardwise.fsdp._fully_shard._fsdp_api
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 def test_the_sed_line_of_the_page_moves_imports(tmp_path):

@@ -5,8 +5,11 @@ Each file in `programs` is one program, written anew after the public behaviour 
 and rewritten. Those named `trap_` are programs with which torch fails.
 """
 
+import subprocess
+import sys
+
 import pytest
-from support.moving_over import FOLDER, PROGRAMS, run_program, write_program
+from support.moving_over import FOLDER, PROGRAMS, expected_runs, run_program, write_program
 from support.ranks import Pool
 
 from shardwise.cli import migrate
@@ -20,7 +23,6 @@ TORCH_FAILS = {
 
 QUICK = ("example_fsdp_tp", "example_pipeline", "titan_trainer", "titan_world_mesh")
 """Each takes about two seconds."""
-
 
 SIZES = (2, 4)
 
@@ -67,6 +69,19 @@ def test_a_rewritten_program_gives_what_one_process_gives(name, ranks, ranks_of,
 )
 def test_torch_gives_what_one_process_gives(name, ranks, ranks_of, tmp_path):
     run_program(name, "torch", ranks_of, ranks, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rewritten_program_runs_as_a_script_under_torchrun(tmp_path):
+    path = write_program("example_tensor_parallel", "shardwise", tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ran = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", path],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (expected,) = expected_runs(path.stem, 2)
+    assert ran.stdout.count(str(expected["losses"])) == 2
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -47,8 +47,6 @@ def test_calls_that_are_valid_for_torch_are_valid_for_ours():
 
 OTHER_ARGUMENTS = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "the last argument is a private switch",
-    "torch.distributed._shard.sharded_tensor.reshard.reshuffle_local_shard": "the first name",
-    "torch.distributed._shard.sharding_spec._internals.check_tensor": "names",
 }
 
 

@@ -236,8 +236,9 @@ def test_the_style_of_an_attention_module(is_balanced):
         mesh = sw.init_device_mesh("cpu", (2,), ("cp",))
         blocks = model()
         enable_context_parallel_dispatcher()
+        same_ranks = sw.DeviceMesh("cpu", [0, 1], mesh_dim_names=("sequence",))
         for block in blocks:
-            parallelize_module(block.inner, mesh, ContextParallel(2, SDPA))
+            parallelize_module(block.inner, same_ranks, ContextParallel(2, SDPA))
         x, labels, angles = batch()
         balancer = HeadTailLoadBalancer(16, 2, "cpu") if is_balanced else None
         x, labels = context_parallel_shard(mesh, (x, labels), (1, 1), balancer)

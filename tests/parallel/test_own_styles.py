@@ -95,6 +95,21 @@ def test_a_style_of_the_user_s_own_gets_the_mesh_as_it_is(names):
     sw.simulate(run, 4)
 
 
+def test_the_mesh_of_a_with_block_is_the_default():
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        model, own = mlp(), SplitRows()
+        with mesh["tp"]:
+            parallelize_module(model, parallelize_plan={"0": ColwiseParallel()})
+        with mesh:
+            parallelize_module(model, None, {"2": own})
+        assert model[0].weight.device_mesh is mesh["tp"] and own.mesh is mesh
+        with pytest.raises(sw.MeshError):
+            parallelize_module(mlp(), None, ColwiseParallel())
+
+    sw.simulate(run, 4)
+
+
 def test_a_plan_with_one_of_torch_s_styles_beside_it_needs_one_axis():
     def run():
         mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))

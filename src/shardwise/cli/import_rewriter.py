@@ -78,7 +78,11 @@ def rewrite(text: str) -> Rewritten:
     rewriter.run()
     changed = rewriter.source.apply(rewriter.edits)
     if changed != text:
-        ast.parse(changed)  # it must still be a program
+        try:
+            ast.parse(changed)
+        except SyntaxError as error:  # better no change than a broken program
+            line = error.lineno or 1
+            raise SourceError(f"{line}: cannot be rewritten: please report this line") from None
     findings, notes = (sorted(set(each)) for each in (rewriter.findings, rewriter.notes))
     return Rewritten(changed, tuple(findings), tuple(notes))
 
@@ -152,8 +156,10 @@ class _Rewriter:
         """The full names that the program goes on using, by the name they begin with."""
         self._needed: defaultdict[Scope, dict[str, ast.AST]] = defaultdict(dict)
         """The modules of ours that a scope must import, and an import that they follow."""
-        self._imported: defaultdict[Scope, set[str]] = defaultdict(set)
-        """The modules of ours that a scope imports by `import a.b`."""
+        self._imported: list[tuple[str, ImportStatement]] = []
+        """The modules of ours that are imported by `import a.b`."""
+        self._binds_torch: set[_Import] = set()
+        """The imports that still import torch beside ours."""
 
     def run(self) -> None:
         for chain in self.names.chains:
@@ -205,8 +211,8 @@ class _Rewriter:
         last = chain.nodes[found.length - path.count(".") - 1]
         start, end = self.source.start(root), self.source.end(last)
         is_clear = {each.path for each in bindings if not each.is_none} == {path}
-        written = re.sub(r"[\s\\()]|#.*", "", self.source.text[start:end])
-        # Before Python 3.12 the positions of names within f-strings are wrong.
+        written = re.sub(r"[\s\\]|#.*", "", self.source.text[start:end])
+        # Not so with parentheses within, and in f-strings, whose positions are wrong before 3.12.
         is_there = written == ".".join(chain.parts[: found.length - path.count(".")])
         own = chain.scope.find(PACKAGE)
         is_free = own is None or all(
@@ -227,11 +233,10 @@ class _Rewriter:
     # import a.b
 
     def _rewrite_import(self, statement: ImportStatement, node: ast.Import) -> None:
-        scope = statement.scope
         for alias in node.names:
             name = alias.name
             if name.partition(".")[0] == PACKAGE and alias.asname is None:
-                self._imported[scope].add(name)
+                self._imported.append((name, statement))
             self._note(alias, name)
             if not is_moved(name):
                 continue
@@ -242,41 +247,42 @@ class _Rewriter:
             if alias.asname is not None:
                 new = f"{found.path} as {alias.asname}"
             else:
-                self._imported[scope].add(found.path)
+                self._imported.append((found.path, statement))
                 new = ", ".join([*self._still_needed(statement, name), found.path])
             self.edits.append(_Edit(self.source.start(alias), self.source.end(alias), new))
 
     def _still_needed(self, statement: ImportStatement, module: str) -> list[str]:
-        """Return the module that `import module` must still import beside ours, if any."""
+        """Return the module that `import module` must still import beside ours, if any.
+
+        The statement also bound the name `torch`, which the program may use otherwise.
+        """
         root = module.partition(".")[0]
         used = self._kept[statement.scope, root]
         if any(each == module or each.startswith(f"{module}.") for each in used):
             return [module]
-        others = [
-            each
+        if not used or any(
+            self._binds(each, root)
             for each in self.names.imports
             if each.scope is statement.scope
-            and each.node is not statement.node
             and (each.block is each.scope.body or each.block is statement.block)
-            and isinstance(each.node, ast.Import)
-            and any(self._brings(alias, root) for alias in each.node.names)
-        ]
-        if not used or others:
+        ):
             return []
-        used.append(module)  # the next import of its kind finds this
-        parts = module.split(".")
-        return [
-            next(
-                path
-                for length in range(len(parts), 0, -1)
-                if not is_moved(path := ".".join(parts[:length]))
-            )
-        ]
+        self._binds_torch.add(statement.node)
+        while is_moved(module):
+            module = module.rpartition(".")[0]
+        return [module]
 
-    def _brings(self, alias: ast.alias, root: str) -> bool:
-        """Return whether an import binds a name of torch, also after the replacement."""
-        is_root = alias.asname is None and alias.name.partition(".")[0] == root
-        return is_root and counterpart(alias.name, is_module=True) is None
+    def _binds(self, statement: ImportStatement, root: str) -> bool:
+        """Return whether `import root` or `import root.a` is still there after the replacements."""
+        return statement.node in self._binds_torch or (
+            isinstance(statement.node, ast.Import)
+            and any(
+                alias.asname is None
+                and alias.name.partition(".")[0] == root
+                and counterpart(alias.name, is_module=True) is None
+                for alias in statement.node.names
+            )
+        )
 
     # from a import b
 
@@ -385,11 +391,19 @@ class _Rewriter:
         blocks = {statement.node: statement.block for statement in self.names.imports}
         for scope, needed in self._needed.items():
             for module, anchor in sorted(needed.items()):
-                covered = [*self._imported[scope], *(each for each in needed if each != module)]
-                if any(each == module or each.startswith(f"{module}.") for each in covered):
-                    continue
                 assert isinstance(anchor, ast.Import | ast.ImportFrom)
-                self._add_import(module, _last_of_run(anchor, blocks[anchor]))
+                block = blocks[anchor]
+                covered = [
+                    *(other for other in needed if other != module),
+                    *(
+                        other
+                        for other, statement in self._imported
+                        if statement.scope is scope
+                        and (statement.block is scope.body or statement.block is block)
+                    ),
+                ]
+                if not any(each == module or each.startswith(f"{module}.") for each in covered):
+                    self._add_import(module, _last_of_run(anchor, block))
 
     def _add_import(self, module: str, anchor: ast.stmt) -> None:
         end = self.source.end(anchor)

@@ -17,12 +17,12 @@ rank `r` has chunk `r` from the start and chunk `r` from the end: all ranks comp
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import MethodType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import communicator
+from shardwise.core import world
 from shardwise.core.errors import DispatchError, LayoutError, MeshError, also
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh
@@ -52,14 +53,9 @@ from shardwise.torch_internals import nn_builtins, pytree
 # ---- the sequences of meshes
 
 
-class _Known(threading.local):
-    """The last sequence that was cut on each mesh, on this thread."""
-
-    def __init__(self) -> None:
-        self.splits: dict[DeviceMesh, SequenceSplit] = {}
-
-
-_known = _Known()
+_splits: WeakKeyDictionary[world.World, dict[tuple[int, ...], SequenceSplit]] = WeakKeyDictionary()
+"""The last sequence that each rank has cut, by the ranks that share it. Not by thread: a backward
+on another thread may recompute an attention."""
 
 
 def _one_axis(mesh: Any, argument: str = "mesh") -> DeviceMesh:
@@ -146,7 +142,7 @@ def context_parallel_shard(
     split = SequenceSplit(one_axis, length, is_balanced)
     _check_lengths(given, dims, split)
     options.enable_load_balance = is_balanced
-    _known.splits[one_axis] = split
+    _splits.setdefault(world.current(), {})[one_axis.ranks_along((0,))] = split
     with torch.no_grad():
         parts = [split.shard(each, dim) for each, dim in zip(given, dims, strict=True)]
     return pytree.tree_unflatten(parts, structure)
@@ -424,11 +420,11 @@ _MESH, _FORWARD = "_context_parallel_mesh", "_context_parallel_forward"
 def _forward_over_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module with the style `ContextParallel`."""
     mesh = getattr(module, _MESH)
-    split = _known.splits.get(mesh)
+    split = _splits.get(world.current(), {}).get(mesh.ranks_along((0,)))
     if split is None:
         raise PlanError(
             f"{type(module).__name__}: expected inputs that context_parallel_shard(mesh, ...) cut "
-            f"on {mesh!r}, which was not called on this thread: it says how long the sequence is"
+            f"on {mesh!r}, which was not called on this rank: it says how long the sequence is"
         )
     before = getattr(module, _FORWARD)
     forward = MethodType(type(module).forward, module) if before is None else before

@@ -1,10 +1,19 @@
 """`torch.distributed.fsdp._fully_shard`."""
 
-from shardwise.fsdp.api import fully_shard, share_comm_ctx
-from shardwise.fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.mesh_info import DataParallelMeshDims
-from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
-from shardwise.fsdp.root import GradientReductionHandle
+from shardwise.fsdp._fully_shard._fsdp_api import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from shardwise.fsdp._fully_shard._fully_shard import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 
 __all__ = [
     "CPUOffloadPolicy",

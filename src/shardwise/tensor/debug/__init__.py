@@ -1,6 +1,6 @@
 """`torch.distributed.tensor.debug`."""
 
-from shardwise.api.comm_debug import CommDebugMode
-from shardwise.api.visualize import visualize_sharding
+from shardwise.tensor.debug._comm_mode import CommDebugMode
+from shardwise.tensor.debug._visualize_sharding import visualize_sharding
 
 __all__ = ["CommDebugMode", "visualize_sharding"]

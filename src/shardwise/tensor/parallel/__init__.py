@@ -1,6 +1,8 @@
 """`torch.distributed.tensor.parallel`."""
 
-from shardwise.parallel import (
+from shardwise.tensor.parallel.api import parallelize_module
+from shardwise.tensor.parallel.loss import loss_parallel
+from shardwise.tensor.parallel.style import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
@@ -8,8 +10,6 @@ from shardwise.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
-    parallelize_module,
 )
 
 __all__ = [
