@@ -424,6 +424,7 @@ def one_rank_changes_its_length():
     return sw.DTensor.from_local(x * 2, mesh, [sw.Shard(1)]).full_tensor()
 
 
+@pytest.mark.slow  # the ranks end, and are started again; test_shard_sizes has simulated ones
 def test_a_rank_that_alone_changes_its_length_is_told_so(pool):
     workers = pool.get()
     with pytest.raises(sw.RankError, match=r"sizes of shards are (known|exchanged)"):
