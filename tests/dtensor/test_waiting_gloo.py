@@ -12,6 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise.fsdp import fully_shard
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, shard_module
 
 LAYOUTS = [[Shard(0)], [Shard(1)], [Replicate()], [Partial()]]
 
@@ -97,6 +99,47 @@ def test_every_use_waits_once(use):
         assert torch.equal(moved.full_tensor(), whole.full_tensor())
 
     ranks(run)
+
+
+def fully_sharded(model, mesh):
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def styled(model, mesh):
+    return parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def both(model, mesh):
+    return fully_sharded(styled(model, mesh), mesh)
+
+
+def planned(model, mesh):
+    return shard_module(model, mesh, {"0.weight": [Replicate(), Shard(0)]})
+
+
+@pytest.mark.parametrize("prepare", [fully_sharded, styled, both, planned])
+def test_modules_wait_for_their_inputs_and_results(prepare):
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).double()
+        model = prepare(model, mesh)
+        ranks_of_input = mesh if prepare is planned else mesh["tp"]
+        given = split(values(4, 6), ranks_of_input, *[Shard(0)] * ranks_of_input.ndim)
+        given = given.detach().requires_grad_()
+        found = []
+        for async_op in (False, True):
+            whole = [Replicate()] * given.device_mesh.ndim
+            x = given.redistribute(placements=whole, async_op=async_op)
+            assert is_waiting(x) == async_op
+            result = model(x)
+            result.square().sum().backward()
+            found.append((result.detach(), given.grad))
+            given.grad = None
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+    sw.simulate(run, 4)
 
 
 def test_shape_dtype_and_layout_do_not_wait():

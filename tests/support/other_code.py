@@ -820,7 +820,19 @@ def is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def failures(calls: list[Call], layouts: list[Any] = LAYOUTS) -> list[str]:
+def waiting(mesh: sw.DeviceMesh, placements: tuple[sw.Placement, ...]) -> DTensor:
+    """Return a DTensor with the values, whose data are under way."""
+    source = [Shard(1 - each.dim if isinstance(each, Shard) else 0) for each in placements]
+    result = make(mesh, tuple(source)).redistribute(placements=placements, async_op=True)
+    assert type(result) is not DTensor, "it is on its way"
+    return result
+
+
+def failures(
+    calls: list[Call],
+    layouts: list[Any] = LAYOUTS,
+    make: Callable[[sw.DeviceMesh, tuple[sw.Placement, ...]], DTensor] = make,
+) -> list[str]:
     """Run calls on this rank for some layouts; return those whose outcome is another."""
     wrong = []
     expected = [expected_of(call) for call in calls]

@@ -385,6 +385,7 @@ class DTensor(GlobalProperties):
     def as_subclass(self, cls: type[_Kind]) -> _Kind:
         """Return a tensor of another class with the same memory; only if each shard is whole."""
         check_whole("as_subclass", self)
+        self._renew()
         return self._as_subclass(cls)  # type: ignore[no-any-return]
 
     def set_(self, *args: Any, **kwargs: Any) -> DTensor:

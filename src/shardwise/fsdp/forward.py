@@ -95,6 +95,8 @@ def _watch_inputs(
         if not tensor.requires_grad:
             return tensor
         call.input_count += 1
+        if isinstance(tensor, DTensor):
+            tensor.wait()  # its data may be under way, and a view would not wait for them
         with as_local():
             view: Any = tensor.view_as(tensor)
             note_same_shape(view)

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.dispatch import dispatch
 from shardwise.dtensor.properties import check_whole
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor, tensors_in
 from shardwise.torch_internals import ScriptFunction, ScriptModule, script_modules, torch_c
 from shardwise.torch_patches.constructors import call_on_whole, watched_with_lists
 from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
@@ -21,6 +21,9 @@ from shardwise.torch_patches.patch import Patch, Undo, replace, undo_all
 def _dispatch_calls() -> Undo:
     def dispatched(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function, *given = args
+        for each in tensors_in((given, kwargs)):
+            if isinstance(each, DTensor):
+                each._renew()
         return dispatch(DTensor, function, (DTensor,), tuple(given), kwargs)
 
     watched = watched_with_lists(ScriptFunction.__call__, dispatched)
