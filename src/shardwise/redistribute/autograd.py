@@ -374,15 +374,22 @@ def _unless_written(local: torch.Tensor, started: Pending[torch.Tensor]) -> Pend
     return started.then(check)
 
 
-def with_grad_layout(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+def with_grad_layout(
+    local: torch.Tensor, given: Layout, wanted: Layout, *, is_exact: bool = False
+) -> torch.Tensor:
     """Return an alias of `local` whose gradient arrives in one layout and continues in another.
 
     Forward: nothing. Backward: the move from `given` to `wanted`.
+
+    Arguments:
+        is_exact: let one rank contribute all of a whole gradient that is wanted as contributions,
+            rather than each an equal part, which a half type would round.
     """
     if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
         return local.view_as(local)
-    result: torch.Tensor = _Relabel.apply(local, _gradient_move(given, wanted))  # type: ignore[no-untyped-call]
-    if wanted.partial:
+    move = Move(given, wanted) if is_exact else _gradient_move(given, wanted)
+    result: torch.Tensor = _Relabel.apply(local, move)  # type: ignore[no-untyped-call]
+    if wanted.partial and not is_exact:
         ensure_state(result).relabelled = local, wanted
     return result
 
