@@ -175,7 +175,7 @@ def joint_ranks(meshes: Sequence[DeviceMesh]) -> tuple[NDArray[np.int64], list[D
     common = [source for source in sources_of(meshes[0]) if _order(source) in orders]
     if len(kinds) > 1 or not common:
         raise MeshError(
-            f"no mesh has both {_shown(meshes)}: expected parts of one mesh, such as mesh['dp'] "
+            f"no mesh has both {_joined(meshes)}: expected parts of one mesh, such as mesh['dp'] "
             "and mesh['tp']; they were cut from meshes of different ranks"
         )
     grids: dict[bytes, NDArray[np.int64]] = {}
@@ -187,13 +187,13 @@ def joint_ranks(meshes: Sequence[DeviceMesh]) -> tuple[NDArray[np.int64], list[D
             found.append(source)
     if not grids:
         raise MeshError(
-            f"no mesh has both {_shown(meshes)}: their ranks overlap, or divide {common[-1]!r} "
+            f"no mesh has both {_joined(meshes)}: their ranks overlap, or divide {common[-1]!r} "
             "differently; expected parts of one mesh that have no axis in common, such as "
             "mesh['dp'] and mesh['tp']"
         )
     if len(grids) > 1:
         raise MeshError(
-            f"several meshes have both {_shown(meshes)}, with different ranks: {found}; give the "
+            f"several meshes have both {_joined(meshes)}, with different ranks: {found}; give the "
             "axes of one of them other names"
         )
     (grid,) = grids.values()
@@ -242,5 +242,5 @@ def _grid(mesh: DeviceMesh, axes: Sequence[Strides]) -> NDArray[np.int64]:
     return grid_around(int(position[0]), axes)
 
 
-def _shown(meshes: Sequence[DeviceMesh]) -> str:
+def _joined(meshes: Sequence[DeviceMesh]) -> str:
     return " and ".join(map(repr, meshes))

@@ -351,7 +351,7 @@ def redistribute_later(
     shape = dst.local_shape()
     result = local.detach().new_empty_strided(shape, (0,) * len(shape), dtype=forward_dtype)
     if result.numel() and (result.is_floating_point() or result.is_complex()):
-        result.as_strided((), ()).fill_(math.nan)  # so that nobody who does not wait goes unnoticed
+        result.as_strided((), ()).fill_(math.nan)  # a read that did not wait shows
     if needs_grad:
         result = apply_move(local, pair, Pending.done(result))
     return result, started
