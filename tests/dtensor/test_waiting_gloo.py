@@ -276,5 +276,5 @@ def on_real_ranks() -> None:
     assert all(torch.equal(each.full_tensor(), full(8, 2)) for each in moved)
 
 
-def test_real_ranks(workers4):
+def test_results_under_way_are_right_on_real_ranks(workers4):
     workers4.run(on_real_ranks)
