@@ -138,6 +138,11 @@ INSTEAD: dict[str, str] = {
     "torch.allclose, torch.nn.init.uniform_, x.clone(), x.detach(), ...",
     f"{_SHARD}.sharding_spec.chunk_sharding_spec_ops": "torch.nn.functional.embedding and "
     "embedding_bag take a ShardedTensor as weight",
+    **_all(
+        _SHARD,
+        "common_op_utils op_registry_utils",
+        "shardwise.sharded.custom_sharded_op_impl(func) registers an operator",
+    ),
     f"{_SHARD}.sharding_spec.ChunkShardingSpec.ShardingDim": "int | str",
 }
 

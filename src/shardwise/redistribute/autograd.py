@@ -350,8 +350,8 @@ def redistribute_later(
     started = _unless_written(local, pair.forward.start(local.detach(), starts_all=True))
     shape = dst.local_shape()
     result = local.detach().new_empty_strided(shape, (0,) * len(shape), dtype=forward_dtype)
-    if result.numel() and result.dtype.is_floating_point:
-        result.as_strided((), ()).fill_(math.nan)  # seen by all, should anybody not wait
+    if result.numel() and (result.is_floating_point() or result.is_complex()):
+        result.as_strided((), ()).fill_(math.nan)  # a read that did not wait shows
     if needs_grad:
         result = apply_move(local, pair, Pending.done(result))
     return result, started
