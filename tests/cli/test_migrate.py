@@ -328,6 +328,24 @@ def test_torch_is_kept_once():
     assert rewritten(old) == new
 
 
+def test_a_module_of_which_a_name_stays_torchs_is_imported_beside_ours_once():
+    result = rewrite(
+        dedent("""\
+        import torch.distributed.fsdp, torch.distributed.tensor
+        torch.distributed.fsdp.fully_shard
+        torch.distributed.fsdp.FullyShardedDataParallel
+        torch.ones(1)
+        """)
+    )
+    assert result.text.splitlines() == [
+        "import torch.distributed.fsdp, shardwise.fsdp, shardwise.tensor",
+        "shardwise.fsdp.fully_shard",
+        "torch.distributed.fsdp.FullyShardedDataParallel",
+        "torch.ones(1)",
+    ]
+    assert rewrite(result.text).text == result.text
+
+
 def test_torch_is_kept_where_another_import_of_it_may_not_run():
     old = """\
     from typing import TYPE_CHECKING
@@ -513,6 +531,33 @@ def test_notebooks_are_not_rewritten_but_listed(tmp_path, capsys):
     assert cli.main(["migrate", "--write", str(path)]) == 1
     assert f"{path}:2: torch.distributed.tensor in a notebook" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ("import torch.distributed.tensor\\n", "torch.distributed.tensor"),
+        ("import torch.distributed.fsdp as fsdp, os", "torch.distributed.fsdp"),
+        ("import torch.distributed.fsdp, os", "torch.distributed.fsdp"),
+        ("from torch.distributed import get_rank, fsdp\\n", "torch.distributed.fsdp"),
+        (
+            "from torch.distributed import init_device_mesh\\n",
+            "torch.distributed.init_device_mesh",
+        ),
+        ("torch.distributed.DeviceMesh('cpu', [0])", "torch.distributed.DeviceMesh"),
+    ],
+)
+def test_notebooks_are_searched_for_names_in_every_form(line, name, tmp_path, capsys):
+    path = tmp_path / "notebook.ipynb"
+    path.write_text(f'{{"cells": [\n"{line}"\n]}}')
+    assert cli.main(["migrate", str(path)]) == 1
+    assert f"{path}:2: {name} in a notebook" in capsys.readouterr().err
+
+
+def test_names_of_a_notebook_that_stay_torchs_are_not_listed(tmp_path):
+    path = tmp_path / "notebook.ipynb"
+    path.write_text('"import torch.distributed.fsdp_utils, torch.distributed.checkpoint as dcp"')
+    assert cli.main(["migrate", str(path)]) == 0
 
 
 def test_a_link_stays_a_link_to_the_changed_file(tmp_path):

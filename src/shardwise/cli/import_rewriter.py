@@ -248,7 +248,10 @@ class _Rewriter:
                 new = f"{found.path} as {alias.asname}"
             else:
                 self._imported.append((found.path, statement))
-                new = ", ".join([*self._still_needed(statement, name), found.path])
+                kept = self._still_needed(statement, name)
+                if kept == [name] and any(each.name == found.path for each in node.names):
+                    continue  # both are there, from an earlier run
+                new = ", ".join([*kept, found.path])
             self.edits.append(_Edit(self.source.start(alias), self.source.end(alias), new))
 
     def _still_needed(self, statement: ImportStatement, module: str) -> list[str]:
@@ -259,6 +262,7 @@ class _Rewriter:
         root = module.partition(".")[0]
         used = self._kept[statement.scope, root]
         if any(each == module or each.startswith(f"{module}.") for each in used):
+            self._binds_torch.add(statement.node)
             return [module]
         if not used or any(
             self._binds(each, root)
