@@ -389,6 +389,27 @@ def test_names_without_a_counterpart_stay_and_are_listed_with_what_to_write_inst
     assert third.line == 4 and "torch.distributed.tensor.no_such_name has no" in third.message
 
 
+@pytest.mark.parametrize(
+    "statement, module",
+    [
+        ("import torch.distributed.fsdp as fsdp", "fsdp"),
+        ("from torch.distributed import fsdp", "fsdp"),
+        ("from torch.distributed import tensor", "tensor"),
+    ],
+)
+def test_names_without_a_counterpart_are_listed_again_by_a_second_run(statement, module):
+    name = {"fsdp": "FullyShardedDataParallel", "tensor": "_shards_wrapper"}[module]
+    result = rewrite(f"{statement}\n{module}.{name}\n")
+    assert [each.line for each in result.findings] == [2]
+    assert "distributed" not in result.text
+    assert rewrite(result.text) == result
+
+
+def test_names_that_only_shardwise_has_are_not_listed():
+    text = "import shardwise as sw\nimport shardwise.fsdp as fsdp\nsw.simulate\nfsdp.replicate\n"
+    assert findings(text) == [] == findings("from shardwise import fsdp\nfsdp.unknown\n")
+
+
 def test_names_in_strings_are_listed():
     text = """\
     import importlib

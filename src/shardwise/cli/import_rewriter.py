@@ -19,6 +19,7 @@ from shardwise.cli.counterparts import (
     counterpart,
     difference,
     is_moved,
+    name_left,
     names_in,
 )
 from shardwise.cli.scopes import Binding, Chain, ImportStatement, NameCollector, Scope
@@ -70,7 +71,7 @@ def rewrite(text: str) -> Rewritten:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         raise SourceError(f"{line}: {getattr(error, 'msg', None) or error}") from None
-    if "distributed" not in text:
+    if "distributed" not in text and PACKAGE not in text:
         return Rewritten(text, (), ())
     names = NameCollector()
     names.visit(tree)
@@ -184,7 +185,9 @@ class _Rewriter:
         paths = {each.path for each in bindings if each.path is not None}
         for path in paths:
             full = ".".join([path, *attributes])
-            if is_moved(path):
+            if (left := name_left(full)) is not None:
+                self._find_absent(chain.nodes[0], left)
+            elif is_moved(path):
                 self._check_attribute(chain, path, full)
             elif not is_moved(full) or not self._replace_chain(chain, path, full, bindings):
                 self._kept[scope, root].append(full)
