@@ -433,3 +433,25 @@ def test_buffers_with_gradients_are_refused():
             pass
 
     sw.simulate(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "is_possible"), [(8, 4, True), (6, 3, False), (4, 1, False), (3, 3, True)]
+)
+def test_shared_heads_are_split_with_their_queries_or_refused(heads, shared, is_possible):
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("cp", "tp"))
+        torch.manual_seed(0)
+        inputs = [torch.randn(1, count, 8, 4) for count in (heads, shared, shared)]
+        settings = {"is_causal": True, "enable_gqa": True}
+        wanted = F.scaled_dot_product_attention(*inputs, **settings)
+        with context_parallel(mesh["cp"], buffers=[*inputs, wanted], buffer_seq_dims=[2] * 4):
+            split = [sw.distribute_tensor(each, mesh["tp"], [Shard(1)]) for each in inputs]
+            if is_possible:
+                found = F.scaled_dot_product_attention(*split, **settings)
+                torch.testing.assert_close(found.full_tensor(), wanted)
+            else:
+                with pytest.raises(sw.DispatchError, match="keys and values of its queries"):
+                    F.scaled_dot_product_attention(*split, **settings)
+
+    sw.simulate(run, 4)

@@ -17,6 +17,7 @@ rank `r` has chunk `r` from the start and chunk `r` from the end: all ranks comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -371,6 +372,18 @@ def _attend_locally(
         raise DispatchError(
             f"{name}: expected DTensors that are split by batch or heads, got {placements}"
         )
+    found = [cast(DTensor, each)._layout for each in tensors]
+    for place in itertools.product(*map(range, mesh.shape)):
+        shapes = [each.local_shape(place) for each in found]
+        for dim, other in itertools.product(range(query.dim() - 2), (1, 2)):
+            if shapes[0][dim] * found[other].shape[dim] != shapes[other][dim] * query.shape[dim]:
+                raise DispatchError(
+                    f"{name}: expected on every rank the keys and values of its queries; rank "
+                    f"{mesh.rank_at(place)} has {shapes[0][dim]} of {query.shape[dim]} queries "
+                    f"along dim {dim}, and {shapes[other][dim]} of {found[other].shape[dim]} keys "
+                    "or values. Repeat the heads of keys and values (repeat_interleave), so that "
+                    "they are split as those of queries"
+                )
     local = [cast(DTensor, each).to_local() for each in tensors]
     result = _attend(split, *local, None, 0.0, is_causal, scale, enable_gqa)
     shape = (*query.shape[:-1], value.shape[-1])
