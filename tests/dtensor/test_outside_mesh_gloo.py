@@ -240,3 +240,14 @@ def test_real_ranks_outside_of_the_mesh_have_no_data(workers4):
     first, second, *others = workers4.run(on_real_ranks)
     assert first == second and first[1] == 210
     assert all(each == [torch.Size([0]), 0.0] for each in others)
+
+
+def test_in_place_operators_give_gradients_to_all_inputs():
+    def run(mesh):
+        x, weight = (
+            sw.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_() for _ in "xw"
+        )
+        (x * 1).add_(weight).sum().backward()
+        return None not in (x.grad, weight.grad)
+
+    assert on_ranks(run) == [True] * 4

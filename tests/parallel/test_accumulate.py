@@ -10,6 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.core.mesh import init_device_mesh
+from shardwise.fsdp import fully_shard
 from shardwise.parallel import SequenceParallel, parallelize_module, shard_module
 
 PARTS = 3
@@ -352,3 +353,57 @@ def test_ranks_that_differ_are_told():
 
     with pytest.raises(sw.ShardwiseError, match="all_reduce"):
         on_ranks(run)
+
+
+def split_rows_and_weight():
+    mesh = init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [Shard(0)])
+    return x, sw.distribute_tensor(torch.ones(4), mesh, [Replicate()]).requires_grad_()
+
+
+def test_a_parameter_that_is_frozen_before_the_end_has_its_gradient():
+    def run():
+        x, weight = split_rows_and_weight()
+        with sw.accumulate():
+            (x * weight).sum().backward()
+            weight.requires_grad_(False)
+        assert not weight.requires_grad
+        return weight.grad.full_tensor().tolist()
+
+    assert sw.simulate(run, 2) == [[4.0, 6.0, 8.0, 10.0]] * 2
+
+
+def test_a_gradient_that_is_read_in_inference_mode_can_be_added_to():
+    def run():
+        x, weight = split_rows_and_weight()
+        with sw.accumulate():
+            (x * weight).sum().backward()
+            with torch.inference_mode():
+                assert weight.grad.full_tensor().tolist() == [4.0, 6.0, 8.0, 10.0]
+            (x * weight).sum().backward()
+        return weight.grad.full_tensor().tolist()
+
+    assert sw.simulate(run, 2) == [[8.0, 12.0, 16.0, 20.0]] * 2
+
+
+def test_a_gradient_of_fsdp_that_is_replaced_is_forgotten():
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        model, wanted = nn.Linear(4, 3), nn.Linear(4, 3)
+        wanted.load_state_dict(model.state_dict())
+        fully_shard(model, mesh=mesh)
+        x = torch.randn(4, 4)
+        mine = x.chunk(2)[mesh.get_local_rank()]
+        with sw.accumulate():
+            model(mine).square().mean().backward()
+            with torch.inference_mode():
+                assert model.bias.grad.full_tensor().shape == (3,)
+            model(mine).square().mean().backward()
+            for each in model.parameters():
+                each.grad = None
+            model(mine).square().mean().backward()
+        wanted(x).square().mean().backward()
+        assert_same(model, wanted)
+
+    sw.simulate(run, 2)

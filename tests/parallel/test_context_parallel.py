@@ -391,3 +391,67 @@ def test_rotate_methods_other_than_allgather_warn_or_are_refused():
         set_rotate_method("ring")
     with warnings.catch_warnings():
         set_rotate_method("allgather")
+
+
+def test_buffers_may_be_views_of_one_tensor_and_come_twice():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2,))
+        tokens = torch.arange(18).view(2, 9)
+        before = tokens.clone()
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        split = SequenceSplit(mesh, 8, is_balanced=True)
+        with context_parallel(mesh, buffers=[inputs, labels, inputs], buffer_seq_dims=[1, 1, 1]):
+            assert torch.equal(inputs, split.shard(before[:, :-1], 1))
+            assert torch.equal(labels, split.shard(before[:, 1:], 1))
+        assert torch.equal(inputs, before[:, :-1])
+        assert torch.equal(labels, before[:, 1:])
+        assert torch.equal(tokens, before)
+
+    sw.simulate(run, 2)
+
+
+def test_a_backward_after_the_context_is_told_that_buffers_changed():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x, weight = torch.ones(8), torch.ones((), requires_grad=True)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+            loss = (x * weight).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    sw.simulate(run, 2)
+
+
+def test_buffers_with_gradients_are_refused():
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x = torch.ones(8, requires_grad=True)
+        with (
+            pytest.raises(sw.LayoutError, match="without gradient"),
+            context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]),
+        ):
+            pass
+
+    sw.simulate(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "is_possible"), [(8, 4, True), (6, 3, False), (4, 1, False), (3, 3, True)]
+)
+def test_shared_heads_are_split_with_their_queries_or_refused(heads, shared, is_possible):
+    def run():
+        mesh = sw.init_device_mesh("cpu", (2, 2), ("cp", "tp"))
+        torch.manual_seed(0)
+        inputs = [torch.randn(1, count, 8, 4) for count in (heads, shared, shared)]
+        settings = {"is_causal": True, "enable_gqa": True}
+        wanted = F.scaled_dot_product_attention(*inputs, **settings)
+        with context_parallel(mesh["cp"], buffers=[*inputs, wanted], buffer_seq_dims=[2] * 4):
+            split = [sw.distribute_tensor(each, mesh["tp"], [Shard(1)]) for each in inputs]
+            if is_possible:
+                found = F.scaled_dot_product_attention(*split, **settings)
+                torch.testing.assert_close(found.full_tensor(), wanted)
+            else:
+                with pytest.raises(sw.DispatchError, match="keys and values of its queries"):
+                    F.scaled_dot_product_attention(*split, **settings)
+
+    sw.simulate(run, 4)

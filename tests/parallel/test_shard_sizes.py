@@ -382,3 +382,14 @@ def test_pieces_that_fit_no_sharding_are_refused_on_all_ranks():
         return True
 
     assert on(2, run) == [True, True]
+
+
+def test_shards_of_a_dim_that_is_said_to_be_whole_are_refused_on_all_ranks():
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        x = sw.distribute_tensor(torch.ones(5, 3), mesh, [Shard(0), Shard(1)]).requires_grad_()
+        with pytest.raises(sw.LayoutError, match="no legal sharding"):
+            DTensor.from_local(x.to_local() * 2, mesh, [Shard(0), Replicate()])
+        return True
+
+    assert sw.simulate(run, 4) == [True] * 4

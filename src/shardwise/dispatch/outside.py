@@ -72,7 +72,7 @@ def _run_on_meta(func: Any, args: Args, kwargs: Kwargs) -> Any:
             ensure_state(made).stand_in = value  # it knows what was reduced of it, as on the mesh
             return made
         original._layout = value._layout  # type: ignore[attr-defined]
-        if needs_grad and not original.requires_grad:  # written to in place
+        if needs_grad and not (original.is_leaf and original.requires_grad):  # written to in place
             with as_local():
                 original.add_(made)
         return original

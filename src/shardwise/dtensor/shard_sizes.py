@@ -194,12 +194,14 @@ def _known_layout(
         if origin.mesh is not probe.mesh:
             continue
         key = origin, sizes, placements
-        if key not in _layouts:
+        if key in _layouts:
+            known = _layouts[key]
+        else:
             if len(_layouts) >= _MOST_KNOWN:
                 _layouts.clear()
-            _layouts[key] = _derive_layout(origin, sizes, probe, placements)
-        if _layouts[key] is not None:
-            return _layouts[key]
+            known = _layouts[key] = _derive_layout(origin, sizes, probe, placements)
+        if known is not None:
+            return known
     return None
 
 
@@ -233,6 +235,9 @@ def _derive_layout(
     offset = len(sizes) - len(origin.shape)  # dims are aligned at the end, as in broadcasting
     shape = list(sizes)
     split = [dim for dim, size in enumerate(sizes) if size < 0]
+    whole = [dim for dim, size in enumerate(sizes) if size >= 0 and dim >= offset]
+    if any(origin.shard_order[dim - offset] for dim in whole):
+        return None  # the ranks have parts of what is now said to be whole
     for dim in split:
         found = dim - offset
         if found < 0 or origin.shard_order[found] != probe.shard_order[dim]:

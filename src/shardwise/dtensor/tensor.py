@@ -327,6 +327,7 @@ class DTensor(GlobalProperties):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if accumulate.current.accumulation is not None:
+            self._complete_source()  # what FSDP has put off ends in the gradient that is replaced
             accumulate.current.accumulation.forget(self)
         if value is not None:
             value = as_layout(value, gradient_layout(self._layout), "grad")
@@ -342,10 +343,15 @@ class DTensor(GlobalProperties):
 
     def _complete_gradient(self, accumulation: accumulate.Accumulation) -> None:
         """Reduce the gradient that `accumulate()` has put off, as somebody reads it."""
+        self._complete_source()
+        with torch.inference_mode(False):  # later backwards add to it
+            accumulation.complete(self)
+
+    def _complete_source(self) -> None:
         source = getattr(self, GRADIENT_SOURCE, None)
         if source is not None:
-            source.complete()
-        accumulation.complete(self)
+            with torch.inference_mode(False):
+                source.complete()
 
     @property
     def data(self) -> DTensor:

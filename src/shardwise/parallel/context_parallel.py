@@ -17,6 +17,7 @@ rank `r` has chunk `r` from the start and chunk `r` from the end: all ranks comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -27,6 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import communicator
@@ -87,7 +89,8 @@ def context_parallel(
         mesh: the ranks that share a sequence: a mesh of one axis.
         buffers: plain tensors with the whole sequence on every rank: inputs, labels, positional
             embeddings. The first one gives the length; of longer ones, the first positions count.
-            They are changed in place, and restored at the end.
+            They have this rank's part as their `data` within, and are restored at the end. What is
+            written to the parts is dropped.
         buffer_seq_dims: the dim of the sequence of each buffer.
         no_restore_buffers: the buffers that need not be restored.
 
@@ -105,18 +108,23 @@ def context_parallel(
     is_balanced = options.enable_load_balance and length % (2 * one_axis.size()) == 0
     split = SequenceSplit(one_axis, length, is_balanced)
     _check_lengths(given, dims, split)
-    saved = [None if id(each) in dropped else each.clone() for each in given]
+    for at, each in enumerate(given):
+        if each.requires_grad:
+            raise also(LayoutError, RuntimeError)(
+                f"buffers[{at}]: expected a tensor without gradient, as it is replaced by a part; "
+                "cut it by context_parallel_shard, or by an operator within the context"
+            )
     with torch.no_grad():
-        for buffer, dim in zip(given, dims, strict=True):
-            _replace(buffer, split.shard(buffer, dim))
+        parts = [split.shard(each, dim) for each, dim in zip(given, dims, strict=True)]
+        saved = [each.detach() for each in given]
+    # Not written into their memory: another buffer may be a view of the same, as inputs and labels.
+    _replace(given, parts)
     try:
         with _WholeAttention(split):
             yield
     finally:
-        with torch.no_grad():
-            for buffer, before in zip(given, saved, strict=True):
-                if before is not None:
-                    _replace(buffer, before)
+        kept = [each for each in zip(given, saved, strict=True) if id(each[0]) not in dropped]
+        _replace([each for each, _ in kept], [before for _, before in kept])
 
 
 def context_parallel_shard(
@@ -225,10 +233,12 @@ def _check_lengths(buffers: list[torch.Tensor], dims: list[int], split: Sequence
             )
 
 
-def _replace(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a buffer another shape and other values, in place."""
-    buffer.resize_(value.shape)
-    buffer.copy_(value)
+def _replace(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Give buffers other shapes and memory; a graph that has saved them notices."""
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data = value
+        if not buffer.is_inference():
+            increment_version(buffer)
 
 
 # ---- attention
@@ -362,6 +372,18 @@ def _attend_locally(
         raise DispatchError(
             f"{name}: expected DTensors that are split by batch or heads, got {placements}"
         )
+    found = [cast(DTensor, each)._layout for each in tensors]
+    for place in itertools.product(*map(range, mesh.shape)):
+        shapes = [each.local_shape(place) for each in found]
+        for dim, other in itertools.product(range(query.dim() - 2), (1, 2)):
+            if shapes[0][dim] * found[other].shape[dim] != shapes[other][dim] * query.shape[dim]:
+                raise DispatchError(
+                    f"{name}: expected on every rank the keys and values of its queries; rank "
+                    f"{mesh.rank_at(place)} has {shapes[0][dim]} of {query.shape[dim]} queries "
+                    f"along dim {dim}, and {shapes[other][dim]} of {found[other].shape[dim]} keys "
+                    "or values. Repeat the heads of keys and values (repeat_interleave), so that "
+                    "they are split as those of queries"
+                )
     local = [cast(DTensor, each).to_local() for each in tensors]
     result = _attend(split, *local, None, 0.0, is_causal, scale, enable_gqa)
     shape = (*query.shape[:-1], value.shape[-1])

@@ -29,6 +29,7 @@ from shardwise.torch_internals import (
 )
 
 _requires_grad: Callable[[torch.Tensor], bool] = TensorBase.requires_grad.__get__
+_set_requires_grad: Callable[[torch.Tensor, bool], None] = TensorBase.requires_grad.__set__
 
 
 class _Contributions:
@@ -88,11 +89,19 @@ class Accumulation:
         if not taken:
             return
         with torch.no_grad(), trace_scope(Cause("accumulate", "", "backward")), as_local():
-            moved = [(each.leaf, each.moved()) for each in taken if _requires_grad(each.leaf)]
-        with torch.enable_grad(), as_local():
-            ends = [each.view_as(each) for each, _ in moved]
-        # As a backward does: in the layout and the dtype that the leaf wants.
-        torch.autograd.backward(ends, [gradient for _, gradient in moved])
+            moved = [(each.leaf, each.moved()) for each in taken]
+        frozen = [each for each, _ in moved if not _requires_grad(each)]  # since its backward
+        try:
+            with torch.enable_grad(), as_local():
+                for each in frozen:
+                    _set_requires_grad(each, True)
+                ends = [each.view_as(each) for each, _ in moved]
+            # As a backward does: in the layout and the dtype that the leaf wants.
+            torch.autograd.backward(ends, [gradient for _, gradient in moved])
+        finally:
+            with as_local():
+                for each in frozen:
+                    _set_requires_grad(each, False)
         for function in after_completion:
             function()
 
