@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Call, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_by_name(name: str) -> None:
+def test_a_wrong_argument_is_refused_by_name(name: str) -> None:
     call, parts = REFUSED[name]
 
     def run(mesh: sw.DeviceMesh) -> None:

@@ -8,6 +8,7 @@ from support.rules import heard, in_layout, ranks, split, values
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import _utils as torchs
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as TorchSpec
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -201,3 +202,20 @@ def test_moves_without_communication_are_refused_only_if_strict():
             x + y
 
     ranks(run)
+
+
+def test_orders_of_axes_are_torchs():
+    for placements in itertools.product(TORCHS, repeat=3):
+        order = DTensorSpec.compute_default_shard_order(placements)
+        expected = TorchSpec.compute_default_shard_order([TORCHS[each] for each in placements])
+        assert [tuple(each) for each in order] == [tuple(each) for each in expected]
+        assert DTensorSpec.is_default_device_order(order)
+        turned = tuple(each._replace(mesh_dims=each.mesh_dims[::-1]) for each in order)
+        assert DTensorSpec.is_default_device_order(turned) == (turned == order)
+
+
+def test_sizes_and_offsets_of_chunks_are_torchs():
+    for size, count in itertools.product(range(8), range(1, 5)):
+        for rank in range(count):
+            mine = Shard.local_shard_size_and_offset(size, count, rank)
+            assert mine == TorchShard.local_shard_size_and_offset(size, count, rank)

@@ -328,6 +328,24 @@ def test_torch_is_kept_once():
     assert rewritten(old) == new
 
 
+def test_a_module_of_which_a_name_stays_torchs_is_imported_beside_ours_once():
+    result = rewrite(
+        dedent("""\
+        import torch.distributed.fsdp, torch.distributed.tensor
+        torch.distributed.fsdp.fully_shard
+        torch.distributed.fsdp.FullyShardedDataParallel
+        torch.ones(1)
+        """)
+    )
+    assert result.text.splitlines() == [
+        "import torch.distributed.fsdp, shardwise.fsdp, shardwise.tensor",
+        "shardwise.fsdp.fully_shard",
+        "torch.distributed.fsdp.FullyShardedDataParallel",
+        "torch.ones(1)",
+    ]
+    assert rewrite(result.text).text == result.text
+
+
 def test_torch_is_kept_where_another_import_of_it_may_not_run():
     old = """\
     from typing import TYPE_CHECKING
@@ -369,6 +387,27 @@ def test_names_without_a_counterpart_stay_and_are_listed_with_what_to_write_inst
     assert "fully_shard" in first.message.partition(":")[2]
     assert second.line == 2 and "torch.distributed.fsdp.wrap has no" in second.message
     assert third.line == 4 and "torch.distributed.tensor.no_such_name has no" in third.message
+
+
+@pytest.mark.parametrize(
+    "statement, module",
+    [
+        ("import torch.distributed.fsdp as fsdp", "fsdp"),
+        ("from torch.distributed import fsdp", "fsdp"),
+        ("from torch.distributed import tensor", "tensor"),
+    ],
+)
+def test_names_without_a_counterpart_are_listed_again_by_a_second_run(statement, module):
+    name = {"fsdp": "FullyShardedDataParallel", "tensor": "_shards_wrapper"}[module]
+    result = rewrite(f"{statement}\n{module}.{name}\n")
+    assert [each.line for each in result.findings] == [2]
+    assert "distributed" not in result.text
+    assert rewrite(result.text) == result
+
+
+def test_names_that_only_shardwise_has_are_not_listed():
+    text = "import shardwise as sw\nimport shardwise.fsdp as fsdp\nsw.simulate\nfsdp.replicate\n"
+    assert findings(text) == [] == findings("from shardwise import fsdp\nfsdp.unknown\n")
 
 
 def test_names_in_strings_are_listed():
@@ -513,6 +552,33 @@ def test_notebooks_are_not_rewritten_but_listed(tmp_path, capsys):
     assert cli.main(["migrate", "--write", str(path)]) == 1
     assert f"{path}:2: torch.distributed.tensor in a notebook" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ("import torch.distributed.tensor\\n", "torch.distributed.tensor"),
+        ("import torch.distributed.fsdp as fsdp, os", "torch.distributed.fsdp"),
+        ("import torch.distributed.fsdp, os", "torch.distributed.fsdp"),
+        ("from torch.distributed import get_rank, fsdp\\n", "torch.distributed.fsdp"),
+        (
+            "from torch.distributed import init_device_mesh\\n",
+            "torch.distributed.init_device_mesh",
+        ),
+        ("torch.distributed.DeviceMesh('cpu', [0])", "torch.distributed.DeviceMesh"),
+    ],
+)
+def test_notebooks_are_searched_for_names_in_every_form(line, name, tmp_path, capsys):
+    path = tmp_path / "notebook.ipynb"
+    path.write_text(f'{{"cells": [\n"{line}"\n]}}')
+    assert cli.main(["migrate", str(path)]) == 1
+    assert f"{path}:2: {name} in a notebook" in capsys.readouterr().err
+
+
+def test_names_of_a_notebook_that_stay_torchs_are_not_listed(tmp_path):
+    path = tmp_path / "notebook.ipynb"
+    path.write_text('"import torch.distributed.fsdp_utils, torch.distributed.checkpoint as dcp"')
+    assert cli.main(["migrate", str(path)]) == 0
 
 
 def test_a_link_stays_a_link_to_the_changed_file(tmp_path):

@@ -133,7 +133,7 @@ def broadcast_from(source: int) -> list[float]:
     ]
 
 
-def test_broadcast(workers4) -> None:
+def test_a_mesh_is_the_group_of_a_broadcast(workers4) -> None:
     assert workers4.run(broadcast_from, 2) == [[2.0] * 4] * 4
 
 

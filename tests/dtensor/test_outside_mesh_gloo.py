@@ -236,7 +236,7 @@ def on_real_ranks():
 
 
 @pytest.mark.slow  # it imports a large part of torch
-def test_real_ranks(workers4):
+def test_real_ranks_outside_of_the_mesh_have_no_data(workers4):
     first, second, *others = workers4.run(on_real_ranks)
     assert first == second and first[1] == 210
     assert all(each == [torch.Size([0]), 0.0] for each in others)

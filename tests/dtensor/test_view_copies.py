@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.rules import full, ranks, split
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
@@ -419,3 +420,34 @@ def test_a_failed_factorization_fails_on_every_rank_with_torchs_error(
             call(fine)  # no rank is left waiting
 
     simulate(main, 4 if shape == (2, 2) else shape[0])
+
+
+SOMETIMES_A_COPY = {
+    "columns, contiguous": lambda x: x[:, :2].contiguous(),
+    "columns, flatten": lambda x: x[:, :2].flatten(),
+    "columns, reshape": lambda x: x[:, 1:3].reshape(8),
+    "columns, ravel": lambda x: torch.ravel(x[:, 4:]),
+    "a column": lambda x: x[:, 1].contiguous(),
+    "a part of a part": lambda x: x[1:3][:, 2:4].contiguous(),
+    "rows": lambda x: x[1:3].contiguous(),
+    "all": lambda x: x[:, :].contiguous(),
+    "one row": lambda x: x[1].flatten(),
+    "a part of one row": lambda x: x[1:2, 0:2].reshape(2),
+    "transposed columns": lambda x: x[:, :2].t().contiguous(),
+}
+
+
+@pytest.mark.parametrize("take", SOMETIMES_A_COPY.values(), ids=SOMETIMES_A_COPY)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_write_reaches_the_original_where_one_process_has_a_view_and_only_there(take, dim):
+    def run(mesh):
+        one = full(4, 6)
+        x = split(one.clone(), mesh, Shard(dim))
+        part, expected = take(x), take(one)
+        part.add_(100)
+        expected.add_(100)
+        assert torch.equal(part.full_tensor(), expected)
+        assert torch.equal(x.full_tensor(), one)
+
+    ranks(run, 2)
+    ranks(run, 3)

@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.fsdp import fully_shard
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, shard_module
+from shardwise.torch_internals import as_local
 
 LAYOUTS = [[Shard(0)], [Shard(1)], [Replicate()], [Partial()]]
 
@@ -276,5 +277,18 @@ def on_real_ranks() -> None:
     assert all(torch.equal(each.full_tensor(), full(8, 2)) for each in moved)
 
 
-def test_real_ranks(workers4):
+def test_results_under_way_are_right_on_real_ranks(workers4):
     workers4.run(on_real_ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_memory_that_is_read_without_waiting_is_nan(dtype):
+    def run(mesh):
+        moved = split(full(4, 2).to(dtype), mesh, Shard(0)).redistribute(
+            placements=[Replicate()], async_op=True
+        )
+        with as_local():
+            assert torch.isnan(moved).all()
+        assert torch.equal(moved.full_tensor(), full(4, 2).to(dtype))
+
+    ranks(run)

@@ -83,7 +83,7 @@ def planned():
     return gradients(model), len(put_off)
 
 
-def test_planned_models(workers4):
+def test_gradients_of_planned_models_are_those_of_one_process(workers4):
     for mine, count in workers4.run(planned):
         torch.testing.assert_close(mine, in_one_process())
         assert count

@@ -176,7 +176,7 @@ def test_mixed_precision_accumulates_in_the_dtype_of_reductions():
     on_ranks(run)
 
 
-def test_beside_tensor_parallelism():
+def test_beside_tensor_parallelism_gradients_are_those_of_one_process():
     """Data-parallel reductions are put off; tensor-parallel ones of gathered parameters are not."""
 
     def run():
@@ -193,7 +193,7 @@ def test_beside_tensor_parallelism():
     sw.simulate(run, 4)
 
 
-def test_several_roots():
+def test_several_models_accumulate_in_one_context():
     def run(mesh):
         models = [sharded(mesh), nn.Linear(WIDTH, 2).double()]
         torch.nn.init.ones_(models[1].weight)

@@ -64,7 +64,7 @@ def test_replicate_has_torchs_parameters():
 # ---- what programs read
 
 
-def test_states_of_modules():
+def test_the_state_of_a_module_has_what_programs_read_of_torchs():
     def run(mesh):
         model = shard_all(made(), mesh)
         state = _fsdp_state._get_module_fsdp_state(model.layers[0])
@@ -85,7 +85,7 @@ def test_states_of_modules():
     on_ranks(run)
 
 
-def test_classes():
+def test_sharded_and_replicated_modules_have_the_classes_of_torch():
     def run(mesh):
         sharded = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
         copies = replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
@@ -105,7 +105,7 @@ def test_classes():
     on_ranks(run)
 
 
-def test_mesh_infos():
+def test_mesh_infos_are_made_and_resolved_as_in_torch():
     def run(mesh):
         info = _fsdp_init._get_mesh_info(mesh)
         assert info == FSDPMeshInfo(mesh, 0)
@@ -163,7 +163,7 @@ def test_only_sums_in_half_precision():
 # ---- torch.distributed._composable.replicate
 
 
-def test_torchtitans_call():
+def test_replicate_takes_the_arguments_that_torchtitan_gives():
     def run(mesh):
         model = replicate(made(), device_mesh=mesh, bucket_cap_mb=100)
         train(model, mine(batch(), mesh))
@@ -187,7 +187,7 @@ def test_gradients_are_reduced_in_pieces_of_this_size():
     on_ranks(run)
 
 
-def test_ignored_modules():
+def test_ignored_modules_keep_plain_parameters():
     def run(mesh):
         model = made()
         replicate(model, [model.head], device_mesh=mesh, device_id=torch.device("cpu"))
@@ -205,7 +205,7 @@ def test_ignored_modules():
         {"broadcast_buffers": False, "init_sync": True, "dim": 0, "device_ids": None},
     ],
 )
-def test_options_of_ddp_that_are_not_needed(options):
+def test_options_of_ddp_that_are_not_needed_are_accepted(options):
     def run(mesh):
         model = replicate(made(), device_mesh=mesh, **options)
         mean_square(model, mine(batch(), mesh)).backward()
@@ -235,7 +235,7 @@ def test_other_options_are_refused(options, error, message):
     on_ranks(run)
 
 
-def test_beside_tensor_parallelism():
+def test_replicate_beside_tensor_parallelism_trains_as_one_process():
     """As torchtitan's `apply_ddp` does: the model is laid out on the other axis first."""
 
     def run():

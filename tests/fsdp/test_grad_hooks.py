@@ -37,7 +37,7 @@ def in_one_process(mode):
 
 
 @pytest.mark.parametrize("shard", [shard_all, replicated])
-def test_hooks_of_several_gradients(shard):
+def test_hooks_of_several_gradients_run_once_for_each_backward(shard):
     def run(mesh):
         model, seen = shard(made(), mesh), []
         handle = register_multi_grad_hook(list(model.parameters()), seen.append)
@@ -84,7 +84,7 @@ def test_hooks_of_the_first_gradient():
 
 
 @pytest.mark.parametrize("shard", [shard_all, replicated])
-def test_optimizers_in_backward(shard):
+def test_optimizers_in_backward_train_as_one_process(shard):
     def run(mesh):
         model = shard(made(), mesh)
         options = {"lr": 0.05}

@@ -56,7 +56,7 @@ def test_missing_axes_are_refused(kind, given):
             kind(mesh, **given)
 
 
-def test_names_of_axes():
+def test_names_of_axes_are_tuples():
     dims = DataParallelMeshDims(shard=("a", "b"), replicate="c")
     assert dims.shard_names == ("a", "b") and dims.replicate_names == ("c",)
     assert DataParallelMeshDims(shard="a").replicate_names == ()

@@ -281,7 +281,7 @@ def test_grad_and_hooks_get_complete_gradients():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_layers(use_reentrant):
+def test_checkpointed_layers_have_the_gradients_of_one_process(use_reentrant):
     def run(mesh):
         model = planned(mesh, "replicated")
         with sw.accumulate():
@@ -307,7 +307,7 @@ def test_a_forward_of_before_reduces_at_once():
     on_ranks(run)
 
 
-def test_norms_of_sequence_parallelism():
+def test_norms_of_sequence_parallelism_are_reduced_once():
     def run(mesh):
         model, wanted = nn.Sequential(nn.LayerNorm(6).double()), nn.LayerNorm(6).double()
         parallelize_module(model, mesh, {"0": SequenceParallel()})

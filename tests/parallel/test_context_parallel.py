@@ -383,7 +383,7 @@ def test_flex_attention_is_refused():
             call()
 
 
-def test_rotate_methods():
+def test_rotate_methods_other_than_allgather_warn_or_are_refused():
     set_rotate_method("allgather")
     with pytest.warns(UserWarning, match="more memory"):
         set_rotate_method("alltoall")

@@ -191,7 +191,8 @@ def test_mistakes_are_refused_and_a_rank_that_raises_does_not_hang_at_exit(tmp_p
         ) in done.stdout
         assert (
             "MeshError: mesh_shape: expected a product of 2, the number of ranks; got (3, 2) = 6; "
-            f"torch.distributed was started with 2 ranks [rank {rank} of 2]\n"
+            "torch.distributed was started with 2 ranks. DeviceMesh(...) takes some of them "
+            f"[rank {rank} of 2]\n"
         ) in done.stdout
     assert "ValueError: one has failed\n" in done.stderr
 

@@ -348,7 +348,7 @@ _Pass = tuple[str, dict[Any, int], list[_Operation]]
 
 def _passes(module: _Module, noise_level: int) -> tuple[_Pass, _Pass, _Pass]:
     """Return the title, collectives and operations of forward, backward and recomputation."""
-    shown = list(_shown(module.operations, noise_level))
+    shown = list(_visible(module.operations, noise_level))
     forward = [each for each in shown if not each.is_backward]
     again = [each for each in shown if each.is_checkpointing]
     backward = [each for each in shown if each.is_backward and not each.is_checkpointing]
@@ -359,7 +359,8 @@ def _passes(module: _Module, noise_level: int) -> tuple[_Pass, _Pass, _Pass]:
     )
 
 
-def _shown(operations: Sequence[_Operation], noise_level: int) -> Iterator[_Operation]:
+def _visible(operations: Sequence[_Operation], noise_level: int) -> Iterator[_Operation]:
+    """Yield the operations that a table of this noise level lists."""
     for each in operations:
         is_trivial = each.name.rpartition(".")[2] in _TRIVIAL
         if noise_level > 2 or (
@@ -369,6 +370,7 @@ def _shown(operations: Sequence[_Operation], noise_level: int) -> Iterator[_Oper
 
 
 def _described(operation: _Operation) -> Iterator[str]:
+    """Yield the lines that describe an operation."""
     yield f"**{operation.name}"
     if operation.layouts:
         yield f"  shape: {[each.shape for each in operation.layouts]}"

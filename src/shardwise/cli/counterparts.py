@@ -114,6 +114,20 @@ def _in_modules(module: str, rest: list[str]) -> tuple[str, str, int] | None:
     return None
 
 
+def name_left(path: str) -> str | None:
+    """Return torch's name for a dotted name of shardwise that does not exist, if it is known.
+
+    An earlier run replaced the module, of which the program uses a name without a counterpart.
+    """
+    for module, ours in MODULES.items():
+        rest = path.removeprefix(ours)
+        if not rest or not _is_below(path, ours) or _in_modules(ours, rest[1:].split(".")):
+            continue
+        if f"{module}.{rest[1:].partition('.')[0]}" in INSTEAD:
+            return f"{module}{rest}"
+    return None
+
+
 def advice(path: str) -> str:
     """Return what to write instead of a dotted name of torch that has no counterpart."""
     parts = path.split(".")

@@ -19,6 +19,7 @@ from shardwise.cli.counterparts import (
     counterpart,
     difference,
     is_moved,
+    name_left,
     names_in,
 )
 from shardwise.cli.scopes import Binding, Chain, ImportStatement, NameCollector, Scope
@@ -70,7 +71,7 @@ def rewrite(text: str) -> Rewritten:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         raise SourceError(f"{line}: {getattr(error, 'msg', None) or error}") from None
-    if "distributed" not in text:
+    if "distributed" not in text and PACKAGE not in text:
         return Rewritten(text, (), ())
     names = NameCollector()
     names.visit(tree)
@@ -184,7 +185,9 @@ class _Rewriter:
         paths = {each.path for each in bindings if each.path is not None}
         for path in paths:
             full = ".".join([path, *attributes])
-            if is_moved(path):
+            if (left := name_left(full)) is not None:
+                self._find_absent(chain.nodes[0], left)
+            elif is_moved(path):
                 self._check_attribute(chain, path, full)
             elif not is_moved(full) or not self._replace_chain(chain, path, full, bindings):
                 self._kept[scope, root].append(full)
@@ -248,7 +251,10 @@ class _Rewriter:
                 new = f"{found.path} as {alias.asname}"
             else:
                 self._imported.append((found.path, statement))
-                new = ", ".join([*self._still_needed(statement, name), found.path])
+                kept = self._still_needed(statement, name)
+                if kept == [name] and any(each.name == found.path for each in node.names):
+                    continue  # both are there, from an earlier run
+                new = ", ".join([*kept, found.path])
             self.edits.append(_Edit(self.source.start(alias), self.source.end(alias), new))
 
     def _still_needed(self, statement: ImportStatement, module: str) -> list[str]:
@@ -259,6 +265,7 @@ class _Rewriter:
         root = module.partition(".")[0]
         used = self._kept[statement.scope, root]
         if any(each == module or each.startswith(f"{module}.") for each in used):
+            self._binds_torch.add(statement.node)
             return [module]
         if not used or any(
             self._binds(each, root)

@@ -6,6 +6,7 @@ import codecs
 import difflib
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.cli.counterparts import MODULES
+from shardwise.cli.counterparts import MODULES, NAMES
 from shardwise.cli.import_rewriter import Finding, SourceError, rewrite
 from shardwise.core.errors import ShardwiseError
 
@@ -151,10 +152,19 @@ def _check_notebook(path: Path, data: bytes) -> Migrated:
     findings = tuple(
         Finding(number, f"{module} in a notebook, which is not rewritten: write {ours}")
         for number, line in enumerate(text.split("\n"), 1)
-        for module, ours in MODULES.items()
-        if f"{module} " in line or f"{module}." in line
+        for module, ours in _torch_names_in(line)
     )
     return Migrated(path, text, text, "utf-8", findings)
+
+
+def _torch_names_in(line: str) -> Iterator[tuple[str, str]]:
+    """Yield the modules and names of torch in a line that move, and what replaces each."""
+    line = line.replace("\\n", " ")  # the end of a line in JSON
+    for name, ours in {**MODULES, **NAMES}.items():
+        parent, _, last = name.rpartition(".")
+        spellings = rf"{re.escape(name)}|from {re.escape(parent)} import\b.*\b{last}"
+        if re.search(rf"\b(?:{spellings})(?!\w)", line):
+            yield name, ours
 
 
 def replace_file(path: Path, data: bytes) -> None:

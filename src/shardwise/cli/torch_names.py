@@ -138,6 +138,11 @@ INSTEAD: dict[str, str] = {
     "torch.allclose, torch.nn.init.uniform_, x.clone(), x.detach(), ...",
     f"{_SHARD}.sharding_spec.chunk_sharding_spec_ops": "torch.nn.functional.embedding and "
     "embedding_bag take a ShardedTensor as weight",
+    **_all(
+        _SHARD,
+        "common_op_utils op_registry_utils",
+        "shardwise.sharded.custom_sharded_op_impl(func) registers an operator",
+    ),
     f"{_SHARD}.sharding_spec.ChunkShardingSpec.ShardingDim": "int | str",
 }
 
@@ -151,7 +156,8 @@ DIFFERENT: dict[str, str] = {
     f"{_TENSOR}.experimental.register_sharding": "gradients need no registration, as autograd runs "
     "on shards; for an operator of aten it changes torch's function of the same name only",
     f"{_TENSOR}.debug.CommDebugMode": "Shard(i) to Shard(j) counts as "
-    "c10d_functional.all_to_all_single, not _dtensor.shard_dim_alltoall",
+    "c10d_functional.all_to_all_single, not _dtensor.shard_dim_alltoall; on gloo Partial to Shard "
+    "of a few kilobytes is an all_reduce, which is faster there, not a reduce_scatter_tensor",
     f"{_TENSOR}._redistribute.redistribute_local_tensor": "waits also with async_op=True; "
     "x.redistribute(async_op=True) does not",
     f"{_TENSOR}._redistribute.use_min_cost_redistribution_plan": "accepted; every plan has the "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shardwise.core.errors import MeshError, also, format_value
+from shardwise.core.errors import MeshError, format_value
 from shardwise.core.world import Backend
 
 if TYPE_CHECKING:
@@ -139,13 +139,11 @@ def as_backends(
             axis = names.index(key) if names is not None and key in names else None
         if axis is None or not 0 <= axis < ndim:
             axes = f"{names} or " if names else ""
-            raise also(MeshError, RuntimeError)(
+            raise MeshError(
                 f"{argument}: expected axes among {axes}0 to {ndim - 1}, got {format_value(key)}"
             )
         if axis in seen:
-            raise also(MeshError, RuntimeError)(
-                f"{argument}: expected each axis once, got axis {axis} and its name"
-            )
+            raise MeshError(f"{argument}: expected each axis once, got axis {axis} and its name")
         seen.add(axis)
         found[axis] = as_backend(value, f"{argument}[{key!r}]")
     return tuple(found)

@@ -6,6 +6,7 @@ rank on which the error was raised, so the code that raises does not.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -45,10 +46,7 @@ class ShardwiseError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Calling the class again would add the rank that unpickles the error to the message.
-        kind = type(self)
-        if kind.__name__ != kind.__qualname__:  # made by `also`: its bases can be pickled
-            return _rebuilt, (kind.__bases__, self.args, vars(self))
-        return _rebuilt, (kind, self.args, vars(self))
+        return _rebuilt, (type(self), self.args, vars(self))
 
 
 class MeshError(ShardwiseError, ValueError, RuntimeError):
@@ -133,23 +131,26 @@ def also(kind: type[_Kind], *builtins: type[Exception]) -> type[_Kind]:
 _combined: dict[tuple[type, ...], Any] = {}
 
 
+class _Combined(type):
+    """The type of classes made by `also`, which are pickled as the call that makes them."""
+
+
+def _pickle_combined(kind: Any) -> Any:
+    return also, kind.__bases__
+
+
+copyreg.pickle(_Combined, _pickle_combined)
+
+
 def _combine(kind: type, *builtins: type) -> type:
-    names = ", ".join(each.__name__ for each in builtins)
-    fields = {
-        "__doc__": kind.__doc__,
-        "__module__": kind.__module__,
-        "__qualname__": f"{kind.__name__}.also({names})",
-    }
-    return type(kind.__name__, (kind, *builtins), fields)
+    # Tracebacks show the name of the documented class.
+    fields = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return _Combined(kind.__name__, (kind, *builtins), fields)
 
 
 def _rebuilt(
-    kind: type[ShardwiseError] | tuple[Any, ...],
-    arguments: tuple[Any, ...],
-    fields: dict[str, Any],
+    kind: type[ShardwiseError], arguments: tuple[Any, ...], fields: dict[str, Any]
 ) -> ShardwiseError:
-    if isinstance(kind, tuple):
-        kind = also(*kind)
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(fields)

@@ -134,9 +134,7 @@ def resolve_names(
             axes.append(axis)
         else:
             if not form_a_grid(axes, source.size()):
-                raise also(MeshError, RuntimeError)(
-                    f"mesh[{wanted}]: expected different axes, got some that overlap"
-                )
+                raise MeshError(f"mesh[{wanted}]: expected different axes, got some that overlap")
             return source, _grid(source, axes)
     unknown = next((name for name in wanted if name not in (*own, *flattened)), wanted)
     more = f" or the flattened {', '.join(flattened)}" if flattened else ""
@@ -176,8 +174,8 @@ def joint_ranks(meshes: Sequence[DeviceMesh]) -> tuple[NDArray[np.int64], list[D
     orders = set.intersection(*({_order(source) for source in sources_of(m)} for m in meshes))
     common = [source for source in sources_of(meshes[0]) if _order(source) in orders]
     if len(kinds) > 1 or not common:
-        raise also(MeshError, RuntimeError)(
-            f"no mesh has both {_shown(meshes)}: expected parts of one mesh, such as mesh['dp'] "
+        raise MeshError(
+            f"no mesh has both {_joined(meshes)}: expected parts of one mesh, such as mesh['dp'] "
             "and mesh['tp']; they were cut from meshes of different ranks"
         )
     grids: dict[bytes, NDArray[np.int64]] = {}
@@ -188,14 +186,14 @@ def joint_ranks(meshes: Sequence[DeviceMesh]) -> tuple[NDArray[np.int64], list[D
             grids[grid.tobytes()] = grid
             found.append(source)
     if not grids:
-        raise also(MeshError, RuntimeError)(
-            f"no mesh has both {_shown(meshes)}: their ranks overlap, or divide {common[-1]!r} "
+        raise MeshError(
+            f"no mesh has both {_joined(meshes)}: their ranks overlap, or divide {common[-1]!r} "
             "differently; expected parts of one mesh that have no axis in common, such as "
             "mesh['dp'] and mesh['tp']"
         )
     if len(grids) > 1:
         raise MeshError(
-            f"several meshes have both {_shown(meshes)}, with different ranks: {found}; give the "
+            f"several meshes have both {_joined(meshes)}, with different ranks: {found}; give the "
             "axes of one of them other names"
         )
     (grid,) = grids.values()
@@ -244,5 +242,5 @@ def _grid(mesh: DeviceMesh, axes: Sequence[Strides]) -> NDArray[np.int64]:
     return grid_around(int(position[0]), axes)
 
 
-def _shown(meshes: Sequence[DeviceMesh]) -> str:
+def _joined(meshes: Sequence[DeviceMesh]) -> str:
     return " and ".join(map(repr, meshes))

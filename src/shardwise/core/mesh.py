@@ -142,7 +142,7 @@ class DeviceMesh(RankGrid):
         self._check_real("process group to abort")
         here = world.current(start=False)
         if self.root is not self and self not in here.times_made:
-            raise also(MeshError, RuntimeError)(
+            raise MeshError(
                 f"abort: expected a mesh that was not cut from another, got {self!r}; call "
                 f"mesh.root.abort(), which ends {self.root!r} with all that was cut from it"
             )
@@ -163,9 +163,7 @@ class DeviceMesh(RankGrid):
             )
         own = self.mesh_dim_names
         if own is None:
-            raise also(MeshError, RuntimeError)(
-                f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first"
-            )
+            raise MeshError(f"mesh[{wanted}]: this mesh has no mesh_dim_names; give it names first")
         if wanted == own:
             return self
         if not wanted or len(set(wanted)) != len(wanted):
@@ -331,9 +329,7 @@ class DeviceMesh(RankGrid):
                 options, or a tuple of both.
         """
         if self.mesh_dim_names is None:
-            raise also(MeshError, RuntimeError)(
-                "_flatten: this mesh has no mesh_dim_names; give it names first"
-            )
+            raise MeshError("_flatten: this mesh has no mesh_dim_names; give it names first")
         backend = world.Backend()
         if backend_override is not None:
             backend = as_backend(backend_override, "backend_override")
@@ -471,7 +467,7 @@ class _MeshStack(threading.local):
     def get_current_mesh(self) -> DeviceMesh:
         """Return the mesh of the innermost `with mesh:`."""
         if not self.mesh_stack:
-            raise also(MeshError, RuntimeError)(
+            raise MeshError(
                 "device_mesh: expected a DeviceMesh, or a call within `with mesh:`; got None"
             )
         return self.mesh_stack[-1]

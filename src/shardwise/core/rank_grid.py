@@ -193,9 +193,7 @@ class RankGrid:
         if axis is not None:
             return self.axis(axis)
         if self.ndim != 1:
-            raise also(MeshError, RuntimeError)(
-                f"{method}(mesh_dim): expected one of {self.axes_shown()}, got None"
-            )
+            raise MeshError(f"{method}(mesh_dim): expected one of {self.axes_shown()}, got None")
         return 0
 
     def _set_backends(self, backends: Sequence[world.Backend], first: int = 0) -> None:

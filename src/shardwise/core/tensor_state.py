@@ -29,6 +29,7 @@ class TensorState:
         "alias_of",
         "detached_by",
         "gathered_from",
+        "in_one_process",
         "is_gradient",
         "key",
         "link",
@@ -75,6 +76,9 @@ class TensorState:
         self.link: Any = None
         """The `CopyLink` from such a copy, or a view of one, to the original. Set and read by
         `view_copy`; ends when `data` is assigned."""
+        self.in_one_process: torch.Tensor | None = None
+        """For a view of such a copy: a meta tensor with the strides of the view that one process
+        would have. Set and read by `view_copy`."""
         self.pending: Any = None
         """The data that a tensor waits for (`Pending`). Set and read by `WaitingDTensor`; ends when
         they are there."""

@@ -107,7 +107,8 @@ def dispatch(
                 known = lookup(func)
                 if known is not None and known.handler is foreach.inplace:
                     return foreach.inplace_one_by_one(func, args, kwargs or {})
-                return call_with_copies(copies, partial(dispatch, cls, func, types, args, kwargs))
+                again = partial(dispatch, cls, func, types, args, kwargs)
+                return call_with_copies(copies, again, (func, args, kwargs or {}))
         known = lookup(func)
         if kwargs and (not args or type(func) in _OPERATORS):
             args, kwargs = by_position(func, known, args, kwargs)

@@ -233,9 +233,8 @@ def _gradient(value: torch.Tensor | None, of: Any, fills: bool) -> torch.Tensor 
         fresh = value.view_as(value) if type(value) is DTensor else value
     layout = of._layout
     if layout.partial and value.requires_grad:
-        fresh = with_grad_layout(
-            fresh, gradient_layout(layout), layout
-        )  # its own gradient is a pending sum
+        # Its own gradient is a pending sum.
+        fresh = with_grad_layout(fresh, gradient_layout(layout), layout, is_exact=True)
     return wrap(fresh, gradient_layout(layout))
 
 

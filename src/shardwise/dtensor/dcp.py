@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.box import Box
-from shardwise.core.errors import LayoutError
+from shardwise.core.errors import LayoutError, also
 from shardwise.core.layout import Layout
 
 
@@ -27,20 +27,14 @@ def chunks(boxes: Sequence[Box], size: Sequence[int]) -> list[Any]:
     ]
 
 
-class PendingError(LayoutError, AttributeError):
-    """A tensor with pending reductions has no values to store.
-
-    It is an AttributeError because the tensor lacks the fields of torch's protocol.
-    """
-
-
 def parts_of(layout: Layout) -> list[tuple[Box, Box]]:
     """List the boxes that this rank holds, each with its box in the local tensor.
 
-    A rank outside of the mesh holds none. Pending reductions are refused.
+    A rank outside of the mesh holds none. Pending reductions are refused, by an error that is an
+    AttributeError too: the tensor lacks the fields of torch's protocol.
     """
     if layout.partial:
-        raise PendingError(
+        raise also(LayoutError, AttributeError)(
             f"checkpoint: {layout!r} is pending a reduction, and a checkpoint stores values; "
             "x.redistribute() makes it whole"
         )

@@ -104,7 +104,7 @@ class DTensorSpec:
         uses += [(axis, Shard(dim)) for dim, axis in enumerate(dim_map) if axis >= 0]  # type: ignore[misc]
         for axis, placement in uses:
             if placements[axis] != Replicate():
-                raise also(LayoutError, RuntimeError)(
+                raise LayoutError(
                     f"dim_map: expected each axis once, got axis {axis} for both "
                     f"{placements[axis]} and {placement}"
                 )

@@ -558,9 +558,7 @@ def _as_new(moved: torch.Tensor, local: torch.Tensor, layout: Layout) -> DTensor
 def _check_plain(argument: str, tensor: Any) -> None:
     """Refuse a local tensor that is none, or that cannot be a shard."""
     if isinstance(tensor, DTensor):
-        raise also(LayoutError, RuntimeError)(
-            f"{argument}: expected a plain tensor, got a DTensor: it is one already"
-        )
+        raise LayoutError(f"{argument}: expected a plain tensor, got a DTensor: it is one already")
     if not isinstance(tensor, torch.Tensor):
         raise also(LayoutError, AttributeError)(
             f"{argument}: expected a plain tensor, got {type(tensor).__name__}"
@@ -576,7 +574,7 @@ def _check_same_shards(gradient: Layout, layout: Layout) -> None:
         for each in (gradient, layout)
     ]
     if splits[0] != splits[1] or gradient.cuts != layout.cuts:
-        raise also(LayoutError, RuntimeError)(
+        raise LayoutError(
             f"grad_placements: expected the same dims to be split as in {layout!r}, as a local "
             f"tensor and its gradient have one shape; got {gradient.placements}. Replicate() and "
             "Partial() may differ"

@@ -294,8 +294,17 @@ def view_copies_in(*values: Any) -> list[ViewCopy]:
     return [each for each in tensors_in(values) if type(each) is ViewCopy]
 
 
-def call_with_copies(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
-    """Make a call in which these copies are ordinary DTensors; then write back what it wrote."""
+def call_with_copies(
+    copies: list[ViewCopy],
+    run: Callable[[], Any],
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None,
+) -> Any:
+    """Make a call in which these copies are ordinary DTensors; then write back what it wrote.
+
+    Arguments:
+        run: makes the call.
+        call: its function and arguments, to tell which results are views in one process.
+    """
     for each in copies:
         each._renew()
     for each in copies:
@@ -313,7 +322,49 @@ def call_with_copies(copies: list[ViewCopy], run: Callable[[], Any]) -> Any:
         if each._link.is_written:
             _write_back(each)
     _mark_views(result, copies)
+    return result if call is None else _as_of_view(result, *call)
+
+
+_MAY_RETURN_ITS_ARGUMENT = {"contiguous", "flatten", "ravel", "reshape"}
+"""Functions that return their argument, a view or a copy of it, as its strides are."""
+
+
+def _as_of_view(result: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a call, or a copy of it where torch would copy the view that a copy
+    stands for: a part of some columns has gaps between its rows, which the copy does not have."""
+    if (
+        not args
+        or type(args[0]) is not ViewCopy
+        or any(True for _ in tensors_in((args[1:], kwargs)))
+    ):
+        return result
+    copy = args[0]
+    may_be_itself = getattr(func, "__name__", "") in _MAY_RETURN_ITS_ARGUMENT
+    made = [each for each in tensors_in(result) if type(each) is ViewCopy]
+    if not made or (made[0] is copy and not may_be_itself):
+        return result
+    view = _in_one_process(copy)
+    in_one_process = list(tensors_in(func(view, *args[1:], **kwargs)))
+    memory = storage_id(view.untyped_storage())
+    if any(storage_id(each.untyped_storage()) != memory for each in in_one_process):
+        return result.clone()
+    for each, strides in zip(tensors_in(result), in_one_process, strict=True):
+        if type(each) is ViewCopy and each is not copy:
+            ensure_state(each).in_one_process = strides
     return result
+
+
+def _in_one_process(tensor: DTensor) -> torch.Tensor:
+    """Return a meta tensor with the strides of the view that a copy stands for; for another tensor
+    with its own."""
+    if type(tensor) is ViewCopy:
+        link, original = tensor._link, tensor._link.original()
+        noted = ensure_state(tensor).in_one_process
+        if noted is not None:
+            return noted
+        if tensor._copy is tensor and link.key is not None and original is not None:
+            return _in_one_process(original)[link.key]
+    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
 
 
 def _write_back(tensor: ViewCopy) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 from torch import nn
 
 from shardwise.api.wrappers import check_unwrapped
+from shardwise.core.errors import also
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import DeviceMesh, as_mesh, mesh_or_current
 from shardwise.core.placement import Placement, Replicate
@@ -26,7 +27,6 @@ from shardwise.parallel.parameters import (
 )
 from shardwise.parallel.plan_spec import (
     PlanError,
-    PlanTypeError,
     all_modules,
     as_placements,
     check_pattern,
@@ -284,7 +284,7 @@ def _flatten_plan(plan: Any, prefix: str) -> Iterator[tuple[str, ParallelStyle]]
             hint = ", which is torch's own: import ParallelStyle from shardwise.parallel"
         elif isinstance(plan, Placement | Activations):
             hint = "; placements and Activations are for shard_module"
-        raise PlanTypeError(
+        raise also(PlanError, TypeError)(
             f"parallelize_plan{where}: expected a style, or a dict of them by name; "
             f"got {plan!r}{hint}"
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError, also
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Axis, DeviceMesh
 from shardwise.core.placement import (
@@ -40,22 +40,12 @@ class PlanError(ShardwiseError, ValueError):
     """A plan that does not fit its module."""
 
 
-class PlanTypeError(PlanError, TypeError):
-    """A plan, or an entry of one, of a wrong type: torch raises TypeError."""
-
-
-class UnsupportedModuleError(PlanError, NotImplementedError):
-    """A style for a module of another kind: torch raises NotImplementedError."""
-
-
-class PrepareError(PlanError, AssertionError):
-    """Wrong arguments of a style that prepares inputs or outputs: torch raises AssertionError."""
-
-
 def check_plan(plan: object) -> None:
     """Raise PlanError for a plan that is not a dict."""
     if not isinstance(plan, Mapping):
-        raise PlanTypeError(f"plan: expected a dict of patterns, got {type(plan).__name__}")
+        raise also(PlanError, TypeError)(
+            f"plan: expected a dict of patterns, got {type(plan).__name__}"
+        )
 
 
 # ---- patterns
@@ -75,7 +65,7 @@ def matches(pattern: str, name: str) -> bool:
 def check_pattern(argument: str, pattern: object) -> None:
     """Raise PlanError for a key of a plan that is not a string."""
     if not isinstance(pattern, str):
-        raise PlanTypeError(
+        raise also(PlanError, TypeError)(
             f"{argument}: expected names, or patterns for names, as keys; got {pattern!r}"
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.errors import also
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, as_placement
 from shardwise.dtensor.tensor import DTensor
@@ -23,7 +24,7 @@ from shardwise.parallel.containers import (
     replace_fields,
     replace_items,
 )
-from shardwise.parallel.plan_spec import PlanError, PrepareError
+from shardwise.parallel.plan_spec import PlanError
 from shardwise.parallel.projections import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardwise.parallel.styles import ModuleStyle, MoveOutput, make_output_move
 
@@ -59,10 +60,12 @@ class PrepareModuleInput(ModuleStyle):
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
         if input_layouts is None and desired_input_layouts is not None:
-            raise PrepareError("input_layouts: expected as many as desired_input_layouts, got none")
+            raise also(PlanError, AssertionError)(
+                "input_layouts: expected as many as desired_input_layouts, got none"
+            )
         _check_lengths(self.input_layouts, self.desired_input_layouts, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise PrepareError(
+            raise also(PlanError, AssertionError)(
                 "desired_input_kwarg_layouts: expected the names of input_kwarg_layouts, "
                 f"{list(self.input_kwarg_layouts)}; got {list(self.desired_input_kwarg_layouts)}"
             )
@@ -139,7 +142,7 @@ class PrepareModuleOutput(ModuleStyle):
                 not (isinstance(given, dict) and isinstance(wanted, dict))
                 or given.keys() != wanted.keys()
             ):
-                raise PrepareError(
+                raise also(PlanError, AssertionError)(
                     "desired_output_layouts: expected the names of output_layouts, "
                     f"{given!r}; got {wanted!r}"
                 )
@@ -229,7 +232,7 @@ class _PrepareTensor:
             return None
         moved = map_tensors(value, self._move_tensor)
         if moved is value and not isinstance(value, torch.Tensor):
-            raise PrepareError(
+            raise also(PlanError, AssertionError)(
                 f"{self.what}: expected a tensor, got {type(value).__name__}; say None for its "
                 "layout"
             )
@@ -332,7 +335,7 @@ def _as_tuple_or_dict(given: Any, argument: str) -> Any:
 
 def _check_lengths(given: Sequence[Any], wanted: Sequence[Any], argument: str) -> None:
     if len(given) != len(wanted):
-        raise PrepareError(
+        raise also(PlanError, AssertionError)(
             f"desired_{argument}: expected {len(given)}, as {argument} has; got {len(wanted)}"
         )
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from shardwise.api.distribute import distribute_module
+from shardwise.core.errors import also
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel.parameters import distribute_slots, find_slots
-from shardwise.parallel.plan_spec import PlanError, UnsupportedModuleError
+from shardwise.parallel.plan_spec import PlanError
 from shardwise.parallel.styles import (
     ModuleStyle,
     as_single_placement,
@@ -99,7 +100,7 @@ class ProjectionStyle(ModuleStyle):
 
     def check(self, path: str, module: nn.Module) -> None:
         if weight_kind(module) is None:
-            raise UnsupportedModuleError(
+            raise also(PlanError, NotImplementedError)(
                 f"{path or 'the module'}: {type(self).__name__} fits nn.Linear, nn.Embedding and "
                 f"transformers' Conv1D, and this is {type(module).__name__}; name the projections "
                 "in it, or use shard_module, which lays out any parameter"

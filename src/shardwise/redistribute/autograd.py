@@ -350,8 +350,8 @@ def redistribute_later(
     started = _unless_written(local, pair.forward.start(local.detach(), starts_all=True))
     shape = dst.local_shape()
     result = local.detach().new_empty_strided(shape, (0,) * len(shape), dtype=forward_dtype)
-    if result.numel() and result.dtype.is_floating_point:
-        result.as_strided((), ()).fill_(math.nan)  # seen by all, should anybody not wait
+    if result.numel() and (result.is_floating_point() or result.is_complex()):
+        result.as_strided((), ()).fill_(math.nan)  # a read that did not wait shows
     if needs_grad:
         result = apply_move(local, pair, Pending.done(result))
     return result, started
@@ -374,15 +374,22 @@ def _unless_written(local: torch.Tensor, started: Pending[torch.Tensor]) -> Pend
     return started.then(check)
 
 
-def with_grad_layout(local: torch.Tensor, given: Layout, wanted: Layout) -> torch.Tensor:
+def with_grad_layout(
+    local: torch.Tensor, given: Layout, wanted: Layout, *, is_exact: bool = False
+) -> torch.Tensor:
     """Return an alias of `local` whose gradient arrives in one layout and continues in another.
 
     Forward: nothing. Backward: the move from `given` to `wanted`.
+
+    Arguments:
+        is_exact: let one rank contribute all of a whole gradient that is wanted as contributions,
+            rather than each an equal part, which a half type would round.
     """
     if given is wanted or not (local.requires_grad and torch.is_grad_enabled()):
         return local.view_as(local)
-    result: torch.Tensor = _Relabel.apply(local, _gradient_move(given, wanted))  # type: ignore[no-untyped-call]
-    if wanted.partial:
+    move = Move(given, wanted) if is_exact else _gradient_move(given, wanted)
+    result: torch.Tensor = _Relabel.apply(local, move)  # type: ignore[no-untyped-call]
+    if wanted.partial and not is_exact:
         ensure_state(result).relabelled = local, wanted
     return result
 

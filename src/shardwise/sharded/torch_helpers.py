@@ -1,23 +1,19 @@
 """Torch's helper functions around sharded tensors, for programs that call them by name.
 
-They describe shards that a program gathers itself, move the shard of a rank by hand, and register
-operators. `ShardedTensor` does all of this by itself; nothing here is needed to use one. The names
-are those of torch.distributed._shard, without the underscore that some of them begin with.
+They describe shards that a program gathers itself, and move the shard of a rank by hand.
+`ShardedTensor` does all of this by itself; nothing here is needed to use one. The names are those
+of torch.distributed._shard, without the underscore that some of them begin with.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from shardwise.core.errors import ShardedTensorError
-from shardwise.dtensor.tensor import tensors_in
 from shardwise.sharded.group import GroupLike, ShardOwnership, as_rank_group, in_rank_order
 from shardwise.sharded.metadata import (
     Shard,
@@ -34,9 +30,8 @@ from shardwise.sharded.specs import (
     get_split_size,
     infer_spec,
 )
-from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.transfer import ShardMove, move_shards
-from shardwise.torch_internals import RemoteDevice, as_local
+from shardwise.torch_internals import RemoteDevice
 
 # ---- metadata
 
@@ -251,55 +246,3 @@ def reshuffle_local_shard(
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """Do what `reshard_local_shard` does; torch's name for specs that cut the same dim."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
-
-
-# ---- operators
-
-Operator = Callable[..., Any]
-
-
-def basic_validation(op: Any, args: Any = (), kwargs: Any = None) -> None:
-    """Refuse a call without sharded tensors, and one with tensors of different process groups."""
-    found = [each for each in tensors_in((args, kwargs or {})) if isinstance(each, ShardedTensor)]
-    if not found:
-        raise ShardedTensorError(
-            f"{op.__name__}: expected a ShardedTensor among the arguments, got {args} and {kwargs}"
-        )
-    if len({each._group.ranks for each in found}) > 1:
-        raise ShardedTensorError(
-            f"{op.__name__}: expected sharded tensors of one process group, got tensors of ranks "
-            f"{' and '.join(str(each._group.ranks) for each in found)}"
-        )
-
-
-def register_op(op: Any, func: Operator, op_table: dict[Any, Operator]) -> None:
-    """Add an operator to a table; it takes (types, args, kwargs, process_group)."""
-    parameters = inspect.signature(func).parameters
-    if len(parameters) != 4:
-        raise ShardedTensorError(
-            "func: expected a function of (types, args, kwargs, process_group), got "
-            f"{getattr(func, '__name__', func)}({', '.join(parameters)})"
-        )
-    op_table[op] = func
-
-
-def decorator_func(wrapped_func: Operator, op: Any, op_table: dict[Any, Operator]) -> Operator:
-    """Add an operator to a table, with `basic_validation` before each call."""
-
-    @functools.wraps(wrapped_func)
-    def wrapper(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        basic_validation(op, args, kwargs)
-        return wrapped_func(types, args, kwargs, process_group)
-
-    register_op(op, wrapper, op_table)
-    return wrapper
-
-
-def register_default_op(op: Any, decorator: Callable[[Any], Callable[[Operator], Any]]) -> None:
-    """Register an operator that runs as on a plain tensor, such as a property of the wrapper."""
-
-    def run(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
-        with as_local():
-            return op(*args, **(kwargs or {}))
-
-    decorator(op)(run)

@@ -1,40 +1,18 @@
 """`torch.distributed.tensor.experimental._attention`."""
 
-from shardwise.parallel.context_parallel import (
-    ContextParallel as _ContextParallel,
-)
-from shardwise.parallel.context_parallel import (
+from shardwise.tensor.experimental._context_parallel import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _cp_options,
+    _disable_context_parallel_dispatcher,
+    _enable_context_parallel_dispatcher,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+    _RotateMethod,
     context_parallel,
     context_parallel_unshard,
-)
-from shardwise.parallel.context_parallel import (
-    context_parallel_shard as _context_parallel_shard,
-)
-from shardwise.parallel.context_parallel import (
-    disable_context_parallel_dispatcher as _disable_context_parallel_dispatcher,
-)
-from shardwise.parallel.context_parallel import (
-    enable_context_parallel_dispatcher as _enable_context_parallel_dispatcher,
-)
-from shardwise.parallel.sequence_split import (
-    HeadTailLoadBalancer as _HeadTailLoadBalancer,
-)
-from shardwise.parallel.sequence_split import (
-    LoadBalancer as _LoadBalancer,
-)
-from shardwise.parallel.sequence_split import (
-    PerDocumentHeadTailLoadBalancer as _PerDocumentHeadTailLoadBalancer,
-)
-from shardwise.parallel.sequence_split import (
-    PTRRLoadBalancer as _PTRRLoadBalancer,
-)
-from shardwise.parallel.sequence_split import (
-    RotateMethod as _RotateMethod,
-)
-from shardwise.parallel.sequence_split import (
-    options as _cp_options,
-)
-from shardwise.parallel.sequence_split import (
     set_rotate_method,
 )
 

@@ -33,7 +33,7 @@ def test_strides_are_those_of_the_whole_tensor(kind, placement, source):
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_uneven_and_empty_shards(count):
+def test_uneven_and_empty_shards_keep_the_order_of_dims(count):
     whole = full(2, 6, 3, 5).to(memory_format=torch.channels_last)
 
     def run(mesh):
