@@ -24,7 +24,7 @@ data_axes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
 later."""
 
 _MOST_NODES = 512
-"""How far the history of a tensor is searched for parameters. An activation has a longer one."""
+"""How far the history of a tensor is searched for parameters."""
 
 
 def sum_later(leaf: torch.Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> None:
@@ -64,7 +64,12 @@ def find_later_sums(
         else:
             nodes += [each for each, _ in node.next_functions]
     if nodes:
-        found.add(())
+        raise DispatchError(
+            f"{operator}: the history of an input is too long ({_MOST_NODES} operators and more) "
+            "to tell whether it was computed from parameters of fully_shard(dp_mesh_dims=) only, "
+            "whose gradients are summed over ranks after the backward. Give fully_shard the "
+            "data-parallel mesh only, without dp_mesh_dims"
+        )
     if len(found) > 1 and any(found):
         raise DispatchError(
             f"{operator}: an input was computed from parameters of fully_shard(dp_mesh_dims=), "

@@ -118,8 +118,8 @@ def context_parallel(
         parts = [split.shard(each, dim) for each, dim in zip(given, dims, strict=True)]
         saved = [each.detach() for each in given]
     # Not written into their memory: another buffer may be a view of the same, as inputs and labels.
-    _replace(given, parts)
     try:
+        _replace(given, parts)
         with _WholeAttention(split):
             yield
     finally:
