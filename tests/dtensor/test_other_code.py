@@ -24,6 +24,7 @@ def test_every_call_is_right_or_refused_as_the_list_says(group: str) -> None:
     assert wrong == [[]] * 4, "\n".join(line for lines in wrong for line in lines)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_tensor_whose_data_are_under_way_is_waited_for_by_every_call(group: str) -> None:
     calls = [

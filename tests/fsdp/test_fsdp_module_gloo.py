@@ -4,6 +4,7 @@ import os
 from datetime import timedelta
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -149,6 +150,7 @@ def one_rank_evaluates(store, seconds):
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_evaluates_alone_is_told_so_even_the_first_time(workers4_apart, tmp_path):
     first, *others = workers4_apart.run(one_rank_evaluates, tmp_path / "store", 4.0)
     assert first.startswith("the parameters of FSDPNet could not be gathered")

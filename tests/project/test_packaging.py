@@ -206,6 +206,7 @@ def test_everything_but_the_demo_works_without_extras_and_the_demo_names_its_own
     ]
 
 
+@pytest.mark.slow
 def test_the_command_is_installed(installed, tmp_path):
     said = run(installed / "shardwise", "--help", cwd=tmp_path, env=environment())
     assert said.startswith("usage: shardwise")
@@ -220,6 +221,7 @@ def test_an_installed_example_trains_on_processes(installed, tmp_path):
     assert run(*command, cwd=tmp_path, env=environment()).startswith("step 2: loss ")
 
 
+@pytest.mark.slow
 def test_the_first_program_of_the_readme_runs_on_the_installed_package(installed, tmp_path):
     readme = (ROOT / "README.md").read_text("utf-8")
     program, printed = (

@@ -37,6 +37,7 @@ def test_the_readme_has_no_other_python_and_is_short():
     assert README.count("\n") <= 150
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_program_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
     ((program, printed),) = EXAMPLES[page]

@@ -471,12 +471,14 @@ def check_tiled(layout: Layout, place: tuple[int, ...], boxes: list[Box]) -> Non
     assert count.sum() == math.prod(layout.local_shape(place))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_every_send_of_an_exchange_has_its_receive(data: st.DataObject) -> None:
     mesh, shape = data.draw(grids()), data.draw(global_shapes)
     check_exchange(data.draw(layouts_on(mesh, shape)), data.draw(layouts_on(mesh, shape)))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_every_send_between_two_meshes_has_its_receive(data: st.DataObject) -> None:
     one, other, shape = data.draw(grids()), data.draw(grids()), data.draw(global_shapes)

@@ -435,6 +435,7 @@ def test_a_bad_timeout_of_the_environment_is_refused(
         monkeypatch.delenv(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_argument", [True, False])
 def test_ranks_that_start_too_slowly_are_told_what_to_raise(
     is_argument: bool, monkeypatch: pytest.MonkeyPatch
@@ -687,6 +688,7 @@ def read_command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_for_the_parent_alone_which_ends_the_ranks(
     sleepers: subprocess.Popen[str],
 ) -> None:

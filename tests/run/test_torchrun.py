@@ -179,6 +179,7 @@ ranks.barrier()
 """
 
 
+@pytest.mark.slow
 def test_mistakes_are_refused_and_a_rank_that_raises_does_not_hang_at_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MISTAKES)
