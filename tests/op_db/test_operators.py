@@ -6,7 +6,7 @@ from support.op_db.expected import check
 from support.op_db.outcomes import PART, row_of
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", entries())
 def test_on_dtensors_it_gives_what_it_gives_in_one_process(name):
     check(row_of(name, PART))

@@ -72,7 +72,7 @@ def check_moves(mesh: DeviceMesh, found: list[Pair], full: torch.Tensor, costs: 
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("costs", [None, BYTES_ONLY], ids=["default costs", "bytes only"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
@@ -83,8 +83,8 @@ def test_every_pair_of_layouts_gives_the_slice_of_the_full_tensor(
     check_moves(mesh, pairs(mesh, shape), numbered(shape), costs)
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("costs", [None, BYTES_ONLY], ids=["default costs", "bytes only"])
 @pytest.mark.parametrize("shape", [(7,), (4, 6), (5, 3), (3, 2, 5)], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(2, 3), (2, 4), (2, 2, 2)], ids=str)
