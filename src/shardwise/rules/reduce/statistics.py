@@ -139,7 +139,7 @@ def _norm(
     """Return the norm of vectors over split dims."""
     kind = dtype or local.dtype
     if not keeps_sums(kind):
-        raise RuntimeError(
+        raise NotImplementedError(  # as torch 2.15; a RuntimeError, as before
             f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {kind}"
         )
     local = local.to(wide_dtype(kind))
