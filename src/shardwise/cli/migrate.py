@@ -168,7 +168,7 @@ def _torch_names_in(line: str) -> Iterator[tuple[str, str]]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file anew in one step, so that nobody sees half of it; its mode stays."""
+    """Replace a file in one step, so that a reader never sees half of it. Its mode stays."""
     target = path.resolve()  # the file itself, not a link to it
     number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

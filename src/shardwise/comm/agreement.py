@@ -12,8 +12,8 @@ facts about the same group of ranks: other ranks have other tensors. Ranks diffe
 a fact that the other has not; a tensor that one rank makes alone is no error. A fact is compared
 only the first few times that it is stated.
 
-All numbers below are counted for each group or mesh, so that its ranks count alike, whatever else
-some of them do.
+Each group and each mesh has counters of its own. So its ranks have equal counts, even if some of
+them also take part in other groups.
 """
 
 from __future__ import annotations

@@ -428,8 +428,8 @@ def init_device_mesh(
         mesh_dim_names: one name per axis.
         backend_override: how the process groups of some axes are made, when they are first needed:
             a dict from axes, by name or position, to a backend's name, its options, or a tuple of
-            both. `"fake"` is for groups that others ask for and nobody uses: the collectives of
-            shardwise never run on one.
+            both. With `"fake"`, `get_group` returns a group that does nothing; shardwise's own
+            collectives do not use it.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 4), ("dp", "tp"))

@@ -112,8 +112,8 @@ def is_globally_viewable(local: torch.Tensor, layout: Layout, target: Sequence[i
 
 
 def is_under_way(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is the result of a functional collective of torch that nobody has
-    waited for yet: a wrapper without memory."""
+    """Tell whether a tensor is the result of a functional collective of torch that is still
+    running: a wrapper without memory."""
     return type(tensor).__name__ == "AsyncCollectiveTensor"
 
 

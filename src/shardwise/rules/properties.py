@@ -29,8 +29,8 @@ _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}
     "share_memory_",
 )  # fmt: skip
 def of_piece(func: Any, args: Any, kwargs: Any) -> Any:
-    # `storage_offset` and `is_set_to` are about the shard's memory, which nobody
-    # gets beside the global shape: see `of_memory`. `share_memory_` moves it and keeps its values.
+    # `storage_offset` and `is_set_to` describe the shard's memory. That is safe: `of_memory` does
+    # not give that memory to callers. `share_memory_` moves it and keeps its values.
     with as_local():
         return func(*args, **kwargs)
 
